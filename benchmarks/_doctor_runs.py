@@ -256,7 +256,6 @@ RECIPES = {
     "policy": (),
     "ppo": ("gpt2_hh/ppo",),
     "online_preference": (),
-    "distillation": (),
     "grpo_math": ("gsm8k/grpo_math", "math/grpo_math", "countdown/grpo_math"),
 }
 # The size of the models that a folder's files are for.
@@ -271,8 +270,6 @@ def recipe_report(recipe: str, file: str, steps: int) -> Report:
     flags = ["--config", _config(file)]
     if recipe in REWARDED:
         flags += ["--reward_function", "benchmarks._doctor_runs:true_reward"]
-    if recipe == "distillation":
-        flags += ["--teacher_model_name_or_path", "toy"]
     if benchmark in SIZES:
         flags += [
             "--model_name_or_path",

@@ -6,11 +6,11 @@ import argparse
 import platform
 import resource
 import time
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 import trl
 import trl.trainer.utils
 from accelerate.state import AcceleratorState
@@ -51,6 +51,14 @@ def prepare(arguments: argparse.Namespace) -> None:
         raise ValueError("--device cuda: torch finds no GPU; take --device cpu")
     torch.set_num_threads(arguments.threads)
     trl.trainer.utils._use_triton = lambda device: True
+
+
+def arm_arguments(trainer: str, size: str, device: str, **others: Any) -> argparse.Namespace:
+    """The arguments of an arm with TRL's defaults: on a GPU, weights in float32 and passes in bfloat16."""
+    dtype = "bfloat16" if device == "cuda" else "float32"
+    return argparse.Namespace(
+        trainer=trainer, size=size, device=device, dtype=dtype, weights="float32", lora_r=0, **others
+    )
 
 
 def make_arm(name: str, arguments: argparse.Namespace, folder: Path) -> Arm:
@@ -173,8 +181,11 @@ def make_model(arguments: argparse.Namespace):
         return (Qwen2ForSequenceClassification if classify else Qwen2ForCausalLM)(config).to(dtype)
 
 
-def make_trainer(arguments: argparse.Namespace, folder: Path):
-    """Create TRL's DPOTrainer, RewardTrainer or GRPOTrainer with its defaults; its data set is never read."""
+def make_trainer(arguments: argparse.Namespace, folder: Path, *, library=trl, rows=None, reward=None, **settings: Any):
+    """Create the DPOTrainer, RewardTrainer or GRPOTrainer of a library, with its defaults but for `settings`.
+
+    Without `rows`, its data set is never read, and the batches of a policy replace its rollouts.
+    """
     cuda = arguments.device == "cuda"
     common = {
         "output_dir": str(folder),
@@ -186,6 +197,7 @@ def make_trainer(arguments: argparse.Namespace, folder: Path):
         "disable_tqdm": True,
         "learning_rate": 1e-6,
         "model_init_kwargs": None,
+        **settings,
     }
     lora = None
     if arguments.lora_r:
@@ -199,20 +211,18 @@ def make_trainer(arguments: argparse.Namespace, folder: Path):
     }
     model = make_model(arguments)
     if arguments.trainer == "preference":
-        rows = Dataset.from_list([{side: _turn(side) for side in ("prompt", "chosen", "rejected")}] * 2)
+        rows = rows or Dataset.from_list([{side: _turn(side) for side in ("prompt", "chosen", "rejected")}] * 2)
         reference = None if lora else make_copy(model, arguments)
-        return trl.DPOTrainer(model, reference, args=trl.DPOConfig(**common), train_dataset=rows, **given)
+        return library.DPOTrainer(model, reference, args=library.DPOConfig(**common), train_dataset=rows, **given)
     if arguments.trainer == "reward":
         rows = Dataset.from_list([{"chosen_ids": [5, 6], "rejected_ids": [5, 7]}] * 2)
-        return trl.RewardTrainer(model, args=trl.RewardConfig(**common), train_dataset=rows, **given)
-    micro_batch = arguments.batch_size * arguments.group_size
-    args = trl.GRPOConfig(
-        num_generations=arguments.group_size, per_device_train_batch_size=micro_batch, disable_dropout=True, **common
-    )
-    rows = Dataset.from_list([{"prompt": "a"}] * 2)
-    trainer = trl.GRPOTrainer(model, zero_reward, args=args, train_dataset=rows, **given)
-    # The batches below replace the output of `_generate_and_score_completions`.
-    trainer._prepare_inputs = lambda batch: batch
+        return library.RewardTrainer(model, args=library.RewardConfig(**common), train_dataset=rows, **given)
+    common["per_device_train_batch_size"] = arguments.batch_size * arguments.group_size
+    args = library.GRPOConfig(num_generations=arguments.group_size, disable_dropout=True, **common)
+    prompts = rows or Dataset.from_list([{"prompt": "a"}] * 2)
+    trainer = library.GRPOTrainer(model, reward or zero_reward, args=args, train_dataset=prompts, **given)
+    if rows is None:
+        trainer._prepare_inputs = lambda batch: batch
     return trainer
 
 
@@ -320,7 +330,7 @@ def count_tokens(batch: dict[str, torch.Tensor], trainer: str) -> dict[str, int]
 def describe_machine(arguments: argparse.Namespace) -> dict[str, Any]:
     """The hardware and software versions of a measurement."""
     name = torch.cuda.get_device_name() if arguments.device == "cuda" else processor()
-    versions = {module.__name__: module.__version__ for module in (torch, transformers, trl)}
+    versions = {name: version(name) for name in ("torch", "transformers", "trl", "accelerate", "peft", "datasets")}
     return {"device": name, "threads": torch.get_num_threads(), "versions": versions}
 
 

@@ -18,6 +18,8 @@ from scipy.special import expit
 from trl_ext.evaluation import mean_with_interval
 from trl_ext.evaluation.methods.preferences import approximate_kl
 from trl_ext.evaluation.methods.reward_models import best_of_n
+from trl_ext.evaluation.statistics.crossed import crossed_mean
+from trl_ext.evaluation.statistics.human_labels import prediction_powered
 from trl_ext.evaluation.statistics.intervals import rate_difference_interval, rate_interval
 from trl_ext.evaluation.statistics.length_control import length_controlled_win_rate
 
@@ -84,6 +86,18 @@ def sampled_accuracy(n: int, samples: int) -> Draw:
     return draw
 
 
+def with_a_judge(labels: int, right: float) -> Draw:
+    """Wins at a rate of 0.6 on 400 prompts; the judge is right on a share of them, and some have labels."""
+
+    def draw(rng):
+        wins = (rng.random(400) < 0.6).astype(float)
+        judged = numpy.where(rng.random(400) < right, wins, 1 - wins)
+        found = prediction_powered(wins[:labels], judged[:labels], judged[labels:])
+        return normal(judged), (found.low, found.high)
+
+    return draw
+
+
 def at_equal_lengths(n: int) -> Draw:
     """Wins with log-odds of 0.3 plus the length term; length differences have mean 50 and deviation 200."""
 
@@ -92,6 +106,17 @@ def at_equal_lengths(n: int) -> Draw:
         wins = (rng.random(n) < expit(0.3 + numpy.tanh(gap / 200))).astype(float)
         found = length_controlled_win_rate(wins.tolist(), 1000 + gap, [1000] * n)
         return (numpy.nan, numpy.nan), (found.low, found.high)
+
+    return draw
+
+
+def crossed(seeds: int, spread: float) -> Draw:
+    """Means over 40 prompts and several seeds, whose effects have this standard deviation; the rest has 1."""
+
+    def draw(rng):
+        values = rng.standard_normal((40, 1)) + spread * rng.standard_normal(seeds) + rng.standard_normal((40, seeds))
+        found = crossed_mean(values)
+        return normal(values.ravel()), (found.low, found.high)
 
     return draw
 
@@ -171,6 +196,12 @@ def cells() -> Iterator[tuple[str, float, Draw]]:
             yield f"best of {n}, {kind}, 10 prompts", best_of_truth(n, kind), best_of(n, 10, kind)
     for n in (20, 128):
         yield f"win rate at equal lengths, {n} prompts", float(expit(0.3)), at_equal_lengths(n)
+    for seeds in (2, 3, 5):
+        for spread in (0.0, 0.3):
+            yield f"40 prompts, {seeds} seeds of deviation {spread}", 0.0, crossed(seeds, spread)
+    for labels in (20, 100):
+        for right in (0.99, 0.8):
+            yield f"{labels} labels, a judge right on {right:.0%}", 0.6, with_a_judge(labels, right)
     yield "accuracy of 4 samples, 20 problems", 0.3 / 2.3, sampled_accuracy(20, 4)
 
 

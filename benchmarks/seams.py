@@ -1,11 +1,10 @@
 """Whether three methods help: studies on the embedded benchmarks, over several seeds.
 
 `python -m benchmarks.seams --seeds 0 1 2` runs all studies into `runs/seams/{study}/{method}-{seed}`, skips finished
-runs and resumes interrupted ones, and prints Markdown tables. `python -m benchmarks.seams distillation` runs one.
+runs and resumes interrupted ones, and prints Markdown tables. `python -m benchmarks.seams rubric` runs one.
 
 - resampling: DAPO with `--resample_groups`, which replaces groups of equal rewards, and DAPO without it, on additions
   and at about the same number of sampled responses, replaced ones included;
-- distillation: from the policy that GRPO has trained, compared with GRPO at equal numbers of samples;
 - rubric: a judge that answers by the embedded checker and is wrong with a known probability.
 
 Intervals are over prompts and seeds; p-values have Holm's correction within a study.
@@ -15,10 +14,9 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +27,10 @@ from benchmarks._seam_rewards import judge, rubric_share, write_rubrics
 from benchmarks.toy_seeds import CONFIGS, REPOSITORY, print_table
 from trl_ext.evaluation.methods.report import compare_runs, difference_table, method_table, sentence
 from trl_ext.evaluation.methods.runs import read_method_run
-from trl_ext.evaluation.statistics.crossed import compare_with_baseline
 from trl_ext.files import write_json
 from trl_ext.runs.studies.processes import Countdown, Run, check_runs, launcher_options, run_all, say_finished
 
 REWARDS = REPOSITORY / "benchmarks" / "_seam_rewards.py"
-# Responses of a rollout of recipes/configs/toy/grpo.yaml and distillation.yaml.
-BATCH = 64
-# Steps at which both GRPO and the distillation are evaluated.
-EVALUATED = (10, 20, 30, 40)
 # Rollouts of plain DAPO: as many as 30 resampled ones took with all their rounds, on average over seeds.
 PLAIN_STEPS = 60
 
@@ -79,47 +72,6 @@ def resampling(folder: Path, seed: int) -> list[Run]:
     ]
 
 
-def distillation(folder: Path, seed: int) -> list[Run]:
-    """GRPO on the learned reward of a seed, and a distillation of what it ends with, from the same start."""
-    rewards = run_of(folder, "reward_model", seed, "reward_model", "reward_model")
-    reward = {"reward_model": str(rewards.folder), "num_eval_prompts": 200}
-    often = {"generation_eval_every": 10, "num_generation_prompts": 200}
-    grpo = run_of(folder, "grpo", seed, "grpo", "grpo", **reward, **often)
-    teacher = {"teacher_model_name_or_path": str(grpo.folder), "max_steps": max(EVALUATED)}
-    return [
-        rewards,
-        grpo,
-        run_of(folder, "distilled", seed, "distillation", "distillation", **teacher, **reward, **often),
-    ]
-
-
-def by_samples(folder: Path, seeds: Sequence[int]) -> tuple[str, list[list[Any]], Any]:
-    """Scores on 200 held-out prompts by the number of samples, and differences from GRPO then and in the end."""
-
-    def scores(method: str, step: int) -> numpy.ndarray:
-        paths = [folder / f"{method}-{seed}" / "samples" / f"step_{step:06d}.jsonl" for seed in seeds]
-        return numpy.array([[json.loads(line)["score"] for line in path.open()] for path in paths]).T
-
-    own, grpo = ({step: scores(method, step) for step in EVALUATED} for method in ("distilled", "grpo"))
-    final = scores("grpo", 60)
-    same = compare_with_baseline({step: (own[step], grpo[step]) for step in EVALUATED})
-    end = compare_with_baseline({step: (own[step], final) for step in EVALUATED})
-    rows = [
-        [step * BATCH, f"{own[step].mean():.3f}", f"{grpo[step].mean():.3f}", told(same[step]), told(end[step])]
-        for step in EVALUATED
-    ]
-    rows.append([60 * BATCH, "", f"{final.mean():.3f}", "", ""])
-    found = {name: {step: asdict(one) for step, one in by.items()} for name, by in (("same", same), ("end", end))}
-    return "samples | distilled | GRPO | difference at the same number | difference from GRPO's end", rows, found
-
-
-def told(one) -> str:
-    """A difference with its interval and the verdict after Holm's correction."""
-    mean = one.difference
-    interval = "" if mean.low is None else f" [{mean.low:+.3f}, {mean.high:+.3f}]"
-    return f"{mean.mean:+.3f}{interval} ({one.verdict})"
-
-
 def rubric(folder: Path, seed: int) -> list[Run]:
     """GRPO on the true score, and on rubrics whose judge is wrong in none, 0.1 and 0.3 of its verdicts."""
     data = write_rubrics(folder / "data")
@@ -150,7 +102,6 @@ def agreement(folder: Path, seeds: Sequence[int]) -> tuple[str, list[list[Any]],
 
 STUDIES = {
     "resampling": Study(resampling, ("plain", "resampled")),
-    "distillation": Study(distillation, ("grpo", "distilled"), details=by_samples),
     "rubric": Study(rubric, ("checker", "rubric_0", "rubric_10", "rubric_30"), "reward/truth", agreement),
 }
 

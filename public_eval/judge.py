@@ -2,41 +2,40 @@
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from trl_ext.evaluation.command_line import format_interval, format_table, one_line_errors, print_json
 from trl_ext.evaluation.judging.protocol import Usage
+from trl_ext.evaluation.statistics.win_rate import System
 from trl_ext.evaluation.submissions.candidates import (
     CandidateResult,
     compare_candidates,
-    estimate_cost,
     judge_candidate,
-    judge_responses,
 )
 from trl_ext.evaluation.submissions.commands import (
     add_judge_arguments,
-    add_label_arguments,
     add_prompt_arguments,
     check_judge_arguments,
     interval_cell,
     judge_settings,
     judging_options,
-    labels_line,
-    load_labels,
     load_systems,
     make_judge,
     make_parser,
     show_estimates,
     usage_line,
 )
+from trl_ext.evaluation.submissions.rows import read_human_labels
 from trl_ext.files import write_json, write_json_lines
+from trl_ext.names import check_choice
 
 DESCRIPTION = """\
 Win rates of candidates against the base under a judge: every pair in both orders, ties dropped and ties as half, at
 equal lengths, and with several candidates the paired differences between them on the same prompts. With --human_labels
-of a random part of the prompts, also a win rate without the judge's bias. With --stop_when_decided, only whether each
-candidate's win rate is above or below a threshold, from fewer verdicts.
+of a random part of the prompts, also a win rate without the judge's bias.
 
 cost    two questions per prompt and candidate. ground_truth and reward_model cost computing time only; openai costs
         money: see --estimate first. Its key is read from OPENAI_API_KEY.
@@ -54,70 +53,45 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     parser.add_argument("--verdicts", type=Path, help="write what the judge said on every row as JSONL")
     parser.add_argument(
-        "--stop_when_decided",
-        nargs="?",
-        const=0.5,
-        type=float,
-        metavar="RATE",
-        help="ask until the win rate, ties as half, is known to be above or below RATE (default: 0.5); the interval "
-        "remains valid, and second orders are asked only where they can matter",
+        "--human_labels",
+        nargs="+",
+        default=[],
+        metavar="[NAME=]FILE",
+        help="JSONL with row_id and outcome: candidate, base or tie; NAME is a candidate's file without .jsonl",
     )
-    add_label_arguments(parser, "a candidate's file without .jsonl")
     with one_line_errors():
         options = parser.parse_args(arguments)
-        if not 0 < (0.5 if options.stop_when_decided is None else options.stop_when_decided) < 1:
-            raise ValueError(f"--stop_when_decided {options.stop_when_decided}: a win rate lies between 0 and 1")
-        if options.stop_when_decided is not None and options.human_labels:
-            raise ValueError("--human_labels needs the verdicts on all prompts: leave out --stop_when_decided")
         check_judge_arguments(options)
         prompts, base, systems = load_systems(options, options.candidate)
-        labels = load_labels(options, list(systems), [row["row_id"] for row in prompts])
+        labels = _load_labels(options, list(systems), [row["row_id"] for row in prompts])
         judge = make_judge(options, prompts)
         if options.estimate:
             pairs = {name: (responses, base) for name, responses in systems.items()}
-            show_estimates(estimate_cost(judge, prompts, pairs, options.cache), options.json)
+            show_estimates(options, judge, prompts, pairs)
             return
         judging = judging_options(options)
-        if options.stop_when_decided is None:
-            found = {
-                name: judge_candidate(judge, name, rows, prompts, base, human_labels=labels.get(name), **judging)
-                for name, rows in systems.items()
-            }
-            figures = {
-                "rule": options.rule,
-                "candidates": [result.to_dict() for result in found.values()],
-                "differences": compare_candidates(list(found.values()), options.rule, labels),
-            }
-        else:
-            judging["threshold"] = options.stop_when_decided
-            found = {name: judge_responses(judge, prompts, rows, base, **judging) for name, rows in systems.items()}
-            figures = {"decisions": [{"name": name, **result.decision.to_dict()} for name, result in found.items()]}
-        usage = sum((result.usage for result in found.values()), Usage()).to_dict()
-        summary = {"judge": judge_settings(options, judge), **figures, "usage": usage}
+        results = [
+            judge_candidate(judge, name, rows, prompts, base, human_labels=labels.get(name), **judging)
+            for name, rows in systems.items()
+        ]
+        usage = sum((result.usage for result in results), Usage()).to_dict()
+        summary = {
+            "judge": judge_settings(options, judge),
+            "rule": options.rule,
+            "candidates": [result.to_dict() for result in results],
+            "differences": compare_candidates(results, options.rule),
+            "usage": usage,
+        }
         if options.out:
             write_json(options.out, summary)
         if options.verdicts:
-            rows = [{"candidate": name, **row} for name, result in found.items() for row in result.verdicts]
+            rows = [{"candidate": result.name, **row} for result in results for row in result.verdicts]
             write_json_lines(options.verdicts, rows)
     if options.json:
         print_json(summary)
         return
-    if options.stop_when_decided is None:
-        _print(list(found.values()), summary)
-    else:
-        _print_decisions(summary["decisions"])
+    _print(results, summary)
     print(usage_line(usage, options.judge))
-
-
-def _print_decisions(decisions: list[dict[str, Any]]) -> None:
-    against = f"against {decisions[0]['threshold']:g}"
-    header = ("candidate", against, "win rate, ties as half", "verdicts", "of", "stopped")
-    rows = [
-        (row["name"], row["decision"], format_interval(row["rate"], row["low"], row["high"]))
-        + (row["n_verdicts"], row["n_all"], row["stopped"])
-        for row in decisions
-    ]
-    print(format_table(header, rows))
 
 
 def _print(results: list[CandidateResult], summary: dict) -> None:
@@ -130,17 +104,13 @@ def _print(results: list[CandidateResult], summary: dict) -> None:
         "of the base",
         "agreement",
         "position bias",
+        "length bias",
         "errors",
     )
     print(format_table(header, [_row(result) for result in results]))
-    noted = next((result.length_controlled for result in results if result.length_controlled), None)
-    if noted is not None:
-        print(f"at equal lengths: {noted.note}, ties as half; characters, mean of candidate and base: ", end="")
-        lengths = [(r.name, r.length_controlled) for r in results if r.length_controlled]
-        print(", ".join(f"{name} {lc.mean_length:.0f} and {lc.base_mean_length:.0f}" for name, lc in lengths))
     for row in summary["candidates"]:
         if row["human_labels"]:
-            print(f"{row['name']}, {labels_line(row['human_labels'])}")
+            print(f"{row['name']}, {_labels_line(row['human_labels'])}")
     for row in summary["differences"]:
         first, second = row["candidates"]
         if row["difference"] is None:
@@ -151,12 +121,6 @@ def _print(results: list[CandidateResult], summary: dict) -> None:
             f"{first} minus {second}, {row['rule']}: {difference}, paired over {row['n']} prompts; "
             f"McNemar p {row['mcnemar']['p_value']:.4f}"
         )
-        if labelled := row.get("human_labels"):
-            difference = format_interval(labelled["difference"], labelled["low"], labelled["high"])
-            print(
-                f"{first} minus {second}, human labels and judge: {difference}, with {labelled['n_labels']} labels of "
-                f"each; judge alone: {labelled['judge_difference']:.3f}"
-            )
 
 
 def _row(result: CandidateResult) -> tuple:
@@ -170,7 +134,40 @@ def _row(result: CandidateResult) -> tuple:
         result.base_mean_tokens,
         figures["agreement_rate"],
         figures["position_bias"],
+        controlled and controlled.length_coefficient,
         figures["n_errors"],
+    )
+
+
+def _load_labels(
+    options: argparse.Namespace, names: Sequence[str], row_ids: Sequence[str]
+) -> dict[str, dict[str, System]]:
+    """The labels of `--human_labels` by name, each by row_id. A single name need not be given.
+
+    Raises:
+        FileNotFoundError: a file does not exist.
+        ValueError: a name is missing, unknown or given twice, or a row is wrong.
+    """
+    found: dict[str, dict[str, System]] = {}
+    for given in options.human_labels:
+        name, equals, path = given.partition("=")
+        if not equals or Path(given).is_file():
+            name, path = names[0], given
+            if len(names) > 1:
+                raise ValueError(f"--human_labels {given}: say whose labels they are, such as {name}={given}")
+        check_choice("human_labels", name, names)
+        if name in found:
+            raise ValueError(f"--human_labels: two files for {name}: give one")
+        found[name] = read_human_labels(path, row_ids)
+    return found
+
+
+def _labels_line(found: dict[str, Any]) -> str:
+    """A win rate from human labels and a judge, beside the labels' own and the judge's."""
+    return (
+        f"human labels and judge: {format_interval(found['rate'], found['low'], found['high'])}, like "
+        f"{found['effective_n']:.0f} labels; {found['n_labels']} labels alone: {interval_cell(found['labels_only'])}; "
+        f"judge alone: {found['judge_rate']:.3f} over {found['n_labels'] + found['n_unlabelled']} prompts"
     )
 
 

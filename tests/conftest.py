@@ -109,11 +109,14 @@ def no_key(monkeypatch):
 
 
 @pytest.fixture
-def algorithms_as_before(monkeypatch):
-    """Whatever a test registers is gone after it."""
-    from trl_ext.registry import policy_algorithms
+def registries_as_before(monkeypatch):
+    """Whatever a test registers is gone after it; what the library registers is there before it."""
+    import trl_ext.algorithms
+    import trl_ext.losses  # noqa: F401
+    from trl_ext.registry import policy_algorithms, preference_losses, preference_weightings
 
-    monkeypatch.setattr(policy_algorithms, "_entries", dict(policy_algorithms._entries))
+    for registry in (policy_algorithms, preference_losses, preference_weightings):
+        monkeypatch.setattr(registry, "_entries", dict(registry._entries))
 
 
 @pytest.fixture

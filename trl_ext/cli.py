@@ -22,8 +22,6 @@ CONFIGS = RECIPES / "configs"
 MODULES = {
     "generate": ("public_eval.generate", "sample responses to the evaluation's prompts"),
     "judge": ("public_eval.judge", "win rates of responses against the base's"),
-    "label": ("public_eval.label", "label pairs of responses by hand, and the agreement of two people"),
-    "examine-judge": ("public_eval.examine_judge", "how far a judge agrees with human labels, and its biases"),
     "score": ("public_eval.score", "scores of preference pairs by a reward model"),
     "pack": ("public_eval.pack", "make a submission"),
     "grade": ("public_eval.grade", "grade a submission against the thresholds"),
@@ -34,7 +32,7 @@ MODULES = {
         "place a run among the published runs of its method",
     ),
     "stages": ("trl_ext.evaluation.stages", "base, SFT and policy, the stages of a training, on the same prompts"),
-    "evaluate": ("trl_ext.evaluation.tasks", "a model on a task: IFEval, GSM8K, your own row of YAML"),
+    "evaluate": ("trl_ext.evaluation.tasks", "a model on a task: GSM8K, SVAMP, your own row of YAML"),
     "doctor": ("trl_ext.runs.studies.examination", "why nothing is learned, from a configuration or a run's folder"),
     "chat": ("trl_ext.evaluation.chat", "talk to a trained model, beside the model that it was trained from"),
     "algorithms": ("trl_ext.algorithms", "the table of online algorithms"),

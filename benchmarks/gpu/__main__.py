@@ -15,33 +15,40 @@ a Markdown table is printed and written beside the JSON. `--device cpu --size 24
 
 from __future__ import annotations
 
-import math
+import json
 import os
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.step import ENVIRONMENT
-from trl_ext.evaluation.command_line import (
-    CommandParser,
-    at_least_one,
-    format_table,
-    markdown_table,
-    one_line_errors,
-)
+from trl_ext.evaluation.command_line import CommandParser, format_table, markdown_table, one_line_errors
 from trl_ext.files import read_json, write_json, write_text
 
-# Predicted seconds of an optimizer step of stock TRL on an H100, and to make an arm; of quick runs, on a CPU.
-STEP_SECONDS = {
-    "0.5B": {"grpo": 1.0, "dpo": 2.2},
-    "1.5B": {"grpo": 2.0, "dpo": 4.6},
-    "24M": {"grpo": 1.0, "dpo": 1.0},
+# Predicted seconds to make an arm, and of an optimizer step of stock TRL, on an H100; of quick runs, on a CPU.
+SECONDS = {
+    "1.5B": {"setup": 10, "grpo": 2.0, "dpo": 4.6},
+    "0.5B": {"setup": 5, "grpo": 1.0, "dpo": 2.2},
+    "24M": {"setup": 2, "grpo": 1.0, "dpo": 1.0},
 }
-SETUP_SECONDS = {"0.5B": 5, "1.5B": 10, "24M": 2}
+# The title and the columns of a part's table; rows of a result that lack the last column are not shown.
+TABLES = {
+    "A": ("machine", ["value"]),
+    "B": ("errors of packed passes over those of padded ones", ["compared", "failed", "ratio"]),
+    "C": (
+        "optimizer step",
+        ["micro_batch", "encoded_tokens", "cold_seconds", "median_seconds", "ratio_to_stock", "ratio_to_tuned"]
+        + ["peak_mib", "gradient_difference"],
+    ),
+    "D": ("profile of two micro-batches", ["busy", "kernels", "waits", "copies", "attention"]),
+    "F": ("end to end, three steps", ["seconds"]),
+    "G": ("scoring of a rollout", ["seconds", "difference_to_float32"]),
+}
 
 
 class Item(NamedTuple):
@@ -49,31 +56,36 @@ class Item(NamedTuple):
 
     name: str
     seconds: float
-    run: Callable[[], Any]
+    run: Callable[[], dict[str, Any]]
 
 
 def list_items(arguments, folder: Path, kept: dict[Any, Any]) -> Iterator[Item]:
     """The arms, in the order in which they run; `kept` holds the trainers that consecutive arms share."""
     from benchmarks.gpu import correctness, machine, steps, whole_runs
 
-    device, quick, rounds = arguments.device, arguments.quick, 2 if arguments.quick else arguments.rounds
+    device, quick, rounds = arguments.device, arguments.quick, 2 if arguments.quick else 4
     slow = 0.2 if quick else 1
 
-    def setup(*key: str):
+    def drop() -> None:
+        kept.clear()
+        machine.free(device)
+
+    def setup(*key: str) -> steps.Setup:
         if key not in kept:
-            drop(kept, device)
+            drop()
             kept[key] = steps.Setup(*key, device, quick, folder)
         return kept[key]
 
-    def alone(function: Callable, *given: Any) -> Callable[[], Any]:
-        return lambda: (drop(kept, device), function(*given))[1]
+    def alone(function: Callable, *given: Any) -> Callable[[], dict[str, Any]]:
+        return lambda: (drop(), function(*given, device, quick))[1]
 
-    yield Item("A/machine", 15 * slow, alone(machine.measure, device, quick))
-    yield Item("B/attention", 30 * slow, alone(correctness.attention, device, quick))
-    yield Item("B/passes", 80 * slow, alone(correctness.passes, device, quick))
+    yield Item("A/machine", 15 * slow, alone(machine.measure))
+    yield Item("B/attention", 30 * slow, alone(correctness.attention))
+    yield Item("B/passes", 80 * slow, alone(correctness.passes))
     for size in arguments.size:
-        ready = SETUP_SECONDS[size]
-        for workload, step in STEP_SECONDS[size].items():
+        ready = SECONDS[size]["setup"]
+        for workload in steps.WORKLOADS:
+            step, key = SECONDS[size][workload], (workload, size)
             shares = {name: variant.share * step for name, variant in steps.VARIANTS.items()}
             baselines = sum(shares[name] for name in steps.BASELINES)
             # Baselines are made with the first arm: a short step, each window cold, and two passes of gradients.
@@ -81,39 +93,27 @@ def list_items(arguments, folder: Path, kept: dict[Any, Any]) -> Iterator[Item]:
             for name in [name for name in shares if name not in steps.BASELINES]:
                 seconds += ready + (steps.WINDOWS + 1.5) * shares[name] + step
                 seconds += (steps.WINDOWS + rounds) * (baselines + shares[name])
-                yield Item(
-                    f"C/{workload}/{size}/{name}",
-                    seconds,
-                    lambda key=(workload, size), name=name: setup(*key).compare(name, rounds),
-                )
+                compare = partial(lambda key, name: setup(*key).compare(name, rounds), key, name)
+                yield Item(f"C/{workload}/{size}/{name}", seconds, compare)
                 seconds = 0.0
-            # Four steps of at most a quarter of the micro-batches, one of them under the profiler.
-            seconds = ready + 2 * sum(shares.values())
-            yield Item(f"D/{workload}/{size}", seconds, lambda key=(workload, size): setup(*key).profile())
+            # Three steps of at most a quarter of the micro-batches, one of them under the profiler.
+            seconds = ready + 1.5 * sum(shares.values())
+            yield Item(f"D/{workload}/{size}", seconds, lambda key=key: setup(*key).profile())
         if size == arguments.size[0]:
-            yield Item(f"G/{size}", 30 * slow, alone(whole_runs.score, size, device, quick))
-            for workload, step in STEP_SECONDS[size].items():
+            yield Item(f"G/{size}", 30 * slow, alone(whole_runs.score, size))
+            for workload in steps.WORKLOADS:
                 # Without vLLM, generation takes about three times as long as stock's update.
-                seconds = ready + 3 * step * (4 if workload == "grpo" else 1)
+                seconds = ready + 3 * SECONDS[size][workload] * (4 if workload == "grpo" else 1)
                 for run in whole_runs.RUNS:
-                    given = (run, workload, size, device, quick, folder)
-                    yield Item(f"F/{workload}/{size}/{run}", seconds, alone(whole_runs.train, *given))
-
-
-def drop(kept: dict[Any, Any], device: str) -> None:
-    """Free the trainers of the arms before, and what is left of them."""
-    from benchmarks.gpu import devices
-
-    kept.clear()
-    devices.free(device)
+                    name = f"F/{workload}/{size}/{run}"
+                    yield Item(name, seconds, alone(whole_runs.train, run, workload, size, folder))
 
 
 def parse(argv: Sequence[str] | None = None):
     parser = CommandParser(prog="python -m benchmarks.gpu", description=__doc__)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
-    parser.add_argument("--size", nargs="+", choices=list(SETUP_SECONDS), default=["1.5B", "0.5B"])
+    parser.add_argument("--size", nargs="+", choices=list(SECONDS), default=["1.5B", "0.5B"])
     parser.add_argument("--quick", action="store_true", help="short rows and two rounds, to try the battery")
-    parser.add_argument("--rounds", type=at_least_one, default=4, help="times that the arms of part C take turns")
     parser.add_argument("--only", nargs="+", metavar="PREFIX", help="arms whose names begin so, as C/dpo")
     parser.add_argument("--budget_seconds", type=float, default=480, help="no arm starts that would exceed this")
     parser.add_argument("--json", type=Path, default=Path("benchmarks/results/gpu.json"), help="the file of figures")
@@ -122,6 +122,7 @@ def parse(argv: Sequence[str] | None = None):
     arguments = parser.parse_args(argv)
     if arguments.device == "cpu" and not arguments.quick:
         raise ValueError("--device cpu would take hours: add --quick --size 24M, or take benchmarks.step")
+    arguments.threads = int(os.environ.get("OMP_NUM_THREADS", 0)) or os.cpu_count()
     return arguments
 
 
@@ -131,7 +132,7 @@ def selected(items: Iterator[Item], only: Sequence[str] | None) -> list[Item]:
     for prefix in only or ():
         if not any(item.name.startswith(prefix) for item in items):
             raise ValueError(f"--only {prefix}: no arm begins so; --dry_run lists them")
-    return [item for item in items if not only or item.name.startswith(tuple(only))]
+    return [item for item in items if item.name.startswith(tuple(only or [""]))]
 
 
 def read_finished(path: Path | None, quick: bool) -> dict[str, Any]:
@@ -146,40 +147,27 @@ def read_finished(path: Path | None, quick: bool) -> dict[str, Any]:
 
 def measure(item: Item) -> dict[str, Any]:
     """Run an arm: its state, `done`, `out of memory` or `failed`, its seconds and its result."""
-    from benchmarks.gpu import devices
+    from benchmarks.gpu.machine import out_of_memory
 
     started = time.perf_counter()
     try:
-        state, result = "done", item.run()
+        # JSON has neither NaN nor infinities: they become words.
+        state, result = "done", json.loads(json.dumps(item.run()), parse_constant=str)
     except Exception as error:  # Whatever an arm raises, the others are still to be measured.
         state, result = "failed", traceback.format_exc()[-3000:]
-        if isinstance(error, RuntimeError) and devices.out_of_memory(error):
+        if isinstance(error, RuntimeError) and out_of_memory(error):
             state, result = "out of memory", str(error)
-    seconds = time.perf_counter() - started
-    return {"state": state, "seconds": seconds, "predicted": item.seconds, "result": without_nan(result)}
+    return {"state": state, "seconds": time.perf_counter() - started, "predicted": item.seconds, "result": result}
 
 
-def without_nan(value: Any) -> Any:
-    """The value with `nan` and `inf` in words, since JSON does not have these numbers."""
-    if isinstance(value, dict):
-        return {name: without_nan(part) for name, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [without_nan(part) for part in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def run(arguments, folder: Path) -> dict[str, Any]:
+def run(arguments, items: list[Item], kept: dict[Any, Any]) -> dict[str, Any]:
     """Measure the arms that fit into the budget; return what the JSON file holds."""
-    from benchmarks._step_arms import prepare
-    from benchmarks.gpu import devices, machine
+    from benchmarks._step_arms import describe_machine, prepare
 
     prepare(arguments)
-    kept: dict[Any, Any] = {}
     started, spent, predicted = time.perf_counter(), 0.0, 0.0
-    items = selected(list_items(arguments, folder, kept), arguments.only)
     report = {"quick": arguments.quick, "arms": read_finished(arguments.resume, arguments.quick)}
-    description = machine.describe(arguments.device)
-    print(title(description))
+    machine = describe_machine(arguments)
     for item in items:
         if item.name in report["arms"]:
             continue
@@ -189,66 +177,41 @@ def run(arguments, folder: Path) -> dict[str, Any]:
             print(f"{item.name}: not started, predicted {seconds:.0f} s of {left:.0f} s left")
             continue
         row = measure(item)
-        report["arms"][item.name] = {**row, "machine": description}
+        report["arms"][item.name] = {**row, "machine": machine}
         spent, predicted = spent + row["seconds"], predicted + item.seconds
         write_json(arguments.json, report)
         print(f"{item.name}: {row['state']}, {row['seconds']:.1f} s, predicted {item.seconds:.1f} s", flush=True)
         if row["state"] != "done":
             print(row["result"].strip().splitlines()[-1], file=sys.stderr)
-            if not devices.works(arguments.device):
-                print("the device no longer answers: resume in a new process", file=sys.stderr)
-                break
             # What is left of it, as gradients, must not stay for the next one.
-            drop(kept, arguments.device)
+            kept.clear()
     report["left"] = [item.name for item in items if item.name not in report["arms"]]
     write_json(arguments.json, report)
     return report
 
 
-# ---- Reporting ----
-
-
-def title(description: dict[str, Any]) -> str:
-    versions = (f"{name} {number}" for name, number in description["versions"].items())
-    return f"{description['device']} ({', '.join(versions)})"
-
-
 def markdown(report: dict[str, Any]) -> str:
-    """The tables of a report: a row for each row of an arm's result, with the columns of its part."""
-    tables: dict[str, list[list[Any]]] = {part: [] for part in COLUMNS}
-    missing = [[name, "not started"] for name in report["left"]]
+    """The machines and the tables of a report, and the arms that are not measured."""
+    tables: dict[str, list[list[Any]]] = {part: [] for part in TABLES}
+    machines, missing = set(), [[name, "not started"] for name in report["left"]]
     for name, arm in report["arms"].items():
+        versions = ", ".join(f"{library} {number}" for library, number in arm["machine"]["versions"].items())
+        machines.add(f"{arm['machine']['device']} ({versions})\n")
         if arm["state"] != "done":
             missing.append([name, arm["state"]])
             continue
+        columns = TABLES[name[0]][1]
         for kind, row in arm["result"].items():
-            if isinstance(row, dict) and COLUMNS[name[0]][-1] in row:
-                tables[name[0]].append([name[2:], kind, *(cell(row.get(column)) for column in COLUMNS[name[0]])])
-    machines = sorted({title(arm["machine"]) for arm in report["arms"].values()})
-    headers = {part: [TITLES[part], "", *(name.replace("_", " ") for name in COLUMNS[part])] for part in tables}
-    written = [markdown_table(headers[part], rows) for part, rows in tables.items() if rows]
-    if missing:
-        written.append(markdown_table(["not measured", "why"], missing))
-    return "\n".join(["\n".join(machines) + "\n", *written])
-
-
-TITLES = {
-    "A": "machine",
-    "B": "errors of packed passes over those of padded ones",
-    "C": "optimizer step",
-    "D": "profile of two micro-batches",
-    "F": "end to end, three steps",
-    "G": "scoring of a rollout",
-}
-COLUMNS = {
-    "A": ["value"],
-    "B": ["compared", "failed", "ratio"],
-    "C": ["micro_batch", "encoded_tokens", "cold_seconds", "median_seconds", "ratio_to_stock", "ratio_to_tuned"]
-    + ["peak_mib", "gradient_difference"],
-    "D": ["busy", "kernels", "waits", "copies", "attention"],
-    "F": ["seconds"],
-    "G": ["seconds", "difference_to_float32"],
-}
+            if isinstance(row, dict) and columns[-1] in row:
+                tables[name[0]].append([name[2:], kind, *(cell(row.get(column)) for column in columns)])
+    written = [
+        markdown_table([TABLES[part][0], "", *(column.replace("_", " ") for column in TABLES[part][1])], rows)
+        for part, rows in tables.items()
+        if rows
+    ]
+    return "\n".join(
+        [*sorted(machines), *written, *([markdown_table(["not measured", "why"], missing)] * bool(missing))]
+    )
 
 
 def cell(value: Any) -> Any:
@@ -265,20 +228,20 @@ def main(argv: Sequence[str] | None = None) -> None:
         os.environ.setdefault(name, value)
     with one_line_errors(), tempfile.TemporaryDirectory() as folder:
         arguments = parse(argv)
-        arguments.threads = int(os.environ.get("OMP_NUM_THREADS", 0)) or os.cpu_count()
+        kept: dict[Any, Any] = {}
+        items = selected(list_items(arguments, Path(folder), kept), arguments.only)
         if arguments.dry_run:
             finished = read_finished(arguments.resume, arguments.quick)
-            items = selected(list_items(arguments, Path(folder), {}), arguments.only)
             rows = [[item.name, round(item.seconds, 1), finished.get(item.name, {}).get("state")] for item in items]
             total = round(sum(item.seconds for item in items if item.name not in finished), 1)
             print(format_table(["arm", "predicted seconds", "state"], [*rows, ["in all that is left", total, None]]))
             return
-        report = run(arguments, Path(folder))
+        report = run(arguments, items, kept)
         text = markdown(report)
         write_text(arguments.json.with_suffix(".md"), text)
         print(text)
         if report["left"]:
-            print(f"{len(report['left'])} arms are left; go on with --resume {arguments.json}")
+            print(f"{len(report['left'])} arms are left; resume with --resume {arguments.json}")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ its reference is not more exact than that. NaN does not pass.
 
 from __future__ import annotations
 
-import argparse
 import math
 import random
 from collections import defaultdict
@@ -23,8 +22,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from trl.trainer.utils import add_fused_lm_head
 
 from benchmarks._lengths import Group, Writer
-from benchmarks._step_arms import make_model, model_inputs, rollout
-from benchmarks.gpu.devices import free, poison
+from benchmarks._step_arms import arm_arguments, make_model, model_inputs, rollout
+from benchmarks.gpu.machine import free, poison
+from benchmarks.gpu.steps import grpo_groups
 from trl_ext import share_prefixes
 from trl_ext.models.batches import pad_rows
 from trl_ext.models.packing.attention import attend
@@ -32,36 +32,36 @@ from trl_ext.models.packing.hook import unwrapped
 from trl_ext.models.packing.planner import Plan, plan_batch
 
 FACTOR, ROUNDING = 1.5, 1e-5
-TOKENS = (60, 127, 128, 129, 1000, 4096, 8192)
+TOKENS, WINDOWS, TRIES, ROWS = (60, 127, 128, 129, 1000, 4096, 8192), (None, 256), 3, 6
 # Query heads, key heads and head size of Qwen2.5 0.5B and 1.5B, and of a model without grouped heads.
 HEADS = ((14, 2, 64), (12, 2, 128), (8, 8, 64))
-ROWS, TRIES, WINDOW = 6, 3, 256
 
 
-def error(value: Tensor, exact: Tensor) -> float:
-    """The norm of the difference over the norm of the exact value."""
-    return ((value.double() - exact.double()).norm() / exact.double().norm()).item()
+def errors(parts: tuple[str, ...], padded: Any, packed: Any, exact: Any, case: dict[str, Any]) -> list[dict[str, Any]]:
+    """A row for each part of a comparison: its case and the errors of both passes."""
+
+    def error(value: Tensor, true: Tensor) -> float:
+        return ((value.double() - true.double()).norm() / true.double().norm()).item()
+
+    values = zip(parts, padded, packed, exact, strict=True)
+    return [{**case, "part": p, "padded": error(a, true), "packed": error(b, true)} for p, a, b, true in values]
 
 
-def worst(errors: list[dict[str, Any]], padded: str, packed: str) -> dict[str, Any]:
+def worst(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """The comparison with the largest ratio of errors, and how many are not passed."""
-    failed = [row for row in errors if not row[packed] <= max(FACTOR * row[padded], ROUNDING)]
-    row = max(errors, key=lambda row: row[packed] / row[padded] if math.isfinite(row[packed]) else math.inf)
-    return {"compared": len(errors), "failed": len(failed), "worst": row, "ratio": row[packed] / row[padded]}
-
-
-# ---- Attention ----
+    failed = sum(not row["packed"] <= max(FACTOR * row["padded"], ROUNDING) for row in rows)
+    row = max(rows, key=lambda row: row["packed"] / row["padded"] if math.isfinite(row["packed"]) else math.inf)
+    return {"compared": len(rows), "failed": failed, "ratio": row["packed"] / row["padded"], "worst": row}
 
 
 def attention(device: str, quick: bool) -> dict[str, Any]:
     """Output and gradients of each attention back-end of packing, against padded attention, by precision."""
-    # Compiled FlexAttention is not here: it would take most of the time, and is chosen only where varlen fails.
     backends = [("sdpa", torch.float32), ("sdpa", torch.bfloat16)]
     if device == "cuda":
         backends.append(("varlen", torch.bfloat16))
     lengths, heads, tries = ((60, 300), HEADS[:1], 1) if quick else (TOKENS, HEADS, TRIES)
     rows: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for tokens, counts, window, seed in product(lengths, heads, (None, WINDOW), range(tries)):
+    for tokens, counts, window, seed in product(lengths, heads, WINDOWS, range(tries)):
         plan, states, weights = _shared_prompt(device, tokens, counts, seed)
         exact = _padded_attention(plan, states, weights, torch.float64, window)
         for backend, dtype in backends:
@@ -71,10 +71,8 @@ def attention(device: str, quick: bool) -> dict[str, Any]:
             output = attend(plan, SimpleNamespace(), *(part.to(dtype) for part in states), sliding_window=window)
             packed = [output, *torch.autograd.grad((output.float() * weights).sum(), states)]
             case = {"tokens": tokens, "heads": counts, "window": window, "seed": seed}
-            for part, *values in zip(("output", "dQ", "dK", "dV"), padded, packed, exact, strict=True):
-                errors = {"padded": error(values[0], values[2]), "packed": error(values[1], values[2])}
-                rows[f"{backend}, {str(dtype)[6:]}"].append({**case, "part": part, **errors})
-    return {name: worst(found, "padded", "packed") for name, found in rows.items()}
+            rows[f"{backend}, {str(dtype)[6:]}"] += errors(("output", "dQ", "dK", "dV"), padded, packed, exact, case)
+    return {name: worst(found) for name, found in rows.items()}
 
 
 def _shared_prompt(device: str, tokens: int, heads: tuple[int, int, int], seed: int) -> tuple[Plan, list, Tensor]:
@@ -101,9 +99,7 @@ def _padded_attention(plan: Plan, states: list[Tensor], weights: Tensor, dtype, 
     """Output [1, T, heads, size] and gradients of attention over padded rows, each with its own copy of the prompt."""
     width, device = plan.columns.shape[1], weights.device
     column = torch.arange(width, device=device)
-    near = column <= column[:, None]
-    if window is not None:
-        near &= column > column[:, None] - window
+    near = (column <= column[:, None]) & (column > column[:, None] - (window or width))
     # Every token sees itself, so that no row of scores is empty, even in padding.
     mask = (near & plan.present[:, None] | torch.eye(width, dtype=torch.bool, device=device))[:, None]
     # The copies of a token have equal outputs and share its weight.
@@ -117,20 +113,22 @@ def _padded_attention(plan: Plan, states: list[Tensor], weights: Tensor, dtype, 
         key, value = (part.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for part in (key, value))
         output = scaled_dot_product_attention(query, key, value, attn_mask=mask[rows]).transpose(1, 2)[present]
         places = columns[present]
-        gradients = torch.autograd.grad((output.to(shared.dtype) * shared[places]).sum(), states)
         total[0][0, places] = output.detach().double()
-        for sum_, part in zip(total[1:], gradients, strict=True):
-            sum_ += part
+        gradients = torch.autograd.grad((output.to(shared.dtype) * shared[places]).sum(), states)
+        total[1:] = [sum_ + part for sum_, part in zip(total[1:], gradients, strict=True)]
     return total
-
-
-# ---- Passes of a model ----
 
 
 def passes(device: str, quick: bool) -> dict[str, Any]:
     """Log-probabilities and all gradients of padded and packed passes, by precision, adapters and checkpointing."""
-    size = "24M/100" if quick else "0.5B/6"
-    batch, rows, spread = _groups(device, 8 if quick else 1), [], None
+    size, parts = "24M/100" if quick else "0.5B/6", ("log_probs", "gradient")
+    # From one to six responses to a prompt, padded as in a rollout.
+    groups = grpo_groups(0, 6, 6, 512, 16 if quick else 2)
+    groups = [Group(group.prompt, group.responses[: index + 1]) for index, group in enumerate(groups)]
+    widest = max(len(group.prompt) for group in groups)
+    longest = max(len(response) for group in groups for response in group.responses)
+    inputs = (part.to(device) for part in model_inputs(rollout(groups, widest, longest), "policy"))
+    batch, rows = dict(zip(("input_ids", "attention_mask", "labels"), inputs, strict=True)), []
     for lora, precision in product((False, True), ("float32", "autocast", "bfloat16")):
         exact = _pass(_model(device, size, precision, lora).double(), batch, "float64")
         for checkpointing in ("none", "not reentrant", "reentrant"):
@@ -143,38 +141,17 @@ def passes(device: str, quick: bool) -> dict[str, Any]:
             packing = share_prefixes(model, quiet=True)
             poison(device)
             packed = _pass(model, batch, precision)
-            row = {"precision": precision, "lora": lora, "checkpointing": checkpointing, "backend": packing.backend}
-            row["packed_tokens"] = packing.packed_tokens
-            for part, *values in zip(("log_probs", "gradient"), padded, packed, exact, strict=True):
-                row |= {f"{part}_padded": error(values[0], values[2]), f"{part}_packed": error(values[1], values[2])}
-            rows.append(row)
-            if spread is None and precision == "autocast":
-                spread = max(error(_pass(model, batch, precision)[1], packed[1]) for _ in range(2))
+            case = {"precision": precision, "lora": lora, "checkpointing": checkpointing}
+            case |= {"backend": packing.backend, "packed_tokens": packing.packed_tokens}
+            rows += errors(parts, padded, packed, exact, case)
         free(device)
-    return {
-        "rows": rows,
-        **{part: worst(rows, f"{part}_padded", f"{part}_packed") for part in ("log_probs", "gradient")},
-        "spread_of_repeated_gradients": spread,
-    }
-
-
-def _groups(device: str, shrink: int) -> dict[str, Tensor]:
-    """`input_ids`, `attention_mask` and `labels` of six groups of uneven prompts and responses."""
-    draw, write = random.Random(0), Writer(512)
-    groups = [
-        Group(write(draw.randint(80, 400) // shrink), [write(draw.randint(16, 200) // shrink) for _ in range(count)])
-        for count in range(1, 7)
-    ]
-    widest = max(len(group.prompt) for group in groups)
-    longest = max(len(response) for group in groups for response in group.responses)
-    inputs = model_inputs(rollout(groups, widest, longest), "policy")
-    return dict(zip(("input_ids", "attention_mask", "labels"), (part.to(device) for part in inputs), strict=True))
+    return {"rows": rows, **{part: worst([row for row in rows if row["part"] == part]) for part in parts}}
 
 
 def _model(device: str, size: str, precision: str, lora: bool):
     """A model with the fused head, whose attention looks at few tokens, as that of trained models does."""
     torch.manual_seed(0)
-    model = make_model(argparse.Namespace(trainer="policy", size=size, device=device, weights="float32")).train()
+    model = make_model(arm_arguments("policy", size, device)).train()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "q_proj.weight" in name or "k_proj.weight" in name:
@@ -192,19 +169,16 @@ def _pass(model, batch: dict[str, Tensor], precision: str) -> tuple[Tensor, Tens
     """Log-probabilities of the labels, [N], and the flat gradient of a sum of them with weights of both signs."""
     labels = batch["labels"][:, 1:]
     mask = labels != -100
-    weights = torch.linspace(-1, 1, int(mask.sum()), device=labels.device)
     if precision == "float64":
         # Without TRL's head, which need not know this precision. The rows are padded on the left, as in a rollout.
-        positions = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
-        inner = unwrapped(model)
+        positions, inner = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0), unwrapped(model)
         states = inner.model(batch["input_ids"], batch["attention_mask"], positions, use_cache=False).last_hidden_state
         scores = inner.lm_head(states[:, :-1][mask]).log_softmax(-1)
         log_probs = scores.gather(1, labels[mask][:, None])[:, 0]
     else:
-        autocast = torch.autocast(labels.device.type, torch.bfloat16) if precision == "autocast" else nullcontext()
-        with autocast:
+        with torch.autocast(labels.device.type, torch.bfloat16) if precision == "autocast" else nullcontext():
             log_probs = model(**batch, fused_lm_head=True).log_probs[mask]
-    (log_probs * weights).sum().backward()
+    (log_probs * torch.linspace(-1, 1, len(log_probs), device=labels.device)).sum().backward()
     gradient = torch.cat([p.grad.flatten().float() for p in model.parameters() if p.grad is not None])
     model.zero_grad(set_to_none=True)
     return log_probs.detach(), gradient

@@ -6,7 +6,6 @@ equal weights. To add an arm, add a row to `VARIANTS`.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import random
 from collections.abc import Callable, Iterator
@@ -20,10 +19,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from benchmarks._lengths import Group, Pair, Writer, pairs
-from benchmarks._step_arms import Arm, Peak, count_tokens, example, rollout
-from benchmarks.gpu.devices import free, out_of_memory, summarize, synchronizing_lines, timed, trace
+from benchmarks._step_arms import Arm, Peak, arm_arguments, example, rollout
+from benchmarks.gpu.machine import free, out_of_memory, summarize, timed, trace
 
-WINDOWS = 2
+WINDOWS, SHRINK = 2, 20
+BASELINES = ("stock", "tuned")
+# Trainer, and groups or pairs in an optimizer step and in a micro-batch.
+WORKLOADS = {"grpo": ("policy", 8, 1), "dpo": ("preference", 64, 4)}
 
 
 @contextmanager
@@ -38,40 +40,32 @@ def without_cudnn() -> Iterator[None]:
 
 
 class Variant(NamedTuple):
-    """A way to run an optimizer step.
+    """A way to run an optimizer step."""
 
-    Attributes:
-        label: its name in the table.
-        share: its predicted time, as a share of stock's.
-        packed: whether `share_prefixes` is applied.
-        checkpointing: whether activations are recomputed.
-        factor: its micro-batches are this many times as large; halved for as long as they do not fit into memory.
-        multiple: widths are padded to a multiple of this.
-        around: a context in which its passes run.
-        new_widths: whether no arm before it meets the same widths; else it has no cold pass.
-    """
-
-    label: str
+    # Its predicted time, as a share of stock's.
     share: float
     packed: bool = False
     checkpointing: bool = True
+    # Its micro-batches are this many times as large; halved for as long as they do not fit into memory.
     factor: int = 1
+    # Widths are padded to a multiple of this.
     multiple: int = 1
     around: Callable[[], AbstractContextManager] = nullcontext
+    # Whether no arm before it meets the same widths; otherwise it has no cold pass.
     new_widths: bool = True
 
 
-BASELINES = ("stock", "tuned")
 VARIANTS = {
-    "stock": Variant("stock, TRL's defaults", 1.0),
-    "tuned": Variant("stock, tuned", 0.8, checkpointing=False, factor=2, multiple=64, around=without_cudnn),
-    "packed": Variant("packed", 0.55, packed=True),
-    "packed-no-checkpointing": Variant(
-        "packed, no checkpointing", 0.45, packed=True, checkpointing=False, new_widths=False
-    ),
+    "stock": Variant(1.0),
+    "tuned": Variant(0.8, checkpointing=False, factor=2, multiple=64, around=without_cudnn),
+    "packed": Variant(0.55, packed=True),
+    "packed-no-checkpointing": Variant(0.45, packed=True, checkpointing=False, new_widths=False),
 }
-# Trainer; groups or pairs in an optimizer step and in a micro-batch; the same of a quick run.
-WORKLOADS = {"grpo": ("policy", (8, 1), (2, 1)), "dpo": ("preference", (64, 4), (4, 2))}
+
+
+def counts(workload: str, quick: bool) -> tuple[int, int, int]:
+    """Groups or pairs of an optimizer step and of a micro-batch, and responses of a group."""
+    return (2, 1, 3) if quick else (*WORKLOADS[workload][1:], 8)
 
 
 def grpo_groups(index: int, count: int, size: int, vocabulary: int, shrink: int = 1) -> list[Group]:
@@ -86,123 +80,99 @@ def grpo_groups(index: int, count: int, size: int, vocabulary: int, shrink: int 
     ]
 
 
-def dpo_pairs(index: int, count: int, vocabulary: int, shrink: int = 1) -> list[Pair]:
-    """Pairs of WildChat's lengths; each index has others."""
-    drawn = pairs("wildchat", vocabulary=vocabulary)[index * count : (index + 1) * count]
-    return [Pair(*(part[: max(2, len(part) // shrink)] for part in pair)) for pair in drawn]
-
-
-class TimedArm:
+class TimedArm(Arm):
     """One variant on the windows of a workload; a window is the list of micro-batches of an optimizer step."""
 
     def __init__(self, setup: Setup, variant: Variant, factor: int):
-        self.setup, self.variant, self.micro_batch = setup, variant, setup.micro_batch * factor
-        # On a GPU: weights in float32 and passes in bfloat16, as TRL's defaults.
-        arguments = argparse.Namespace(
-            trainer=setup.trainer,
-            size=setup.size,
-            device=setup.device,
-            dtype="bfloat16" if setup.device == "cuda" else "float32",
-            weights="float32",
-            lora_r=0,
-            gradient_checkpointing=variant.checkpointing,
-            batch_size=self.micro_batch,
-            group_size=setup.group_size,
+        self.setup, self.variant = setup, variant
+        units, micro_batch, group_size = setup.counts
+        given = {"batch_size": factor * micro_batch, "group_size": group_size}
+        arguments = arm_arguments(
+            setup.trainer, setup.size, setup.device, gradient_checkpointing=variant.checkpointing, **given
         )
-        self.arm = Arm(variant.packed, arguments, setup.folder, setup.first and setup.first.arm)
+        super().__init__(variant.packed, arguments, setup.folder, setup.first)
         self.windows = [self.window(index) for index in range(WINDOWS)]
         # Loads kernels, chooses the back-end and allocates the optimizer's state, on widths that are not timed.
-        self.step(self.window(WINDOWS)[:1])
+        self.update(self.window(WINDOWS)[:1])
         # What another arm left in the allocator would serve this one.
         free(setup.device)
-        self.cold = [self.time(window) for window in self.windows] if variant.new_widths else []
+        self.cold = [self.time(window)[0] for window in self.windows] if variant.new_widths else []
         self.gradient_difference: float | None = None
 
     def window(self, index: int, extra: int = 0) -> list[dict[str, Tensor]]:
         """The micro-batches of a window, padded as TRL pads them, and by `extra` columns more."""
-        setup = self.setup
-        multiple = max(1, self.variant.multiple // setup.shrink)
-        vocabulary = self.arm.trainer.model.config.vocab_size
-        if setup.trainer == "policy":
-            groups = grpo_groups(index, setup.units, setup.group_size, vocabulary, setup.shrink)
+        (units, _, group_size), size = self.setup.counts, self.arguments.batch_size
+        shrink = SHRINK if self.setup.quick else 1
+        multiple, vocabulary = max(1, self.variant.multiple // shrink), self.trainer.model.config.vocab_size
+        if self.setup.trainer == "policy":
+            groups = grpo_groups(index, units, group_size, vocabulary, shrink)
             widest = max(len(group.prompt) for group in groups) + extra
             longest = max(len(response) for group in groups for response in group.responses)
             whole = rollout(groups, *(-(-width // multiple) * multiple for width in (widest, longest)))
             # The loss of every micro-batch is divided by the tokens of the whole window.
             tokens = whole.pop("num_items_in_batch")
-            parts = zip(*(part.split(self.micro_batch * setup.group_size) for part in whole.values()), strict=True)
+            parts = zip(*(part.split(size * group_size) for part in whole.values()), strict=True)
             batches = [{**dict(zip(whole, part, strict=True)), "num_items_in_batch": tokens} for part in parts]
         else:
-            rows = [example(pair, "preference") for pair in dpo_pairs(index, setup.units, vocabulary, setup.shrink)]
-            collate = dataclasses.replace(self.arm.trainer.data_collator, pad_to_multiple_of=multiple)
-            batches = [collate(rows[at : at + self.micro_batch]) for at in range(0, len(rows), self.micro_batch)]
+            drawn = pairs("wildchat", vocabulary=vocabulary)[index * units : (index + 1) * units]
+            short = [Pair(*(part[: max(2, len(part) // shrink)] for part in pair)) for pair in drawn]
+            rows = [example(pair, "preference") for pair in short]
+            collate = dataclasses.replace(self.trainer.data_collator, pad_to_multiple_of=multiple)
+            batches = [collate(rows[at : at + size]) for at in range(0, units, size)]
             batches = [{name: pad(part, (0, extra)) for name, part in batch.items()} for batch in batches]
-        return [{name: part.to(setup.device) for name, part in batch.items()} for batch in batches]
+        return [{name: part.to(self.setup.device) for name, part in batch.items()} for batch in batches]
 
-    def accumulate(self, window: list[dict[str, Tensor]]) -> None:
+    def accumulate(self, batches: list[dict[str, Tensor]]) -> Tensor:
         with self.variant.around():
-            self.arm.accumulate(window)
+            return super().accumulate(batches)
 
-    def step(self, window: list[dict[str, Tensor]]) -> None:
+    def update(self, window: list[dict[str, Tensor]]) -> None:
         """One optimizer step: the passes of all micro-batches, clipping and AdamW."""
         self.accumulate(window)
-        torch.nn.utils.clip_grad_norm_(self.arm.parameters, 1.0)
-        self.arm.trainer.optimizer.step()
-        self.arm.trainer.optimizer.zero_grad()
+        torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
+        self.trainer.optimizer.step()
+        self.trainer.optimizer.zero_grad()
 
-    def time(self, window: list[dict[str, Tensor]]) -> dict[str, float]:
+    def time(self, window: list[dict[str, Tensor]]) -> tuple[float, float]:
+        """Seconds and peak MiB of an optimizer step."""
         with Peak(self.setup.device) as peak:
-            figures = timed(self.setup.device, lambda: self.step(window))
-        return {**figures, "peak_mib": peak.bytes / 2**20}
+            seconds = timed(self.setup.device, lambda: self.update(window))
+        return seconds, peak.bytes / 2**20
 
-    @contextmanager
-    def gradients(self, window: list[dict[str, Tensor]]) -> Iterator[list[Tensor]]:
-        """The gradients of a window at the present weights, within the block."""
+    def gradient(self, window: list[dict[str, Tensor]]) -> list[Tensor]:
+        """The gradient of a window at the present weights, in host memory, so that peaks are those of passes."""
         self.accumulate(window)
-        yield [p.grad for p in self.arm.parameters]
-        self.arm.trainer.optimizer.zero_grad()
+        parts = [p.grad.cpu() for p in self.parameters]
+        self.trainer.optimizer.zero_grad()
+        return parts
 
-    def row(self, warm: list[dict[str, float]]) -> dict[str, Any]:
-        batches = [batch for window in self.windows for batch in window]
+    def row(self, warm: list[tuple[float, float]]) -> dict[str, Any]:
+        seconds = [figures[0] for figures in warm]
         return {
-            "label": self.variant.label,
-            "micro_batch": self.micro_batch,
-            "micro_batches": len(self.windows[0]),
-            "real_tokens": sum(count_tokens(batch, self.setup.trainer)["real_tokens"] for batch in batches),
-            "encoded_tokens": sum(self.arm.encoded_tokens(batch) for batch in batches),
-            "cold_seconds": median(figures["seconds"] for figures in self.cold) if self.cold else None,
-            "cold_allocations": sum(figures["allocations"] for figures in self.cold),
-            "seconds": [figures["seconds"] for figures in warm],
-            "median_seconds": median(figures["seconds"] for figures in warm),
-            "device_seconds": median(figures["device_seconds"] for figures in warm),
-            "allocations": sum(figures["allocations"] for figures in warm),
-            "peak_mib": max(figures["peak_mib"] for figures in warm),
+            "micro_batch": self.arguments.batch_size,
+            "encoded_tokens": sum(self.encoded_tokens(batch) for window in self.windows for batch in window),
+            "cold_seconds": median(self.cold) if self.cold else None,
+            "seconds": seconds,
+            "median_seconds": median(seconds),
+            "peak_mib": max(figures[1] for figures in warm),
             "gradient_difference": self.gradient_difference,
-            "packing": self.arm.packing and self.arm.packing.describe(),
+            "packing": self.packing and self.packing.describe(),
         }
 
     def profile(self) -> dict[str, Any]:
         """What the device does in the passes of two micro-batches and an update, after warm-up."""
-        device, window = self.setup.device, self.windows[0][:2]
-        self.step(window)
-        seconds = self.time(window)["seconds"]
-        return {
-            "label": self.variant.label,
-            "micro_batches": len(window),
-            "seconds": seconds,
-            **summarize(trace(device, lambda: self.step(window)), device, seconds),
-            "synchronizing_lines": synchronizing_lines(device, lambda: self.step(window)),
-        }
+        window = self.windows[0][:2]
+        self.update(window)
+        seconds, _ = self.time(window)
+        return summarize(trace(self.setup.device, lambda: self.update(window)), self.setup.device, seconds)
 
 
 class Setup:
     """The arms of one workload and size, made at their first use."""
 
     def __init__(self, workload: str, size: str, device: str, quick: bool, folder: Path):
-        self.size, self.device, self.folder = size, device, folder
-        self.trainer, *counts = WORKLOADS[workload]
-        self.units, self.micro_batch = counts[quick]
-        self.group_size, self.shrink = (3, 20) if quick else (8, 1)
+        self.size, self.device, self.quick, self.folder = size, device, quick, folder
+        self.trainer, self.counts = WORKLOADS[workload][0], counts(workload, quick)
         self.first: TimedArm | None = None
         self.arms: dict[str, TimedArm | None] = {}
 
@@ -219,7 +189,7 @@ class Setup:
                     raise
             # Outside the handler, whose traceback holds what did not fit.
             if self.first is not None:
-                self.first.arm.trainer.optimizer.zero_grad()
+                self.first.trainer.optimizer.zero_grad()
             free(self.device)
             factor //= 2
         self.first = self.first or self.arms[name]
@@ -230,8 +200,8 @@ class Setup:
         arms = {other: arm for other in (*BASELINES, name) if (arm := self.arm(other))}
         if not {"stock", name} <= set(arms):
             raise torch.OutOfMemoryError("the smallest micro-batch does not fit")
-        self._agree(list(arms.values()))
-        times: dict[str, list[dict[str, float]]] = {other: [] for other in arms}
+        self._agree(arms)
+        times: dict[str, list[tuple[float, float]]] = {other: [] for other in arms}
         # The first pass over each window is not counted: the memory of an arm was freed when the next one was made.
         for index in range(-WINDOWS, rounds):
             # The order is reversed in turn, so that no arm always follows the same one.
@@ -239,27 +209,23 @@ class Setup:
                 times[other].append(arms[other].time(arms[other].windows[index % WINDOWS]))
         rows = {other: arm.row(times[other][WINDOWS:]) for other, arm in arms.items()}
         for baseline in set(BASELINES) & set(arms):
-            pairs = zip(rows[baseline]["seconds"], rows[name]["seconds"], strict=True)
-            ratios = [one / other for one, other in pairs]
+            turns = zip(rows[baseline]["seconds"], rows[name]["seconds"], strict=True)
+            ratios = [one / other for one, other in turns]
             rows[name][f"ratio_to_{baseline}"] = {"median": median(ratios), "least": min(ratios), "most": max(ratios)}
         return rows
 
-    def _agree(self, arms: list[TimedArm]) -> None:
+    def _agree(self, arms: dict[str, TimedArm]) -> None:
         """Set the relative difference of each new arm's gradient to stock's; that of stock, of eight more columns.
 
         No update lies between the passes: all are at the same weights.
         """
-        stock = self.arms["stock"]
-        with stock.gradients(stock.windows[0]) as gradients:
-            # In host memory, so that the memory of an arm is that of its own passes.
-            reference = [part.cpu() for part in gradients]
+        reference = arms["stock"].gradient(arms["stock"].windows[0])
         norm = torch.stack([part.norm() for part in reference]).norm()
-        for arm in arms:
+        for name, arm in arms.items():
             if arm.gradient_difference is None:
-                with arm.gradients(stock.window(0, extra=8) if arm is stock else arm.windows[0]) as gradients:
-                    pairs = zip(gradients, reference, strict=True)
-                    apart = [(own - part.to(own.device)).norm() for own, part in pairs]
-                arm.gradient_difference = (torch.stack(apart).norm().cpu() / norm).item()
+                own = arm.gradient(arm.window(0, extra=8) if name == "stock" else arm.windows[0])
+                apart = [(one - other).norm() for one, other in zip(own, reference, strict=True)]
+                arm.gradient_difference = (torch.stack(apart).norm() / norm).item()
 
     def profile(self) -> dict[str, Any]:
         """The profile of each arm that fits into memory."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import random
 import time
 from itertools import pairwise, product
@@ -18,17 +17,17 @@ from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
 
 import trl_ext
 from benchmarks._lengths import wildchat_lengths
-from benchmarks._step_arms import make_copy, make_model
-from benchmarks.gpu.devices import synchronize, timed
-from benchmarks.gpu.steps import VARIANTS, grpo_groups
+from benchmarks._step_arms import arm_arguments, make_model, make_trainer
+from benchmarks.gpu.machine import synchronize, timed
+from benchmarks.gpu.steps import SHRINK, VARIANTS, WORKLOADS, counts, grpo_groups
 from trl_ext.models import resolve_model_path, score_sequences, share_prefixes
 
 STEPS = 3
-# Of a run: its library, and flags beside those of all runs.
+# Of a run: its library, and its settings beside the library's defaults.
 RUNS = {
-    "stock": ("stock, TRL's defaults", trl, {}),
-    "tuned": ("stock, tuned", trl, {"gradient_checkpointing": False, "pad_to_multiple_of": 64}),
-    "trl_ext": ("trl_ext, its defaults", trl_ext, {}),
+    "stock": (trl, {}),
+    "tuned": (trl, {"gradient_checkpointing": False, "pad_to_multiple_of": 64}),
+    "trl_ext": (trl_ext, {}),
 }
 
 
@@ -50,11 +49,11 @@ def distinct_letters(completions, **_) -> list[float]:
     return [float(len(set(text))) for text in completions]
 
 
-def train(run: str, workload: str, size: str, device: str, quick: bool, folder: Path) -> dict[str, Any]:
+def train(run: str, workload: str, size: str, folder: Path, device: str, quick: bool) -> dict[str, Any]:
     """Seconds of the three steps of a run; the first meets every width for the first time."""
-    label, library, own = RUNS[run]
-    cuda, grpo, shrink = device == "cuda", workload == "grpo", 16 if quick else 1
-    draw = random.Random(0)
+    library, own = RUNS[run]
+    draw, shrink = random.Random(0), SHRINK if quick else 1
+    units, micro_batch, group = counts(workload, quick)
     tokenizer = AutoTokenizer.from_pretrained(resolve_model_path("toy"))
     # Words of one token each.
     texts = {number: tokenizer.decode([number]) for number in range(16, len(tokenizer))}
@@ -63,54 +62,36 @@ def train(run: str, workload: str, size: str, device: str, quick: bool, folder: 
     def text(tokens: int) -> str:
         return tokenizer.decode(draw.choices(words, k=max(4, tokens // shrink)))
 
-    micro_batch, passes, group = (4 if grpo else 2, 2, 4) if quick else (8, 8, 8) if grpo else (4, 16, 8)
-    rows = micro_batch * passes
-    common = {
-        "output_dir": str(folder),
-        "use_cpu": not cuda,
-        "bf16": cuda,
-        "gradient_checkpointing": cuda,
-        "per_device_train_batch_size": micro_batch,
-        "gradient_accumulation_steps": passes,
-        "max_steps": STEPS,
-        "learning_rate": 1e-6,
-        "save_strategy": "no",
-        "logging_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "beta": 0.0 if grpo else 0.1,
-        **own,
-    }
-    AcceleratorState._reset_state()
-    arguments = argparse.Namespace(trainer=workload, size=size, device=device, weights="float32")
-    torch.manual_seed(0)
-    model, clock = make_model(arguments), StepClock(device)
-    given = {"processing_class": tokenizer, "callbacks": [clock]}
-    if grpo:
-        data = Dataset.from_list([{"prompt": text(draw.randint(200, 700))} for _ in range(rows // group * STEPS)])
-        args = library.GRPOConfig(num_generations=group, max_completion_length=256 // shrink, **common)
-        trainer = library.GRPOTrainer(model, distinct_letters, args=args, train_dataset=data, **given)
+    if workload == "grpo":
+        rows = [{"prompt": text(draw.randint(200, 700))} for _ in range(units * STEPS)]
+        settings = {"reward": distinct_letters, "max_completion_length": 256 // shrink, "beta": 0.0}
     else:
         columns = ("prompt", "chosen", "rejected")
-        lengths = wildchat_lengths()[: rows * STEPS]
-        data = Dataset.from_list([dict(zip(columns, map(text, row), strict=True)) for row in lengths])
-        reference = make_copy(model, arguments)
-        trainer = library.DPOTrainer(model, reference, args=library.DPOConfig(**common), train_dataset=data, **given)
+        rows = [dict(zip(columns, map(text, row), strict=True)) for row in wildchat_lengths()[: units * STEPS]]
+        settings = {"per_device_train_batch_size": micro_batch}
+    settings |= {"gradient_accumulation_steps": units // micro_batch, "max_steps": STEPS, "logging_strategy": "no"}
+    AcceleratorState._reset_state()
+    torch.manual_seed(0)
+    given = {"gradient_checkpointing": device == "cuda", "batch_size": micro_batch, "group_size": group}
+    arguments = arm_arguments(WORKLOADS[workload][0], size, device, **given)
+    trainer = make_trainer(arguments, folder, library=library, rows=Dataset.from_list(rows), **settings | own)
     trainer.remove_callback(PrinterCallback)
+    clock = StepClock(device)
+    trainer.add_callback(clock)
     with VARIANTS["tuned" if run == "tuned" else "stock"].around():
         trainer.train()
     packing = getattr(trainer, "packing", None)
     seconds = [end - start for start, end in pairwise(clock.times)]
-    return {label: {"seconds": seconds, "rows": rows, "packing": packing and packing.describe()}}
+    return {run: {"seconds": seconds, "packing": packing and packing.describe()}}
 
 
 def score(size: str, device: str, quick: bool) -> dict[str, Any]:
     """Seconds to score a rollout with a reward model of this size, by precision, padded and packed."""
     torch.manual_seed(0)
-    model = make_model(argparse.Namespace(trainer="reward", size=size, device=device, weights="float32"))
-    groups = grpo_groups(0, 2 if quick else 8, 4 if quick else 8, model.config.vocab_size, 20 if quick else 1)
+    model, exact, result = make_model(arm_arguments("reward", size, device)), None, {}
+    units, _, group_size = counts("grpo", quick)
+    groups = grpo_groups(0, units, group_size, model.config.vocab_size, SHRINK if quick else 1)
     rows = [group.prompt + response for group in groups for response in group.responses]
-    result, exact = {}, None
 
     def run():
         return score_sequences(model, rows, batch_size=16, pad_token_id=2)
@@ -121,9 +102,8 @@ def score(size: str, device: str, quick: bool) -> dict[str, Any]:
         scores = run()
         exact = scores if exact is None else exact
         result[f"{dtype}, {'packed' if packed else 'padded'}"] = {
-            "seconds": median(timed(device, run)["seconds"] for _ in range(3)),
+            "seconds": median(timed(device, run) for _ in range(3)),
             "difference_to_float32": ((scores - exact).norm() / exact.norm()).item(),
-            "packing": packing and packing.describe(),
         }
         if packing:
             packing.remove()

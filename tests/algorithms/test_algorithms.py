@@ -10,19 +10,23 @@ import sys
 import pytest
 import torch
 
-from tests.losses.test_policy_losses import ADVANTAGES, MASK, NEW, OLD
-from tests.support.naive_policy import differences, naive_loss, ragged_batch
+from tests.support.naive_policy import (
+    ADVANTAGES,
+    MASK,
+    NEW,
+    OLD,
+    REFERENCE,
+    G,
+    differences,
+    loss_on_the_batch,
+    naive_loss,
+    ragged_batch,
+)
 from trl_ext.algorithms import PolicyObjective, algorithms
 from trl_ext.algorithms.__main__ import main
 from trl_ext.losses import PolicyScores
 
 NAMES = list(algorithms)
-G = torch.tensor([3.0, 1.0, 0.0, -1.0])
-REFERENCE = NEW + torch.tensor([[0.1, -0.2, 0.05], [0.0, 0.1, 0.0]])
-
-
-def loss_on_the_batch(objective, **inputs):
-    return objective(PolicyScores(NEW, OLD, MASK, ADVANTAGES), **inputs).item()
 
 
 # -------------------------------------------------------------------------------------------------------- the table

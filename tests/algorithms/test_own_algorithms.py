@@ -6,16 +6,12 @@ import pytest
 import torch
 
 import trl_ext
-from tests.algorithms.test_algorithms import REFERENCE, G, loss_on_the_batch
+from tests.support.naive_policy import REFERENCE, G, loss_on_the_batch
 from tests.support.rollout_once import build, save_policy
 from trl_ext.algorithms import PolicyObjective
-from trl_ext.registry import policy_algorithm, policy_algorithms
+from trl_ext.registry import policy_algorithm
 
-
-@pytest.fixture
-def own_table(monkeypatch):
-    """Leave the library's table as it was."""
-    monkeypatch.setattr(policy_algorithms, "_entries", dict(policy_algorithms._entries))
+pytestmark = pytest.mark.usefixtures("registries_as_before")
 
 
 FILE = '''
@@ -36,7 +32,7 @@ def gate(scores, *, temperature=1.0):
 '''
 
 
-def test_an_algorithm_from_a_file(tmp_path, own_table):
+def test_an_algorithm_from_a_file(tmp_path):
     """The smooth gate 4 sigmoid(ratio - 1), with a gradient of 1 at ratio 1. For the ratios of the batch
     sigmoid(0.349859) = 0.586583, 0.476227, 0.512815 and 0.418318, 0.555126: 4 (-1.575625 + 0.973444) / 5."""
     path = tmp_path / "mine.py"
@@ -58,7 +54,7 @@ def test_an_algorithm_from_a_file(tmp_path, own_table):
     assert trl_ext.policy_algorithm is policy_algorithm
 
 
-def test_one_loss_per_response(own_table):
+def test_one_loss_per_response():
     @policy_algorithm("per_sequence", ratio="sequence")
     def per_sequence(scores):
         return -scores.log_ratio.exp() * scores.advantages
@@ -86,18 +82,18 @@ def test_one_loss_per_response(own_table):
         ),
     ],
 )
-def test_functions_that_cannot_train_are_refused(function, settings, message, own_table):
+def test_functions_that_cannot_train_are_refused(function, settings, message):
     policy_algorithm("mine", **settings)(function)
     with pytest.raises(ValueError, match=message):
         PolicyObjective("mine")
 
 
-def test_masked_positions_may_be_infinite(own_table):
+def test_masked_positions_may_be_infinite():
     policy_algorithm("mine")(lambda scores: scores.log_probs.masked_fill(scores.mask == 0, float("inf")))
     assert PolicyObjective("mine").surrogate == "own"
 
 
-def test_overrides_of_ones_own(own_table):
+def test_overrides_of_ones_own():
     policy_algorithm("mine")(lambda scores, *, width=0.2: -scores.log_ratio * scores.advantages * width)
     with pytest.raises(ValueError, match="--algorithm mine and --surrogate clip contradict.*leave --surrogate out"):
         PolicyObjective("mine", surrogate="clip")
@@ -108,7 +104,7 @@ def test_overrides_of_ones_own(own_table):
     assert PolicyObjective("mine", aggregation="sum", options={"width": 0.3}).aggregation == "sum"
 
 
-def test_options_of_an_advantage_belong_to_it(own_table):
+def test_options_of_an_advantage_belong_to_it():
     settings = {"advantage": "group_rank", "advantage_options": {"scale": 3.0}}
     policy_algorithm("mine", **settings)(lambda scores: -scores.log_ratio * scores.advantages)
     assert PolicyObjective("mine").advantages(G, 4).tolist() == [3.0, 1.0, -1.0, -3.0]
@@ -116,7 +112,7 @@ def test_options_of_an_advantage_belong_to_it(own_table):
     assert other.advantages(G, 4).tolist() == [2.25, 0.25, -0.75, -1.75]
 
 
-def test_the_decorator_refuses(own_table):
+def test_the_decorator_refuses():
     with pytest.raises(ValueError, match="'mine' has no setting 'advantages'.*did you mean 'advantage'"):
         policy_algorithm("mine", advantages="group_rank")
     with pytest.raises(ValueError, match="'mine' has no setting 'epsilon'"):
@@ -125,7 +121,7 @@ def test_the_decorator_refuses(own_table):
         policy_algorithm("grpo")(lambda scores: scores.log_ratio)
 
 
-def test_training_on_an_algorithm_from_a_file(tiny_model_path, tmp_path, own_table):
+def test_training_on_an_algorithm_from_a_file(tiny_model_path, tmp_path):
     """`file.py:name` with a JSON option: `-A ratio` times 3 has three times the gradient of `grpo_no_clip` centred."""
     path = tmp_path / "mine.py"
     path.write_text(

@@ -16,11 +16,18 @@ import pytest
 import torch
 from datasets import Dataset
 
-from tests.losses.test_policy_surrogates import ADVANTAGES, MASK, NEW, OLD
-from tests.support.naive_policy import check_against_loops, check_padding_and_order, evaluate
+from tests.support.naive_policy import (
+    Steps,
+    check_against_loops,
+    check_padding_and_order,
+    evaluate,
+    log_probs,
+    model_in_float64,
+    rows_of,
+)
 from tests.support.rollout_once import OWN_RECIPES, build, prompts, thirds
 from tests.support.train_once import relative_difference, result
-from tests.trainers.test_policy_arithmetic import Steps, log_probs, model_in_float64, rows_of
+from tests.support.trl_private import rollout_batches
 from trl_ext.advantages import group_normalized
 from trl_ext.algorithms import PolicyObjective
 from trl_ext.losses import PolicyLoss, PolicyScores, PreferenceObjective, PreferenceScores
@@ -28,6 +35,10 @@ from trl_ext.names import load_function, load_module
 
 pytestmark = pytest.mark.usefixtures("own_tables")
 
+NEW = torch.tensor([[-1.0, -0.7, -0.5], [-2.0, -0.3, -0.9]], dtype=torch.float64)
+OLD = torch.tensor([[-1.3, -0.6, -0.55], [-1.6, -0.5, -0.9]], dtype=torch.float64)
+MASK = torch.tensor([[1, 1, 1], [1, 1, 0]])
+ADVANTAGES = torch.tensor([1.0, -1.0], dtype=torch.float64)
 SAMPLER = torch.tensor([[-1.8, -0.4, -0.65], [-0.6, -1.4, -0.9]], dtype=torch.float64)
 # name -> its file
 FILES = {
@@ -352,7 +363,7 @@ def test_a_star_po_trains_on_its_regression(size, accumulation, policy_path, tmp
     trainer, steps = a_star_po(policy_path, tmp_path, rows, **args)
     trainer.train()
     policy, reference = model_in_float64(policy_path, steps.weights[0]), model_in_float64(policy_path)
-    found = [row for batch in trainer._buffered_inputs for row in rows_of(batch)]
+    found = [row for batch in rollout_batches(trainer) for row in rows_of(batch)]
     encode = trainer.processing_class.apply_chat_template
     values = {
         tuple(encode(row["prompt"], add_generation_prompt=True, tokenize=True, return_dict=True)["input_ids"]): row[

@@ -1,16 +1,14 @@
-"""`benchmarks.gpu`: all of it on a CPU, its table of arms, what it does at the end of memory, and its CUDA calls."""
+"""`benchmarks.gpu`: all of it on a CPU, its table of arms, its budget, and what it does at the end of memory."""
 
 from __future__ import annotations
 
 import json
-import warnings
-from unittest.mock import create_autospec
 
 import pytest
 import torch
 
 from benchmarks.gpu import __main__ as battery
-from benchmarks.gpu import correctness, devices, machine, steps, whole_runs
+from benchmarks.gpu import correctness, machine, steps, whole_runs
 from tests.benchmarks.test_benchmark_step import as_before  # noqa: F401
 
 QUICK = ["--device", "cpu", "--size", "24M", "--quick", "--budget_seconds", "3000"]
@@ -44,10 +42,9 @@ def test_all_of_it_on_a_cpu(tmp_path, capsys, monkeypatch):
     assert results["B/attention"]["sdpa, float32"]["worst"]["packed"] < 1e-5
     assert results["B/attention"]["sdpa, bfloat16"]["worst"]["packed"] < 0.05
     passes = results["B/passes"]["rows"]
-    assert len(passes) == 18
+    assert len(passes) == 2 * 18
     for row in passes:
-        most = 1e-5 if row["precision"] == "float32" else 0.1
-        assert 0 < row["gradient_packed"] < most and 0 < row["log_probs_packed"] < most
+        assert 0 < row["packed"] < (1e-5 if row["precision"] == "float32" else 0.1)
         assert row["packed_tokens"] == passes[0]["packed_tokens"]
     for workload in ("grpo", "dpo"):
         for name in ("packed", "packed-no-checkpointing"):
@@ -56,7 +53,6 @@ def test_all_of_it_on_a_cpu(tmp_path, capsys, monkeypatch):
             # Equal weights, equal windows, however they are padded, packed or divided.
             assert all(0 < row["gradient_difference"] < 1e-4 for row in rows.values())
             assert packed["encoded_tokens"] < stock["encoded_tokens"] <= tuned["encoded_tokens"]
-            assert packed["real_tokens"] == stock["real_tokens"] == tuned["real_tokens"]
             assert packed["packing"].startswith("packing: on") and stock["packing"] is None
             assert tuned["micro_batch"] == 2 * stock["micro_batch"] == 2 * packed["micro_batch"]
             assert all(len(row["seconds"]) == 2 for row in rows.values())
@@ -71,19 +67,12 @@ def test_all_of_it_on_a_cpu(tmp_path, capsys, monkeypatch):
         for arm in results[f"D/{workload}/24M"].values():
             assert arm["kernels"] > 100 and arm["busy"] > 0 and arm["waits"] > 0 and arm["attention"]
         for name in ("stock", "tuned", "trl_ext"):
-            figures = next(iter(results[f"F/{workload}/24M/{name}"].values()))
+            figures = results[f"F/{workload}/24M/{name}"][name]
             assert len(figures["seconds"]) == 3 and min(figures["seconds"]) > 0
         assert figures["packing"].startswith("packing: on")
     assert results["G/24M"]["float32, packed"]["difference_to_float32"] < 1e-4
     assert 0 < results["G/24M"]["bfloat16, packed"]["difference_to_float32"] < 0.2
-    for text in (
-        "ratio to tuned",
-        "median seconds",
-        "busy",
-        "trl_ext, its defaults",
-        "difference to float32",
-        "torch",
-    ):
+    for text in ("ratio to tuned", "median seconds", "busy", "end to end", "difference to float32"):
         assert text in printed
     assert (tmp_path / "gpu.md").read_text() in printed
 
@@ -121,7 +110,7 @@ def test_an_arm_that_fails_does_not_end_the_battery(tmp_path, monkeypatch, capsy
     assert states["B/attention"] == "failed" and "ZeroDivisionError" in report["arms"]["B/attention"]["result"]
     assert states["D/grpo/24M"] == states["D/dpo/24M"] == "out of memory"
     assert states["F/dpo/24M/trl_ext"] == "done"
-    assert report["arms"]["G/24M"]["result"]["bfloat16"]["difference_to_float32"] == "inf"
+    assert report["arms"]["G/24M"]["result"]["bfloat16"]["difference_to_float32"] == "Infinity"
     assert "| D/dpo/24M | out of memory |" in capsys.readouterr().out
     # A second call tries again what failed, and not what does not fit.
     monkeypatch.setattr(correctness, "attention", lambda *_: {})
@@ -190,37 +179,10 @@ def test_the_busy_share_is_of_the_union_of_kernels():
         ("user_annotation", "Optimizer.step#AdamW.step", 0, 16),
         ("cpu_op", "aten::_local_scalar_dense", 0, 1),
         ("cuda_runtime", "cudaStreamSynchronize", 0, 1),
-        ("cuda_runtime", "cudaMalloc", 0, 1),
     ]
     events = [dict(zip(("cat", "name", "ts", "dur"), row, strict=True)) for row in rows]
-    found = devices.summarize(events, "cuda", 16e-6)
-    assert found["busy"] == pytest.approx(0.5) and found["kernel_seconds"] == pytest.approx(10e-6)
-    assert found["kernels"] == 3 and found["waits"] == 1 and found["allocations"] == 1
+    found = machine.summarize(events, "cuda", 16e-6)
+    assert found["busy"] == pytest.approx(0.5) and sum(found["longest"].values()) == pytest.approx(10e-6)
+    assert found["kernels"] == 3 and found["waits"] == 1
     assert found["copies"] == {"Memcpy DtoH (Device -> Pageable)": 1}
     assert list(found["attention"]) == ["flash_fwd_kernel"]
-
-
-def test_the_calls_of_a_gpu_have_the_signatures_of_torch(monkeypatch):
-    """Without a GPU, against torch's own signatures: 1.5 ms between two events, 3 blocks before and 3 after."""
-    names = ("synchronize", "memory_stats", "get_device_name", "empty_cache", "set_sync_debug_mode")
-    calls = {name: create_autospec(getattr(torch.cuda, name)) for name in names}
-    calls["memory_stats"].return_value = {"segment.all.allocated": 3}
-    calls["Event"] = create_autospec(torch.cuda.Event)
-    calls["Event"].return_value.elapsed_time.return_value = 1.5
-    for name, call in calls.items():
-        monkeypatch.setattr(torch.cuda, name, call)
-    figures = devices.timed("cuda", lambda: None)
-    assert figures["device_seconds"] == 0.0015 and figures["allocations"] == 0
-    assert calls["Event"].call_args.kwargs == {"enable_timing": True}
-    devices.free("cuda")
-    assert devices.works("cuda") and calls["empty_cache"].called
-    calls["synchronize"].side_effect = RuntimeError("CUDA error: an illegal memory access was encountered")
-    assert not devices.works("cuda")
-
-    def wait() -> None:
-        warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
-
-    places = devices.synchronizing_lines("cuda", wait)
-    assert [call.args for call in calls["set_sync_debug_mode"].call_args_list] == [("warn",), ("default",)]
-    assert list(places.values()) == [1] and "test_benchmark_gpu.py" in next(iter(places))
-    assert machine.describe("cuda")["device"] is calls["get_device_name"].return_value

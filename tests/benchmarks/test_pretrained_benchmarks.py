@@ -1,4 +1,4 @@
-"""The benchmarks on a pretrained model, a verifier for GSM8K and human preferences, here on `toy`."""
+"""The benchmark of a verifier for GSM8K, here on `toy`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from benchmarks import gsm8k_verifier, human_preferences
+from benchmarks import gsm8k_verifier
 from trl_ext.files import write_json_lines
 
 MODELS = ("small", "large")
@@ -23,18 +23,6 @@ def question(index: int, *right: bool) -> dict:
         "ground_truth": f"A: {index + 1}",
         **dict(zip(MODELS, marked, strict=True)),
     }
-
-
-def transcripts(count: int) -> list[dict]:
-    """Pairs in HH-RLHF's form, whose chosen responses are the longer ones; two of them begin each conversation."""
-    beginning = "\n\nHuman: Tell me about number {}.\n\nAssistant: Why?\n\nHuman: For fun, {}.\n\nAssistant:"
-    return [
-        {
-            "chosen": beginning.format(i // 2, i) + f" It comes after {i}, and it is a fine number.",
-            "rejected": beginning.format(i // 2, i) + " No.",
-        }
-        for i in range(count)
-    ]
 
 
 def run(monkeypatch, benchmark, *flags: str) -> None:
@@ -115,43 +103,3 @@ class TestVerifier:
             run(monkeypatch, gsm8k_verifier, "--data", tmp_path, "--folder", tmp_path / "run")
         assert "example_model_solutions.jsonl: no such file; give the folder that holds" in capfd.readouterr().err
         assert not (tmp_path / "run").exists()
-
-
-class TestHumanPreferences:
-    def test_a_conversation_is_on_one_side(self, tmp_path):
-        from trl_ext.data.formats import convert_file
-
-        write_json_lines(tmp_path / "test.jsonl", transcripts(20))
-        rows = convert_file(tmp_path / "test.jsonl", "hh_rlhf")
-        train, test = human_preferences.split_pairs(rows, (9, 6), seed=0)
-        assert (len(train), len(test)) == (9, 6)
-        first = [{row["prompt"][0]["content"] for row in part} for part in (train, test)]
-        assert not first[0] & first[1]
-        assert human_preferences.length_margins(train[:1]) == [len(train[0]["chosen"][0]["content"]) - 3]
-        with pytest.raises(SystemExit, match="20 pairs cannot be split into 15 and 6: ask for fewer"):
-            human_preferences.split_pairs(rows, (15, 6), seed=0)
-
-    def test_the_comparison_with_length_by_hand(self):
-        """Length is right on 1 and 2 of four pairs, the model on 1, 3 and 4; a tie is wrong."""
-        found = human_preferences.compare({"length": [3, 1, -2, 0], "model": [0.1, -1, 2, 0.3]})["model"]
-        assert found["accuracy"]["mean"] == 0.75
-        assert found["minus_length"]["mean"] == 0.25
-        assert (found["only_this_right"], found["only_length_right"]) == (2, 1)
-
-    @pytest.mark.long
-    def test_a_run(self, tmp_path, monkeypatch, capfd):
-        write_json_lines(tmp_path / "hh_harmless" / "test.jsonl", transcripts(32))
-        folder = tmp_path / "run"
-        flags = ["--data", tmp_path, "--model", "toy", "--folder", folder, "--max_steps", 2]
-        run(monkeypatch, human_preferences, *flags, "--train_pairs", 16, "--test_pairs", 10)
-        assert "length prefers the longer response" in capfd.readouterr().out
-        results = json.loads((folder / "results.json").read_text())["results"]
-        assert results["length"]["accuracy"]["mean"] == 1
-        own = json.loads((folder / "dpo" / "results.json").read_text())["preferences"]
-        for name, metrics in (
-            ("base, log-probability", own["before"]["summed"]),
-            ("DPO, log-probability", own["after"]["summed"]),
-            ("DPO, implicit reward", own["after"]["reference_corrected"]),
-            ("reward model", json.loads((folder / "reward_model" / "results.json").read_text())["pairs"]),
-        ):
-            assert results[name]["accuracy"]["mean"] == pytest.approx(metrics["accuracy"]), name

@@ -5,11 +5,8 @@ When one of these fails after an upgrade, its message says what moved and what i
 
 from __future__ import annotations
 
-import ast
 import inspect
 import re
-from importlib.util import find_spec
-from pathlib import Path
 
 import peft
 import pytest
@@ -25,7 +22,7 @@ from tests.support.train_once import build
 
 RESUMABLE = "trl_ext.resilience.training.ResilientTraining"
 SELECTION = "trl_ext.held_out.reward_selection"
-REFERENCE = "trl_ext.trainers.preference.reference_cache"
+REFERENCE = "trl_ext.trainers.preference.reference"
 PREFERENCE = "trl_ext.trainers.preference.trainer.PreferenceTrainer"
 POLICY = "trl_ext.trainers.policy.trainer.PolicyTrainer"
 GREEDY = "trl_ext.trainers.policy.generation"
@@ -263,18 +260,3 @@ def test_precomputed_references(run):
     """The attributes are there, and a prepared dataset has a fingerprint."""
     assert run._precompute_engine is None and hasattr(run, "_precompute_model_hash"), REFERENCE
     assert isinstance(run.train_dataset._fingerprint, str), "PreferenceTrainer._on_shared_disk names a folder by it"
-
-
-def test_calls_of_the_vllm_client():
-    """By reading: vLLM itself is not needed for it."""
-    tree = ast.parse((Path(find_spec("trl").origin).with_name("generation") / "vllm_generation.py").read_text())
-    clients = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr == "vllm_client"]
-    assert clients and all(getattr(node.value, "id", None) == "self" for node in clients), (
-        "VLLMGeneration no longer keeps its client in vllm_client: trl_ext.trainers.policy.vllm_server wraps it"
-    )
-    found = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.value in clients}
-    expected = {"init_communicator", "update_named_params", "reset_prefix_cache", "image_features", "generate"}
-    assert found == expected, (
-        f"VLLMGeneration calls {sorted(found ^ expected)} of its client anew or no more: "
-        "trl_ext.trainers.policy.vllm_server._WatchedClient watches each call that is made while training"
-    )

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.support.tiny import build_tokenizer, perturbed
+from tests.support.tiny import alpaca, build_tokenizer, perturbed
 from trl_ext import course, rewards
 
 NAN = float("nan")
@@ -195,11 +195,6 @@ def test_dpo_by_hand():
     expected[[a, b]] = torch.tensor([-1 / 3, 1 / 3], dtype=torch.float64)
     torch.testing.assert_close(lm.logits.grad, expected)
     assert lm_ref.logits.grad is None
-
-
-def alpaca(prompt: str, response: str) -> str:
-    first = "Below is an instruction that describes a task. Write a response that appropriately completes the request."
-    return f"{first}\n\n### Instruction:\n{prompt}\n\n### Response:\n{response}"
 
 
 def test_dpo_of_a_transformer(tiny_model_path):

@@ -9,9 +9,7 @@ import math
 import pytest
 import torch
 
-from tests.course.test_course import alpaca
-from tests.models.test_tokenization import with_special_tokens
-from tests.support.tiny import build_tokenizer
+from tests.support.tiny import alpaca, build_tokenizer, with_special_tokens
 from trl_ext import course
 
 # ------------------------------------------------------------------------------------------------- packed examples

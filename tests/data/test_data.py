@@ -1,33 +1,13 @@
 """Row schemas and truncation, and what importing `trl_ext.data` loads."""
 
-import json
 import subprocess
 import sys
 
 import pytest
 from pydantic import ValidationError
 
+from tests.support.files import PAIR, assistant, user, write_rows
 from trl_ext.data import PreferenceRow, PromptRow, UnpairedRow, load_benchmark, truncate_pair
-
-PAIR = {"prompt_text": "Name a fruit.", "chosen_text": "An apple.", "rejected_text": "A stone."}
-
-
-def user(content):
-    return {"role": "user", "content": content}
-
-
-def assistant(content):
-    return {"role": "assistant", "content": content}
-
-
-def write_rows(path, *rows):
-    """Write rows as JSONL; a string is written as it is."""
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows), "utf-8")
-    return path
-
-
-def pair(row_id, **changes):
-    return {"row_id": row_id, **PAIR, **changes}
 
 
 class TestTruncatePair:
@@ -72,18 +52,18 @@ class TestUnpairedRow:
 
     def test_a_file_of_them_is_known_by_its_first_row(self, tmp_path):
         rows = [{"prompt": f"Q{i}", "completion": f"A{i}", "label": i == 0, "score": i} for i in range(3)]
-        loaded = load_benchmark(write_rows(tmp_path / "rows.jsonl", *rows))
+        loaded = load_benchmark(write_rows(tmp_path / "rows.jsonl", rows))
         assert {name: split.column_names for name, split in loaded.items()} == {
             "train_prefs": ["row_id", "prompt", "completion", "label", "score"]
         }
         assert loaded["train_prefs"]["label"] == [True, False, False]
-        write_rows(tmp_path / "train_prefs.jsonl", *rows)
-        write_rows(tmp_path / "test_prefs.jsonl", PAIR, {**PAIR, "prompt_text": "another"})
+        write_rows(tmp_path / "train_prefs.jsonl", rows)
+        write_rows(tmp_path / "test_prefs.jsonl", [PAIR, {**PAIR, "prompt_text": "another"}])
         columns = {name: split.column_names for name, split in load_benchmark(tmp_path).items()}
         assert "label" in columns["train_prefs"] and "chosen" in columns["test_prefs"]
 
     def test_a_pair_among_them_is_a_bad_row(self, tmp_path):
-        path = write_rows(tmp_path / "rows.jsonl", {"prompt_text": "Q", "completion": "A", "label": True}, PAIR)
+        path = write_rows(tmp_path / "rows.jsonl", [{"prompt_text": "Q", "completion": "A", "label": True}, PAIR])
         with pytest.raises(ValueError, match="line 2: completion: missing"):
             load_benchmark(path)
 

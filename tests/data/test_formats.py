@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
+from tests.support.files import write_rows
 from trl_ext.data import load_benchmark
 from trl_ext.data.formats import convert_file, main
 
@@ -23,27 +22,21 @@ HH = {
 PAIR = {"chosen": "\n\nHuman: Hi\n\nAssistant: Good", "rejected": "\n\nHuman: Hi\n\nAssistant: Bad"}
 
 
-def write(path, records) -> str:
-    lines = [record if isinstance(record, str) else json.dumps(record) for record in records]
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return str(path)
-
-
 def test_dolly_as_messages_and_as_text(tmp_path):
-    (row,) = convert_file(write(tmp_path / "dolly.jsonl", [DOLLY]), "dolly")
+    (row,) = convert_file(write_rows(tmp_path / "dolly.jsonl", [DOLLY]), "dolly")
     assert row == {
         "row_id": "dolly:1",
         "prompt": [{"role": "user", "content": "Who wrote it?\n\nHamlet is a play by Shakespeare."}],
         "reference_response_text": "Shakespeare.",
         "category": "closed_qa",
     }
-    (row,) = convert_file(write(tmp_path / "dolly.jsonl", [{**DOLLY, "context": ""}]), "dolly", plain=True)
+    (row,) = convert_file(write_rows(tmp_path / "dolly.jsonl", [{**DOLLY, "context": ""}]), "dolly", plain=True)
     assert row["prompt"] == "\n\nHuman: Who wrote it?\n\nAssistant:"
     assert row["reference_response_text"] == " Shakespeare."
 
 
 def test_hh_rlhf_as_messages_and_as_text(tmp_path):
-    path = write(tmp_path / "hh.jsonl", [HH])
+    path = write_rows(tmp_path / "hh.jsonl", [HH])
     (row,) = convert_file(path, "hh_rlhf")
     assert row["prompt"] == [
         {"role": "user", "content": "Hi"},
@@ -64,7 +57,7 @@ def test_prompt_and_completion_become_a_prompt_with_its_response(tmp_path):
     prompt = [{"role": "user", "content": "q"}]
     message = {"row_id": "a", "prompt": prompt, "completion": [{"role": "assistant", "content": "yes"}], "reward": 0.5}
     plain = {"row_id": "b", "prompt": prompt, "completion": "no", "reward": 0.25}
-    assert convert_file(write(tmp_path / "sft.jsonl", [message, plain]), "prompt_completion") == [
+    assert convert_file(write_rows(tmp_path / "sft.jsonl", [message, plain]), "prompt_completion") == [
         {"row_id": "a", "prompt": prompt, "reference_response_text": "yes", "reward": 0.5},
         {"row_id": "b", "prompt": prompt, "reference_response_text": "no", "reward": 0.25},
     ]
@@ -93,16 +86,16 @@ def test_a_bad_record_is_named_by_file_and_line(form, record, expected, tmp_path
         "hh_rlhf": [PAIR, HH],
         "prompt_completion": [{"prompt": "q", "completion": "yes"}, {"prompt": "r", "completion": "no"}],
     }[form]
-    path = write(tmp_path / "train.jsonl", [good[0], record, good[1]])
+    path = write_rows(tmp_path / "train.jsonl", [good[0], record, good[1]])
     # The command says it in one line, writes nothing, and can leave the row out.
     out = tmp_path / "out" / "train_prefs.jsonl"
     with pytest.raises(SystemExit) as stopped:
-        main([path, str(out), "--format", form])
+        main([str(path), str(out), "--format", form])
     said = capsys.readouterr().err
     assert stopped.value.code == 2 and said.count("\n") == 1
     assert f"{path}: 1 bad row: line 2: {expected}" in said and "skip_bad_rows" in said
     assert not out.exists()
-    main([path, str(out), "--format", form, "--skip_bad_rows"])
+    main([str(path), str(out), "--format", form, "--skip_bad_rows"])
     assert capsys.readouterr().out == f"{out}: 2 rows\n"
 
 
@@ -110,10 +103,10 @@ def test_what_the_command_writes_is_a_benchmark(tmp_path):
     """Four pairs over two prompts: `--prompts` keeps the first of each."""
     other = {side: text.replace("Hi", "Ho") for side, text in PAIR.items()}
     again = {**PAIR, "rejected": PAIR["rejected"] + " indeed"}
-    path = write(tmp_path / "hh.jsonl", [PAIR, other, again, {**other, "chosen": other["chosen"] + "!"}])
+    path = write_rows(tmp_path / "hh.jsonl", [PAIR, other, again, {**other, "chosen": other["chosen"] + "!"}])
     folder = tmp_path / "benchmark"
-    main([path, str(folder / "train_prefs.jsonl"), "--format", "hh_rlhf", "--plain"])
-    main([path, str(folder / "test_gen.jsonl"), "--format", "hh_rlhf", "--plain", "--prompts"])
+    main([str(path), str(folder / "train_prefs.jsonl"), "--format", "hh_rlhf", "--plain"])
+    main([str(path), str(folder / "test_gen.jsonl"), "--format", "hh_rlhf", "--plain", "--prompts"])
     benchmark = load_benchmark(folder)
     assert benchmark["train_prefs"]["rejected"] == [" Bad", " Bad", " Bad indeed", " Bad"]
     assert benchmark["train_prefs"]["row_id"] == ["hh:1", "hh:2", "hh:3", "hh:4"]

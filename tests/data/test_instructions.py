@@ -8,6 +8,7 @@ from itertools import islice
 
 import pytest
 
+from tests.support.files import read_rows
 from trl_ext import load_benchmark, toy
 from trl_ext.data.benchmark import known_score
 from trl_ext.instructions import DATA_DIR, requirements_met, score, score_parts, score_row
@@ -200,7 +201,7 @@ def test_recipes_load_the_rows_and_the_reward():
 
 
 def read(split: str) -> list[dict]:
-    return [json.loads(line) for line in (DATA_DIR / f"{split}_gen.jsonl").read_text(encoding="utf-8").splitlines()]
+    return read_rows(DATA_DIR / f"{split}_gen.jsonl")
 
 
 @pytest.mark.parametrize("split", PROMPT_ROWS)
@@ -311,7 +312,7 @@ def test_samples_of_another_split_are_refused():
 @pytest.mark.parametrize(("split", "least"), [("train", 800), ("validation", 50), ("test", 100)])
 def test_committed_pairs_are_ordered_by_the_score(split, least):
     prompts = {one["prompt_text"] for one in read(split)}
-    rows = [json.loads(line) for line in (DATA_DIR / f"{split}_prefs.jsonl").read_text(encoding="utf-8").splitlines()]
+    rows = read_rows(DATA_DIR / f"{split}_prefs.jsonl")
     assert len({one["row_id"] for one in rows}) == len(rows) >= least
     for one in rows:
         assert one["prompt_text"] in prompts

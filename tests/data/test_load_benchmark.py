@@ -11,8 +11,8 @@ import datasets
 import pytest
 from trl.data_utils import is_conversational
 
-from tests.data.test_data import PAIR, assistant, pair, user, write_rows
 from tests.support import REPOSITORY
+from tests.support.files import PAIR, assistant, pair, user, write_rows
 from trl_ext.data import load_benchmark
 
 
@@ -20,11 +20,15 @@ class TestFolder:
     def test_columns_and_format(self, tmp_path):
         write_rows(
             tmp_path / "train_prefs.jsonl",
-            pair("a", avg_confidence=1, avg_preference_strength=2, kind="list", count=3, good=True, score=1),
-            pair("b", avg_confidence=0.5, avg_preference_strength=4, kind="say", count=4, good=False, score=1.5),
+            [
+                pair("a", avg_confidence=1, avg_preference_strength=2, kind="list", count=3, good=True, score=1),
+                pair("b", avg_confidence=0.5, avg_preference_strength=4, kind="say", count=4, good=False, score=1.5),
+            ],
         )
-        write_rows(tmp_path / "test_gen.jsonl", {"row_id": "g", "prompt_text": "Hi", "reference_response_text": "Yo"})
-        write_rows(tmp_path / "notes.jsonl", "not read")
+        write_rows(
+            tmp_path / "test_gen.jsonl", [{"row_id": "g", "prompt_text": "Hi", "reference_response_text": "Yo"}]
+        )
+        write_rows(tmp_path / "notes.jsonl", ["not read"])
         benchmark = load_benchmark(tmp_path)
         assert list(benchmark) == ["train_prefs", "test_gen"]
         assert benchmark["train_prefs"][0] == {
@@ -44,8 +48,8 @@ class TestFolder:
         assert all(is_conversational(split[0]) for split in benchmark.values())
 
     def test_splits_may_name_any_file(self, tmp_path):
-        write_rows(tmp_path / "mine.jsonl", pair("a"))
-        write_rows(tmp_path / "questions.jsonl", {"prompt_text": "2 + 2?", "answer": "4"})
+        write_rows(tmp_path / "mine.jsonl", [pair("a")])
+        write_rows(tmp_path / "questions.jsonl", [{"prompt_text": "2 + 2?", "answer": "4"}])
         benchmark = load_benchmark(str(tmp_path), splits=["questions", "mine"])
         assert list(benchmark) == ["questions", "mine"]
         assert benchmark["mine"].column_names == ["row_id", "prompt", "chosen", "rejected"]
@@ -53,11 +57,11 @@ class TestFolder:
         assert list(load_benchmark(tmp_path, splits="mine")) == ["mine"]
 
     def test_missing_row_ids_are_made_from_file_and_line(self, tmp_path):
-        write_rows(tmp_path / "test_gen.jsonl", {"prompt_text": "a"}, "", {"prompt_text": "b"})
+        write_rows(tmp_path / "test_gen.jsonl", [{"prompt_text": "a"}, "", {"prompt_text": "b"}])
         assert load_benchmark(tmp_path)["test_gen"]["row_id"][:] == ["test_gen:1", "test_gen:3"]
 
     def test_plain_strings(self, tmp_path):
-        write_rows(tmp_path / "train_prefs.jsonl", {"prompt": "The sky is", "chosen": " blue.", "rejected": " red."})
+        write_rows(tmp_path / "train_prefs.jsonl", [{"prompt": "The sky is", "chosen": " blue.", "rejected": " red."}])
         [row] = load_benchmark(tmp_path)["train_prefs"]
         assert row == {"row_id": "train_prefs:1", "prompt": "The sky is", "chosen": " blue.", "rejected": " red."}
         assert not is_conversational(row)
@@ -71,7 +75,7 @@ class TestFolder:
 
     def test_keys_of_messages_that_are_dropped_are_named(self, tmp_path, caplog):
         turn = {"role": "user", "content": "Name a fruit.", "name": "Ann", "turn": 1, "tool_calls": None}
-        path = write_rows(tmp_path / "mine.jsonl", {"prompt": [turn]}, {"prompt": [{**turn, "name": None}]})
+        path = write_rows(tmp_path / "mine.jsonl", [{"prompt": [turn]}, {"prompt": [{**turn, "name": None}]}])
         (rows,) = load_benchmark(path).values()
         assert rows["prompt"][0] == [{"role": "user", "content": "Name a fruit."}]
         assert f"{path}: dropped from messages: name, turn; role and content are used" in caplog.text
@@ -79,9 +83,11 @@ class TestFolder:
     def test_columns_that_are_dropped(self, tmp_path, caplog):
         write_rows(
             tmp_path / "train_prefs.jsonl",
-            pair("a", score=1.0, tags=["x"], mixed=1, messages="m", huge=2**80),
-            pair("b", score=None, tags=["y"], mixed="1", messages="m", huge=2**80),
-            pair("c", tags=["z"], mixed=1, messages="m", huge=2**80),
+            [
+                pair("a", score=1.0, tags=["x"], mixed=1, messages="m", huge=2**80),
+                pair("b", score=None, tags=["y"], mixed="1", messages="m", huge=2**80),
+                pair("c", tags=["z"], mixed=1, messages="m", huge=2**80),
+            ],
         )
         with caplog.at_level(logging.WARNING):
             benchmark = load_benchmark(tmp_path)
@@ -118,18 +124,18 @@ class TestBadRows:
         ],
     )
     def test_place_and_field(self, tmp_path, line, expected):
-        path = write_rows(tmp_path / "train_prefs.jsonl", pair("a"), line)
+        path = write_rows(tmp_path / "train_prefs.jsonl", [pair("a"), line])
         for source in (path, tmp_path):
             assert f"{path}: 1 bad row: {expected} (" in self.error(source)
 
     def test_plain_rows_among_messages(self, tmp_path):
         plain = {"row_id": "x", "prompt": "p", "chosen": "c", "rejected": "r"}
-        path = write_rows(tmp_path / "train_prefs.jsonl", pair("a"), plain)
+        path = write_rows(tmp_path / "train_prefs.jsonl", [pair("a"), plain])
         assert f"{path}: some prompts are plain strings and others messages" in self.error(path)
 
     def test_five_are_shown_and_the_rest_counted(self, tmp_path):
         path = write_rows(
-            tmp_path / "train_prefs.jsonl", *[pair(str(i), chosen_text=" ") for i in range(8)], pair("8")
+            tmp_path / "train_prefs.jsonl", [*[pair(str(i), chosen_text=" ") for i in range(8)], pair("8")]
         )
         message = self.error(path)
         assert "8 bad rows: line 1, row_id 0: " in message
@@ -146,7 +152,7 @@ class TestBadRows:
         ],
     )
     def test_wrong_columns_are_told_once(self, tmp_path, name, row, expected):
-        path = write_rows(tmp_path / f"{name}.jsonl", *[row] * 8)
+        path = write_rows(tmp_path / f"{name}.jsonl", [row] * 8)
         source = path if name == "mine" else tmp_path
         assert f"{expected}: rename them (8 bad rows)" in self.error(source)
         assert self.error(source).startswith(f"{path}: expected the columns prompt")
@@ -161,7 +167,7 @@ class TestBadRows:
         ],
     )
     def test_a_file_without_a_good_row(self, tmp_path, lines, expected):
-        path = write_rows(tmp_path / "train_prefs.jsonl", *lines)
+        path = write_rows(tmp_path / "train_prefs.jsonl", lines)
         assert f"{path}: {expected}" in self.error(path)
 
     @pytest.mark.parametrize(
@@ -172,7 +178,7 @@ class TestBadRows:
         ],
     )
     def test_misspelled_columns_are_pointed_out(self, tmp_path, columns, advice):
-        path = write_rows(tmp_path / "train_prefs.jsonl", dict(zip(columns, "qab", strict=True)))
+        path = write_rows(tmp_path / "train_prefs.jsonl", [dict(zip(columns, "qab", strict=True))])
         assert f"found {', '.join(columns)}: {advice}" in self.error(path)
 
     def test_an_array_and_compressed_rows(self, tmp_path):
@@ -207,12 +213,14 @@ class TestBadRows:
     def test_skipped_rows_are_named(self, tmp_path, caplog):
         path = write_rows(
             tmp_path / "train_prefs.jsonl",
-            pair("a"),
-            "{",
-            pair("b", chosen_text=""),
-            pair("c", rejected_text=" "),
-            pair("a", prompt_text="another"),
-            pair("d"),
+            [
+                pair("a"),
+                "{",
+                pair("b", chosen_text=""),
+                pair("c", rejected_text=" "),
+                pair("a", prompt_text="another"),
+                pair("d"),
+            ],
         )
         with caplog.at_level(logging.WARNING):
             benchmark = load_benchmark(path, skip_bad_rows=True)
@@ -223,7 +231,7 @@ class TestBadRows:
         assert "; line 5, row_id a: row_id: already used on line 1 (dropped of 6)" in record.getMessage()
 
     def test_nothing_remains(self, tmp_path):
-        write_rows(tmp_path / "train_prefs.jsonl", pair("a", chosen_text=""), "{")
+        write_rows(tmp_path / "train_prefs.jsonl", [pair("a", chosen_text=""), "{"])
         message = self.error(tmp_path, skip_bad_rows=True)
         assert "2 bad rows: line 1, row_id a: chosen_text: empty; line 2: bad JSON" in message
 
@@ -236,22 +244,22 @@ class TestBadRows:
 
 class TestSources:
     def test_file_of_pairs_or_of_prompts(self, tmp_path):
-        pairs = write_rows(tmp_path / "test_gen.jsonl", pair("a"))
-        prompts = write_rows(tmp_path / "anything.jsonl", {"prompt_text": "p"})
+        pairs = write_rows(tmp_path / "test_gen.jsonl", [pair("a")])
+        prompts = write_rows(tmp_path / "anything.jsonl", [{"prompt_text": "p"}])
         assert list(load_benchmark(pairs)) == ["train_prefs"]
         assert list(load_benchmark(str(prompts))) == ["train_gen"]
         with pytest.raises(ValueError, match="loads as the split 'train_gen'; it has no split 'test_gen'"):
             load_benchmark(prompts, splits=["test_gen"])
 
     def test_missing_file_lists_what_is_there(self, tmp_path):
-        write_rows(tmp_path / "train_prefs.jsonl", pair("a"))
+        write_rows(tmp_path / "train_prefs.jsonl", [pair("a")])
         with pytest.raises(FileNotFoundError, match=r"train\.jsonl; .* holds train_prefs\.jsonl"):
             load_benchmark(tmp_path / "train.jsonl")
         with pytest.raises(FileNotFoundError, match=r"no file test_gen\.jsonl .* holds train_prefs\.jsonl"):
             load_benchmark(tmp_path, splits=["test_gen"])
 
     def test_folder_without_known_splits(self, tmp_path):
-        write_rows(tmp_path / "mine.jsonl", pair("a"))
+        write_rows(tmp_path / "mine.jsonl", [pair("a")])
         with pytest.raises(FileNotFoundError, match=r"choose others with splits=\[\.\.\.\]; .* holds mine\.jsonl"):
             load_benchmark(tmp_path)
 
@@ -327,7 +335,7 @@ class TestHub:
 @pytest.mark.slow
 def test_fifty_thousand_rows_in_seconds(tmp_path):
     write_rows(
-        tmp_path / "train_prefs.jsonl", *[pair(str(i), chosen_text="good " * 80, score=i) for i in range(50_000)]
+        tmp_path / "train_prefs.jsonl", [pair(str(i), chosen_text="good " * 80, score=i) for i in range(50_000)]
     )
     start = time.process_time()
     assert len(load_benchmark(tmp_path)["train_prefs"]) == 50_000

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import re
 
 import pytest
 
+from tests.support.files import write_rows
 from trl_ext.data.boxes import boxed_answer, last_boxed
 from trl_ext.data.math import demonstration, load_math, math_prompt
 from trl_ext.toy import score
 from trl_ext.toy.prompts import prompt_pool
 from trl_ext.toy.traces import addition_trace
-
-
-def write(path, *rows):
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
-    return path
-
 
 LAYOUTS = {
     "ours": (
@@ -84,7 +78,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(layout, tmp_path):
     raw, expected = LAYOUTS[layout]
-    assert load_math(write(tmp_path / "rows.jsonl", raw)) == [expected]
+    assert load_math(write_rows(tmp_path / "rows.jsonl", [raw])) == [expected]
 
 
 @pytest.mark.parametrize(
@@ -102,7 +96,7 @@ def test_layouts(layout, tmp_path):
 )
 def test_boxes_without_braces(solution, answer, tmp_path):
     """As in some of MATH's training rows; fine-tuning on them must teach the box that the reward reads."""
-    (row,) = load_math(write(tmp_path / "rows.jsonl", {"problem": "p", "solution": solution}))
+    (row,) = load_math(write_rows(tmp_path / "rows.jsonl", [{"problem": "p", "solution": solution}]))
     assert row["answer"] == answer
     assert last_boxed(demonstration(row, None, boxed=True)).strip() == answer
 
@@ -116,13 +110,13 @@ def test_what_is_no_box(solution):
 
 @pytest.mark.parametrize("field", ["nums", "numbers"])
 def test_a_countdown_asks_for_its_numbers(field, tmp_path):
-    (row,) = load_math(write(tmp_path / "rows.jsonl", {field: [3, 25, 3], "target": 28}))
+    (row,) = load_math(write_rows(tmp_path / "rows.jsonl", [{field: [3, 25, 3], "target": 28}]))
     assert (row["answer"], row["numbers"]) == ("28", [3, 25, 3])
     assert re.findall(r"\d+", row["prompt_text"]) == ["28", "3", "25", "3"]
 
 
 def test_a_folder_holds_splits(tmp_path):
-    write(tmp_path / "test.jsonl", {"question": "q", "answer": "1"})
+    write_rows(tmp_path / "test.jsonl", [{"question": "q", "answer": "1"}])
     assert load_math(tmp_path, "test")[0]["row_id"] == "test:1"
     with pytest.raises(FileNotFoundError, match=r"no file train\.jsonl .* holds test\.jsonl"):
         load_math(tmp_path, "train")
@@ -151,7 +145,7 @@ BAD = {
 @pytest.mark.parametrize("name", BAD)
 def test_bad_rows_are_named(name, tmp_path):
     raw, expected = BAD[name]
-    path = write(tmp_path / "rows.jsonl", GOOD, raw)
+    path = write_rows(tmp_path / "rows.jsonl", [GOOD, raw])
     with pytest.raises(ValueError, match=rf"rows\.jsonl: 1 bad row: {expected}") as raised:
         load_math(path)
     assert "\n" not in str(raised.value)
@@ -159,9 +153,9 @@ def test_bad_rows_are_named(name, tmp_path):
 
 def test_many_bad_rows_are_counted_and_an_empty_file_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"7 bad rows: line 1.*line 2.*; and \d more; a row holds"):
-        load_math(write(tmp_path / "rows.jsonl", *[{"text": "q"}] * 7))
+        load_math(write_rows(tmp_path / "rows.jsonl", [{"text": "q"}] * 7))
     with pytest.raises(ValueError, match="empty"):
-        load_math(write(tmp_path / "none.jsonl"))
+        load_math(write_rows(tmp_path / "none.jsonl", []))
 
 
 def test_prompts():

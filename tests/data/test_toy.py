@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import random
 import re
 import unicodedata
 
 import pytest
 
+from tests.support.files import read_rows
 from trl_ext.toy import DATA_DIR, MAX_NEW_TOKENS, MODEL_DIR, kind_of, score, score_parts
 
 LIST = "List four animals. Use commas."
@@ -36,7 +36,7 @@ MATH_ROWS = {"train": 400, "test": 200}
 
 
 def read(name: str) -> list[dict]:
-    return [json.loads(line) for line in (DATA_DIR / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
+    return read_rows(DATA_DIR / f"{name}.jsonl")
 
 
 @pytest.fixture(scope="module")

@@ -14,41 +14,14 @@ import yaml
 
 import trl_ext.algorithms  # noqa: F401  the algorithms register
 from tests.support import REPOSITORY, recipes
+from tests.support.pages import README, TEXT, TEXTS, blocks, commands
 from trl_ext import PolicyTrainer, PreferenceTrainer
 from trl_ext.losses import PreferenceObjective  # noqa: F401  the losses register before a test copies their table
 from trl_ext.registry import policy_algorithms, preference_losses
 
-# The first page of the built documentation is the README.
-PAGES = [
-    REPOSITORY / "README.md",
-    REPOSITORY / "recipes" / "README.md",
-    *(page for page in sorted((REPOSITORY / "docs").glob("*.md")) if page.name != "index.md"),
-    *sorted((REPOSITORY / "docs" / "learn").glob("*.md")),
-]
-TEXTS = {page.relative_to(REPOSITORY).as_posix(): page.read_text(encoding="utf-8") for page in PAGES if page.exists()}
-README = TEXTS["README.md"]
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
-TEXT = "\n".join(TEXTS.values())
 # Pages whose Python trains a model.
 SLOW = ("README.md", "docs/packing.md")
-
-
-def blocks(language: str, text: str = TEXT) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
-
-
-def commands(text: str) -> list[str]:
-    """Those of the blocks in order, then those within sentences and tables."""
-    found = [
-        line.partition("  #")[0].strip()
-        for block in blocks("bash", text)
-        for line in block.splitlines()
-        if line.strip()
-    ]
-    # Between backquotes a command may be wrapped.
-    found += re.findall(r"`(accelerate launch [^`]*recipes/[^`]*)`", text)
-    found += re.findall(r"`((?:python (?:-m|recipes/)|(?:time )?make )[^`]*)`", text)
-    return list(dict.fromkeys(re.sub(r"\s+", " ", command) for command in found))
 
 
 COMMANDS = commands(TEXT)
@@ -176,7 +149,7 @@ def _check_launch(words: list[str], tmp_path, monkeypatch) -> None:
     arguments = [str(REPOSITORY / word) if word.startswith(of_clone) else word for word in words[at + 1 :]]
     script = words[at].removeprefix("recipes/").removesuffix(".py")
     assert (recipes.RECIPES / f"{script}.py").is_file()
-    if script.startswith("one_file/"):
+    if script.startswith(("one_file/", "own/")):
         assert not arguments, "its settings are constants"
         return
     recipes.parse(monkeypatch, script, *arguments)
@@ -319,7 +292,7 @@ def _paper_ids(text: str) -> set[str]:
 
 
 def test_the_index_has_every_paper():
-    files = [*(REPOSITORY / "trl_ext").rglob("*.py"), *(REPOSITORY / "recipes" / "own").glob("*.py")]
+    files = [path for folder in ("trl_ext", "recipes") for path in (REPOSITORY / folder).rglob("*.py")]
     of_code = set().union(*(_paper_ids(path.read_text()) for path in files))
     index = _paper_ids(TEXTS["docs/papers.md"])
     assert index == of_code - OF_ASSIGNMENTS | ONLY_NAMED

@@ -61,12 +61,6 @@ def test_faults_in_logs(name):
     assert planted.logged(kind).names == []
 
 
-@pytest.mark.parametrize("name", [name for name in LOGS if name.startswith(("rewards-", "dead-"))])
-def test_a_distillation_needs_no_rewards(name):
-    kind, changed, moved = LOGS[name]
-    assert planted.logged(kind, changed, moved, divergence="full").names == []
-
-
 def test_every_check_has_a_planted_fault():
     faults = {fault.name for fault in [*planted.FAULTS, *planted.RUN_FAULTS]}
     assert faults | LOGS.keys() | {"responses-collapsed"} == CHECKS.keys()

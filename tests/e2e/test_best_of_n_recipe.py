@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import yaml
 
 from tests.support import recipes
+from tests.support.files import read_rows, write_rows
 from tests.support.recipes import read, refused
 from trl_ext import load_benchmark
 from trl_ext.runs.folder import config_text
@@ -68,7 +67,7 @@ def _fine_tunes_on(path, best, tmp_path):
 
     from trl_ext.toy import MODEL_DIR
 
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows = read_rows(path)
     whole = [row for row in best if row["finished"] and row["response_text"].strip()]
     assert [row["completion"][0]["content"] for row in rows] == [row["response_text"] for row in whole]
     dataset = load_dataset("json", data_files=str(path), split="train")
@@ -154,7 +153,7 @@ def test_a_file_of_prompts_needs_no_split_named(tmp_path, monkeypatch):
         "def long(completion_ids, **columns):\n    return list(map(len, completion_ids))\n"
     )
     rows = [{"row_id": f"p{i}", "prompt_text": f"Name fruit number {i}."} for i in range(3)]
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(tmp_path / "prompts.jsonl", rows)
     short = ["--n", "1", "2", "--max_new_tokens", "4", "--use_cpu=true", "--output_dir", "run"]
     rewarded = ["--reward_function", "long.py:long", "--missing_eos_penalty", "9"]
     recipes.run(monkeypatch, "best_of_n", *short, "--dataset_name", "prompts.jsonl", *rewarded)

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.support import recipes
 from tests.support.recipes import read, refused
+from tests.support.trl_private import logged_metrics, score_rollout
 from trl_ext import PolicyConfig, PolicyTrainer
 from trl_ext.rewards import verified_reward
 from trl_ext.runs.folder import config_text
@@ -34,9 +35,9 @@ SHORT = [
     "--eval_every=2",
     "--num_validation_prompts=6",
     "--num_eval_prompts=8",
-    "--logging_steps=1",
     "--save_steps=2",
     "--save_total_limit=3",
+    "--logging_steps=1",
     "--disable_tqdm=true",
 ]
 
@@ -77,7 +78,7 @@ def test_rollouts_end_at_the_stop_string(peft, tmp_path):
         trainer.model_wrapped = trainer.model
     trainer.model.train()
     rows = [trainer.train_dataset[index // 4] for index in range(16)]
-    output = trainer._generate_and_score_completions(rows)
+    output = score_rollout(trainer, rows)
     tokenizer = trainer.processing_class
     responses = [
         ids[mask.bool()].tolist()
@@ -92,7 +93,7 @@ def test_rollouts_end_at_the_stop_string(peft, tmp_path):
     assert tokenizer.pad_token_id not in [token for ids in responses for token in ids]
     cut = [not (a or b) for a, b in zip(closed, own_end, strict=True)]
     assert trainer._rollout[1] == [not one for one in cut]
-    metrics = trainer._metrics["train"]
+    metrics = logged_metrics(trainer)
     assert metrics["completions/clipped_ratio"] == [pytest.approx(sum(cut) / 16)]
     ended = [len(ids) for ids, one in zip(responses, cut, strict=True) if not one]
     assert metrics["completions/mean_terminated_length"] == [pytest.approx(sum(ended) / len(ended))]
@@ -103,7 +104,7 @@ def test_rollouts_end_at_the_stop_string(peft, tmp_path):
 def test_without_stop_strings_the_model_ends_by_itself(tmp_path):
     trainer = stop_trainer(tmp_path, None)
     trainer.model.train()
-    output = trainer._generate_and_score_completions([trainer.train_dataset[index // 4] for index in range(16)])
+    output = score_rollout(trainer, [trainer.train_dataset[index // 4] for index in range(16)])
     lengths = output["completion_mask"].sum(dim=1)
     last = output["completion_ids"][range(16), lengths - 1].tolist()
     assert last.count(trainer.processing_class.eos_token_id) >= 8

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from pathlib import Path
 
 import pytest
 
 from tests.support import recipes
+from tests.support.files import write_rows
 from trl_ext.evaluation.reporting.curves import panels
 from trl_ext.evaluation.reporting.runs import find_runs
 
@@ -19,11 +19,6 @@ def labelled(count: int, **changes) -> list[dict]:
         for i in range(count)
     ]
     return [{**row, **changes} for row in rows]
-
-
-def write(path: Path, rows: list[dict]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
 
 
 BAD_FILES = {
@@ -39,27 +34,27 @@ BAD_FILES = {
 
 @pytest.mark.parametrize("message", BAD_FILES)
 def test_a_bad_file_of_labelled_responses(message, tmp_path, monkeypatch, capsys):
-    data = write(tmp_path / "desirable.jsonl", BAD_FILES[message])
+    data = write_rows(tmp_path / "desirable.jsonl", BAD_FILES[message])
     with pytest.raises(SystemExit) as ended:
-        recipes.run(monkeypatch, "kto", "--dataset_name", data, "--output_dir", str(tmp_path / "run"))
+        recipes.run(monkeypatch, "kto", "--dataset_name", str(data), "--output_dir", str(tmp_path / "run"))
     lines = capsys.readouterr().err.strip().splitlines()
     assert ended.value.code == 2 and len([line for line in lines if line.startswith("error: ")]) == 1
     assert message in lines[-1]
 
 
 def test_other_recipes_name_the_one_for_labelled_responses(tmp_path, monkeypatch, capsys):
-    data = write(tmp_path / "rows.jsonl", labelled(4))
+    data = write_rows(tmp_path / "rows.jsonl", labelled(4))
     with pytest.raises(SystemExit):
-        recipes.run(monkeypatch, "dpo", "--dataset_name", data, "--output_dir", str(tmp_path / "run"))
+        recipes.run(monkeypatch, "dpo", "--dataset_name", str(data), "--output_dir", str(tmp_path / "run"))
     assert "holds labelled responses and no pairs: they are for KTOTrainer, recipes/kto.py" in capsys.readouterr().err
 
 
 @pytest.mark.slow
 def test_run_on_a_folder_of_labelled_responses(tmp_path, monkeypatch):
     """Two updates on 9 rows in batches of 4: the ninth is left out, and 8 are trained on, of which 5 - 1 are good."""
-    write(tmp_path / "train_prefs.jsonl", labelled(9))
-    write(tmp_path / "test_prefs.jsonl", labelled(4))
-    write(tmp_path / "test_gen.jsonl", [{"row_id": "g0", "prompt_text": "Name a fruit."}])
+    write_rows(tmp_path / "train_prefs.jsonl", labelled(9))
+    write_rows(tmp_path / "test_prefs.jsonl", labelled(4))
+    write_rows(tmp_path / "test_gen.jsonl", [{"row_id": "g0", "prompt_text": "Name a fruit."}])
     short = ["--max_steps", "2", "--per_device_train_batch_size", "4", "--eval_strategy", "steps", "--eval_steps", "2"]
     data = ["--dataset_name", str(tmp_path), "--output_dir", str(tmp_path / "run"), "--save_strategy", "no"]
     recipes.run(monkeypatch, "kto", *data, *short, "--logging_steps", "1")

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from tests.support import recipes
+from tests.support.files import read_rows
 
 REWARD = """def few(completion_ids, **_):
     return [-float(len(ids)) for ids in completion_ids]
@@ -26,7 +27,7 @@ def test_run(tmp_path, monkeypatch):
     assert described["objective"].startswith("online dpo (beta 0.1), pairs best_worst, group_size 4")
     assert described["settings"]["replay_weights"] == "length_normalized"
     assert described["sampled_responses"] == 48
-    logs = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    logs = read_rows(tmp_path / "run" / "metrics.jsonl")
     logs = [entry for entry in logs if "loss" in entry]
     assert [entry["replay/fraction"] > 0 for entry in logs] == [False, True, True]
     assert all(0 < entry["replay/ess"] <= 1.0001 for entry in logs)

@@ -16,25 +16,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from tests.support import recipes
-from tests.support.recipes import read, refused
+from tests.support.recipes import SHORT_ROLLOUTS, read, refused, write_rewards
 from tests.support.rollout_once import build, save_policy, thirds
 from trl_ext.rewards import RewardEnsemble
 from trl_ext.runs import arguments, online
 from trl_ext.runs.folder import config_text
 from trl_ext.toy import MODEL_DIR, score
-
-SHORT = [
-    "--max_steps=4",
-    "--per_device_train_batch_size=8",
-    "--num_generations=4",
-    "--generation_eval_every=2",
-    "--num_generation_prompts=4",
-    "--num_eval_prompts=8",
-    "--logging_steps=1",
-    "--save_steps=2",
-    "--save_total_limit=3",
-    "--disable_tqdm=true",
-]
 
 
 def save_reward_adapter(folder: Path, seed: int) -> Path:
@@ -45,15 +32,6 @@ def save_reward_adapter(folder: Path, seed: int) -> Path:
     get_peft_model(base, config).save_pretrained(folder)
     AutoTokenizer.from_pretrained(MODEL_DIR).save_pretrained(folder)
     return folder
-
-
-def write_rewards(folder: Path) -> None:
-    (folder / "my_rewards.py").write_text(
-        "from trl_ext.toy import score\n\n\n"
-        "def known(prompts, completions, finished, **columns):\n"
-        "    texts = zip(prompts, completions, finished, strict=True)\n"
-        "    return [score(p[-1]['content'], c[0]['content'], finished=f) for p, c, f in texts]\n"
-    )
 
 
 def write_faulty_rewards(folder: Path) -> None:
@@ -83,7 +61,7 @@ def ensemble_run(tmp_path_factory) -> Path:
     models = [str(save_reward_adapter(folder / f"rm-{seed}", seed)) for seed in (1, 2)]
     done = recipes.launch(
         "grpo",
-        *SHORT,
+        *SHORT_ROLLOUTS,
         *("--reward_model", *models, "--reward_aggregate", "min", "--calibrate_rewards", "true"),
         *("--reward_function", "my_rewards.py:known"),
         *("--use_peft", "true", "--lora_target_modules", "q_proj", "v_proj"),
@@ -250,7 +228,9 @@ def test_members_are_calibrated_where_they_share(monkeypatch, tmp_path):
     models = [str(save_reward_adapter(tmp_path / f"rm-{seed}", seed)) for seed in (1, 2)]
     adapter = ["--use_peft", "true", "--lora_target_modules", "q_proj", "v_proj"]
     with pytest.raises(Calibrated):
-        recipes.run(monkeypatch, "grpo", *SHORT, *adapter, "--calibrate_rewards", "true", "--reward_model", *models)
+        recipes.run(
+            monkeypatch, "grpo", *SHORT_ROLLOUTS, *adapter, "--calibrate_rewards", "true", "--reward_model", *models
+        )
 
 
 # ---- Faults after the first step ----
@@ -271,7 +251,7 @@ def test_rewards_that_are_not_finite_in_evaluation(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_faulty_rewards(tmp_path)
     arguments = ["--reward_function", "faulty.py:not_finite", "--max_steps=1", "--save_strategy=no"]
-    recipes.run(monkeypatch, "grpo", *SHORT, *arguments, "--generation_eval_every=1", "--output_dir", "run")
+    recipes.run(monkeypatch, "grpo", *SHORT_ROLLOUTS, *arguments, "--generation_eval_every=1", "--output_dir", "run")
     text = (tmp_path / "run" / "generations.jsonl").read_text(encoding="utf-8")
     rows = [strictly(line) for line in text.splitlines()]
     for key in ("reward/not_finite", "base_reward/not_finite", "reference_reward/not_finite"):
@@ -290,7 +270,7 @@ def test_a_function_that_fails_in_evaluation_is_one_line(every, tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     write_faulty_rewards(tmp_path)
     arguments = ["--reward_function", "faulty.py:fails_held_out", "--max_steps=1", "--save_strategy=no"]
-    arguments = [*SHORT, *arguments, f"--generation_eval_every={every}", "--output_dir", "run"]
+    arguments = [*SHORT_ROLLOUTS, *arguments, f"--generation_eval_every={every}", "--output_dir", "run"]
     line = refused(monkeypatch, capsys, "grpo", *arguments)
     assert "'fails_held_out' failed on row_id" in line and "--reward_errors skip" in line
 
@@ -300,7 +280,7 @@ def test_skipped_errors_in_evaluation_leave_a_whole_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_faulty_rewards(tmp_path)
     arguments = ["--reward_function", "faulty.py:fails_held_out", "--reward_errors", "skip", "--max_steps=1"]
-    recipes.run(monkeypatch, "grpo", *SHORT, *arguments, "--generation_eval_every=0", "--output_dir", "run")
+    recipes.run(monkeypatch, "grpo", *SHORT_ROLLOUTS, *arguments, "--generation_eval_every=0", "--output_dir", "run")
     rows = read(tmp_path / "run", "generations.jsonl")
     assert [row["reward/fails_held_out"] for row in rows] == [None] * 8
     assert read(tmp_path / "run", "results.json")["rewards"]["fails_held_out"]["policy"] is None
@@ -333,7 +313,12 @@ def test_the_process_whose_reward_function_fails_says_so(tmp_path):
     """The second of two, whose line the first one does not have."""
     write_faulty_rewards(tmp_path)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    arguments = [*SHORT, "--reward_function", "faulty.py:fails_on_the_second_process", "--generation_eval_every=0"]
+    arguments = [
+        *SHORT_ROLLOUTS,
+        "--reward_function",
+        "faulty.py:fails_on_the_second_process",
+        "--generation_eval_every=0",
+    ]
     done = subprocess.run(
         [*launcher, str(recipes.RECIPES / "grpo.py"), *arguments, "--use_cpu", "true"],
         cwd=tmp_path,
@@ -355,7 +340,7 @@ def test_the_process_whose_reward_function_fails_says_so(tmp_path):
 def test_a_resumed_run_ends_as_the_straight_one(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_rewards(tmp_path)
-    arguments = [*SHORT, "--reward_function", "my_rewards.py:known", "--generation_eval_every=0"]
+    arguments = [*SHORT_ROLLOUTS, "--reward_function", "my_rewards.py:known", "--generation_eval_every=0"]
     recipes.run(monkeypatch, "gspo", *arguments, "--output_dir", "straight")
     recipes.run(monkeypatch, "gspo", *arguments, "--output_dir", "broken")
     for path in (tmp_path / "broken").glob("checkpoint-4/*"):

@@ -35,9 +35,9 @@ SHORT = [
     "--warmup_steps=0",
     "--num_eval_prompts=2",
     "--save_strategy=no",
+    "--report_to=none",
     "--logging_steps=1",
     "--disable_tqdm=true",
-    "--report_to=none",
 ]
 TWO_STEPS = ["--max_steps=2", "--generation_eval_every=0", "--max_new_tokens=8", "--eval_strategy=no"]
 PAIRS = [*TWO_STEPS, "--max_prompt_tokens=48", "--max_response_tokens=24", "--dtype=float32"]

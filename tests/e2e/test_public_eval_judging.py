@@ -8,9 +8,17 @@ from functools import partial
 
 import pytest
 
-from tests.evaluation.submissions.test_grading import plan, response_rows, write_lines, write_policy, write_scores
 from tests.support import REPOSITORY
-from tests.support.public_evaluation import flags_of_course, one_line_error, run_command
+from tests.support.files import read_rows, write_rows
+from tests.support.public_evaluation import (
+    flags_of_course,
+    one_line_error,
+    plan,
+    response_rows,
+    run_command,
+    write_policy,
+    write_scores,
+)
 from tests.support.reward_adapters import save_full_model
 
 
@@ -44,7 +52,7 @@ class TestJudge:
         assert difference["difference"] == pytest.approx(5 / 7 - 0.7)
         controlled = result["candidates"][0]["length_controlled"]
         assert (controlled["n"], controlled["raw"]) == (10, pytest.approx(0.65))
-        verdicts = [json.loads(line) for line in (tmp_path / "v.jsonl").read_text().splitlines()]
+        verdicts = read_rows(tmp_path / "v.jsonl")
         assert len(verdicts) == 20
         assert [row["outcome"] for row in verdicts[:10]] == ["candidate"] * 5 + ["tie"] * 3 + ["base"] * 2
 
@@ -53,12 +61,12 @@ class TestJudge:
         code, out, _ = run("judge", "--candidate", path, *course["judging"])
         assert code == 0
         assert "0.714  [0.359, 0.918]  n 7" in out
-        assert "0.650" in out and "without its difficulty term" in out
+        assert "0.650" in out and "position bias  length bias" in out
 
     def test_estimate_sends_nothing(self, run, course, tmp_path, monkeypatch):
         monkeypatch.delenv("OPENAI_API_KEY", raising=False)
         path = write_policy(tmp_path, "aot", response_rows(plan(win=9, empty=1)))
-        options = ("--judge", "openai", "--model", "gpt-5.4", "--estimate", "--json")
+        options = ("--judge", "openai", "--model", "m", "--estimate", "--json", "--price_in", "1", "--price_out", "9")
         code, out, _ = run("judge", "--candidate", path, *course["judging"], *options)
         assert code == 0
         assert json.loads(out)["total"]["calls"] == 18, "nine rows in both orders; the empty one is not asked about"
@@ -390,7 +398,7 @@ def test_the_courses_own_files(run, wildchat, tmp_path):
     from tests.support.loopback import LoopbackServer
 
     rows = [json.loads(line) for line in (wildchat / "public_test_gen_base_responses_128.jsonl").open()]
-    path = write_lines(tmp_path / "aot.jsonl", [{**row, "response_text": row["response_text"] * 2} for row in rows])
+    path = write_rows(tmp_path / "aot.jsonl", [{**row, "response_text": row["response_text"] * 2} for row in rows])
     with LoopbackServer() as server:
         code, out, err = run(
             "judge",

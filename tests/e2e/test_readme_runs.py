@@ -22,6 +22,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.support.pages import README, TEXTS, blocks, commands
 from tests.support.recipes import copy_repository
 
 # Why a command is not run, by how it begins; `tests/docs/test_readme.py` parses these too.
@@ -29,6 +30,7 @@ NOT_RUN = {
     "make ": "sets up an environment; `make demo` is the first command that is run, and the others run the tests",
     "pip install ": "installs; tests/docs/test_wheel.py does that",
     "python recipes/one_file/": "trains for a minute; tests/invariants/test_one_file.py runs its steps",
+    "python recipes/own/": "trains for minutes; tests/algorithms/test_evolution.py runs its update",
     "accelerate launch recipes/aot.py --config recipes/configs/wildchat/": "needs the course's data and Qwen",
     "accelerate launch --config_file accelerate_configs/multi_gpu.yaml": "needs GPUs",
 }
@@ -48,8 +50,7 @@ FLAGS = {
     "ppo": f"{SHORT} {ROLLOUT}",
     "online_preference": f"{SHORT} --generation_batch_size 8",
     "policy": f"{SHORT} --generation_batch_size 16 --max_completion_length 16",
-    **dict.fromkeys(("grpo", "rloo", "distillation"), f"{SHORT} {ROLLOUT}"),
-    "evolution": f"{SHORT} --population 2 --max_completion_length 16",
+    **dict.fromkeys(("grpo", "rloo"), f"{SHORT} {ROLLOUT}"),
     **dict.fromkeys(("aot", "dpo", "ipo", "preference", "kto"), SHORT),
     "public_eval.generate": "",
     "rlhf": "--config short-rlhf.yaml",
@@ -67,8 +68,6 @@ def flags_for(command: str) -> list[str]:
 
 @pytest.mark.long
 def test_the_commands_of_the_readme_and_the_tour_run_in_order(tmp_path):
-    from tests.docs.test_readme import README, TEXTS, blocks, commands
-
     tour = TEXTS["docs/tour.md"]
     pages = f"{README}\n{tour}"
 

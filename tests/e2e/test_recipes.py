@@ -13,29 +13,15 @@ import pytest
 import yaml
 
 from tests.support import recipes
-from tests.support.recipes import write_labelled_pairs
-
-# Few and short enough for seconds, over every part of a run.
-SHORT = [
-    "--max_steps=4",
-    "--per_device_train_batch_size=4",
-    "--gradient_accumulation_steps=2",
-    "--generation_eval_every=2",
-    "--num_generation_prompts=3",
-    "--num_eval_prompts=12",
-    "--max_new_tokens=12",
-    "--logging_steps=1",
-    "--eval_steps=2",
-    "--save_steps=2",
-    "--disable_tqdm=true",
-]
+from tests.support.files import read_rows
+from tests.support.recipes import SHORT_PREFERENCE, write_labelled_pairs
 
 
 @pytest.fixture(scope="module")
 def toy_run(tmp_path_factory) -> Path:
     """The folder of a short `accelerate launch recipes/aot.py` on the embedded benchmark."""
     folder = tmp_path_factory.mktemp("toy-run")
-    done = recipes.launch("aot", *SHORT, folder=folder)
+    done = recipes.launch("aot", *SHORT_PREFERENCE, folder=folder)
     (folder / "stdout.txt").write_text(done.stdout)
     (folder / "stderr.txt").write_text(done.stderr)
     return folder
@@ -72,7 +58,7 @@ class TestARun:
     def test_results_agree_with_generations(self, toy_run):
         run = toy_run / "runs" / "aot-toy"
         results = json.loads((run / "results.json").read_text())
-        rows = [json.loads(line) for line in (run / "generations.jsonl").read_text().splitlines()]
+        rows = read_rows(run / "generations.jsonl")
         assert len(rows) == 12 == results["win_rate"]["n_total"]
         credit = {"candidate": 1.0, "tie": 0.5, "base": 0.0}
         assert results["win_rate"]["half"]["rate"] == pytest.approx(sum(credit[r["outcome"]] for r in rows) / 12)
@@ -99,7 +85,7 @@ class TestARun:
             "step_000002.jsonl",
             "step_000004.jsonl",
         ]
-        first = [json.loads(line) for line in (samples / "step_000000.jsonl").read_text().splitlines()]
+        first = read_rows(samples / "step_000000.jsonl")
         assert len(first) == 3
         assert all(row["response_text"] == row["base_response_text"] for row in first)
 
@@ -119,7 +105,13 @@ def test_interrupted_run_resumes_to_the_same_model(tmp_path, monkeypatch):
     """Ctrl-C in the middle, then --resume_from_checkpoint: the parameters equal those of a run without the break."""
     from safetensors.torch import load_file
 
-    arguments = [*SHORT, "--max_steps=24", "--eval_strategy=no", "--generation_eval_every=0", "--num_eval_prompts=4"]
+    arguments = [
+        *SHORT_PREFERENCE,
+        "--max_steps=24",
+        "--eval_strategy=no",
+        "--generation_eval_every=0",
+        "--num_eval_prompts=4",
+    ]
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     recipes.run(monkeypatch, "aot", *arguments, f"--output_dir={straight}")
     process = subprocess.Popen(
@@ -144,7 +136,7 @@ def test_interrupted_run_resumes_to_the_same_model(tmp_path, monkeypatch):
     recipes.run(monkeypatch, "aot", *arguments, f"--output_dir={broken}", "--resume_from_checkpoint")
     expected, resumed = (load_file(run / "model.safetensors") for run in (straight, broken))
     assert max((expected[name] - resumed[name]).abs().max().item() for name in expected) == 0.0
-    rows = [json.loads(line) for line in (broken / "metrics.jsonl").read_text().splitlines()]
+    rows = read_rows(broken / "metrics.jsonl")
     assert [row["step"] for row in rows if "loss" in row] == list(range(1, 25))
     results = [json.loads((run / "results.json").read_text()) for run in (straight, broken)]
     assert results[0]["win_rate"] == results[1]["win_rate"]
@@ -174,7 +166,7 @@ def test_wildchat_pairs_with_a_tiny_model(tmp_path, tiny_model_path, monkeypatch
         "--use_peft=true",
         "--lora_target_modules",
         *["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
-        *SHORT,
+        *SHORT_PREFERENCE,
         "--learning_rate=1e-2",
         "--warmup_steps=0",
     )
@@ -182,8 +174,8 @@ def test_wildchat_pairs_with_a_tiny_model(tmp_path, tiny_model_path, monkeypatch
     results = json.loads((run / "results.json").read_text())
     assert results["win_rate"] is None and results["run"]["train_pairs"] == 256
     assert (run / "adapter_model.safetensors").is_file()
-    rows = [json.loads(line) for line in (run / "generations.jsonl").read_text(encoding="utf-8").splitlines()]
-    prompts = [json.loads(line) for line in (wildchat / "test_gen.jsonl").read_text(encoding="utf-8").splitlines()]
+    rows = read_rows(run / "generations.jsonl")
+    prompts = read_rows(wildchat / "test_gen.jsonl")
     assert [row["prompt_text"] for row in rows] == [prompt["prompt_text"] for prompt in prompts[:12]]
     kl = [json.loads(line).get("kl") for line in (run / "metrics.jsonl").read_text().splitlines()]
     kl = [value for value in kl if value is not None]
@@ -224,14 +216,20 @@ def test_two_processes_train_and_compare_as_one_does(tmp_path, monkeypatch):
     """2 ranks x 4 pairs see the optimizer batches of 1 x 4 x accumulation 2: AOT's losses and the comparison agree."""
     from tests.support.train_once import in_processes
 
-    arguments = [*SHORT, "--eval_strategy=no", "--save_strategy=no", "--learning_rate=1e-3", "--warmup_steps=0"]
+    arguments = [
+        *SHORT_PREFERENCE,
+        "--eval_strategy=no",
+        "--save_strategy=no",
+        "--learning_rate=1e-3",
+        "--warmup_steps=0",
+    ]
     one, two = tmp_path / "one", tmp_path / "two"
     recipes.run(monkeypatch, "aot", *arguments, f"--output_dir={one}")
     script = [str(recipes.RECIPES / "aot.py"), *arguments, "--gradient_accumulation_steps=1", "--use_cpu=true"]
     in_processes(2, *script, f"--output_dir={two}", cwd=tmp_path)
     losses, results = [], []
     for run in (one, two):
-        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        rows = read_rows(run / "metrics.jsonl")
         losses.append([row["loss"] for row in rows if "loss" in row])
         results.append(json.loads((run / "results.json").read_text()))
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)

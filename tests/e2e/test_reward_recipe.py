@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import yaml
 from safetensors.torch import load_file
 
 from tests.support import recipes
+from tests.support.files import write_rows
 from tests.support.recipes import read, refused
 from tests.support.tiny import pairs
 from trl_ext.runs.folder import config_text
@@ -21,9 +21,9 @@ SHORT = [
     "--per_device_train_batch_size=8",
     "--learning_rate=3e-3",
     "--warmup_steps=0",
-    "--logging_steps=1",
     "--eval_steps=2",
     "--save_steps=2",
+    "--logging_steps=1",
     "--disable_tqdm=true",
 ]
 
@@ -190,7 +190,7 @@ def test_wildchat_pairs_with_a_tiny_model(tmp_path, tiny_model_path, monkeypatch
 
 def write_pairs(path: Path, count: int = 8) -> str:
     rows = [{name: pair[name] for name in ("row_id", "prompt", "chosen", "rejected")} for pair in pairs(count)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(path, rows)
     return f"--dataset_name={path}"
 
 

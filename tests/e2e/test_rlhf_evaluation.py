@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 from datasets import Dataset
 
+from tests.support.files import write_rows
 from trl_ext.data import load_benchmark
 from trl_ext.evaluation.report import write_report
 from trl_ext.evaluation.reporting.tables import Cell, Table
@@ -51,7 +52,7 @@ def test_mistakes_are_read_from_the_scores_of_a_run(tmp_path):
     pairs = [{"row_id": name, "prompt": "p", "chosen": c, "rejected": r} for name, c, r, _, _ in rows]
     keys = ("row_id", "chosen_score", "rejected_score")
     scores = [dict(zip(keys, (name, c, r), strict=True)) for name, _, _, c, r in rows]
-    (tmp_path / "scores.jsonl").write_text("".join(json.dumps(row) + "\n" for row in scores))
+    write_rows(tmp_path / "scores.jsonl", scores)
     found = mistakes_of(pairs, tmp_path / "scores.jsonl", count=1)
     assert found["n"] == 3
     assert [row["row_id"] for row in found["worst"]] == ["one"], "the margin of -1.5 is worse than that of -0.25"

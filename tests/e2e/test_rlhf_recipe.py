@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from tests.support import recipes
+from tests.support.files import write_rows
 from tests.support.tiny import save_tiny_gpt2
 from trl_ext.runs.studies import pipeline_evaluation, pipeline_report, processes
 
@@ -331,7 +332,7 @@ def test_a_model_without_a_chat_template_on_converted_data(tmp_path):
     from trl_ext.data.formats import main as convert
 
     for name, rows in (("hh", records), ("dolly", dolly)):
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(tmp_path / f"{name}.jsonl", rows)
     hh, folder = str(tmp_path / "hh.jsonl"), tmp_path / "hh_rlhf"
     for split in ("train", "validation", "test"):
         convert([hh, str(folder / f"{split}_prefs.jsonl"), "--format", "hh_rlhf", "--plain"])

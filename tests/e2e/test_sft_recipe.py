@@ -22,9 +22,9 @@ SHORT = [
     "--num_eval_prompts=16",
     "--generation_eval_every=3",
     "--num_generation_prompts=4",
-    "--logging_steps=1",
     "--save_steps=3",
     "--save_total_limit=3",
+    "--logging_steps=1",
     "--disable_tqdm=true",
 ]
 

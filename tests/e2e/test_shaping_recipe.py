@@ -8,9 +8,8 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
-from tests.e2e.test_online_recipes import SHORT, write_rewards
 from tests.support import recipes
-from tests.support.recipes import read
+from tests.support.recipes import SHORT_ROLLOUTS, read, write_rewards
 
 SHAPING = '["center", {"kind": "clip", "limit": 0.25}]'
 
@@ -25,7 +24,7 @@ def known(tmp_path, monkeypatch) -> str:
 @pytest.mark.slow
 def test_a_shaped_run_resumes_with_what_it_has_learnt(known, tmp_path, monkeypatch):
     """Four steps, and two and two: the same weights, rewards and running mean; evaluation sees the reward unshaped."""
-    options = [*SHORT, "--reward_function", known, "--reward_shaping", SHAPING]
+    options = [*SHORT_ROLLOUTS, "--reward_function", known, "--reward_shaping", SHAPING]
     recipes.run(monkeypatch, "dr_grpo", *options, "--output_dir", "straight")
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     metrics = read(straight, "metrics.jsonl")
@@ -65,7 +64,7 @@ def test_a_shaped_run_resumes_with_what_it_has_learnt(known, tmp_path, monkeypat
 )
 def test_what_is_refused_in_one_line(script, shaping, message, known, monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended:
-        recipes.run(monkeypatch, script, *SHORT, "--reward_function", known, "--reward_shaping", shaping)
+        recipes.run(monkeypatch, script, *SHORT_ROLLOUTS, "--reward_function", known, "--reward_shaping", shaping)
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert ended.value.code == 2 and len(lines) == 1 and message in lines[0]
 
@@ -76,7 +75,7 @@ def test_a_value_comes_from_reference_responses(known, tmp_path, monkeypatch, ca
         "".join(f'{{"row_id": "{n}", "prompt_text": "Say {n}.", "prompt_messages": [{{"role": "user", "content": '
                 f'"Say {n}."}}]}}\n' for n in range(8))
     )  # fmt: skip
-    options = [*SHORT, "--reward_function", known, "--dataset_name", str(tmp_path / "prompts.jsonl")]
+    options = [*SHORT_ROLLOUTS, "--reward_function", known, "--dataset_name", str(tmp_path / "prompts.jsonl")]
     with pytest.raises(SystemExit):
         recipes.run(monkeypatch, "grpo", *options, "--reward_shaping", '["center_reference"]')
     assert "center_reference without a value needs reference_response_text" in capsys.readouterr().err

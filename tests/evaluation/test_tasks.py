@@ -16,6 +16,7 @@ from trl_ext.evaluation import write_report
 from trl_ext.evaluation.reporting.results import read_harness
 from trl_ext.evaluation.tasks import __main__ as command
 from trl_ext.evaluation.tasks.checks import make_check
+from trl_ext.evaluation.tasks.evaluate import difference
 from trl_ext.evaluation.tasks.task import Task, fill, read_rows, read_task, task_names
 from trl_ext.files import write_json, write_json_lines
 from trl_ext.rollouts import Generation
@@ -147,6 +148,18 @@ class TestChecks:
         assert make_check(task, rows)(rows, [said("Hi"), said("Ho")]) == [{"rubric": 0.5}, {"rubric": 1.0}]
 
 
+def test_differences_are_of_the_rows_that_both_have():
+    """Row b has no score before, and row c is new: only a is compared."""
+    before = [{"row_id": "a", "reward/score": 1}, {"row_id": "b", "reward/score": None}]
+    after = [
+        {"row_id": "a", "reward/score": 0},
+        {"row_id": "b", "reward/score": 1},
+        {"row_id": "c", "reward/score": 1},
+    ]
+    found = difference(before, after)["score"]
+    assert (found["mean"], found["n"]) == (-1, 1)
+
+
 class TestRun:
     def test_a_killed_run_goes_on_and_is_compared(self, own, monkeypatch, capsys):
         folder = own.parent
@@ -201,7 +214,7 @@ class TestRun:
         write_json_lines(tmp_path / "pairs.jsonl", rows)
         (tmp_path / "likely.yaml").write_text('data: pairs.jsonl\nprompt: "{p}"\ncheck: pairs\n')
         out, error = run(capsys, "toy", "--task", tmp_path / "likely.yaml", "--output_dir", tmp_path / "run" / "pairs")
-        saved = [json.loads(line) for line in (tmp_path / "run" / "pairs" / "scores.jsonl").read_text().splitlines()]
+        saved = read_rows(tmp_path / "run" / "pairs" / "scores.jsonl")
         assert [row["reward/summed"] for row in saved] == [1, 0.5] and saved[0]["margin"] > 0, error
         write_report(tmp_path / "run", tmp_path / "report.html")
         assert "| likely: summed | pairs | toy | 0.750" in (tmp_path / "report.md").read_text().replace("\\", "")

@@ -1,12 +1,11 @@
-"""Tournaments: who meets whom, wins counted by hand, ratings, and the picture."""
+"""Tournaments: wins counted by hand, and ratings."""
 
-import json
 import math
 
 import pytest
 
-from tests.evaluation.submissions.test_grading import plan, response_rows, write_assets
-from trl_ext.evaluation.methods.tournament import plot_tournament, run_tournament, tournament_pairs
+from tests.support.public_evaluation import plan, response_rows, write_assets
+from trl_ext.evaluation.methods.tournament import run_tournament
 from trl_ext.evaluation.submissions.assets import load_base, load_prompts
 from trl_ext.evaluation.submissions.candidates import known_score_judge
 from trl_ext.evaluation.submissions.rows import Response
@@ -32,17 +31,10 @@ def systems(tmp_path):
     }
 
 
-@pytest.mark.parametrize(
-    ("names", "pairing", "message"),
-    [
-        (["x", "y"], "all", "needs the system 'base'"),
-        (["base", "x", "x"], "all", "two systems are called 'x'"),
-        (["base", "x"], "some", "pairing must be all or base"),
-    ],
-)
-def test_refused_pairs(names, pairing, message):
-    with pytest.raises(ValueError, match=message):
-        tournament_pairs(names, pairing)
+def test_a_tournament_needs_the_base(systems):
+    prompts, responses = systems
+    with pytest.raises(ValueError, match="needs the system 'base' and at least one other, got good"):
+        run_tournament(known_score_judge(prompts), prompts, {"good": responses["good"]})
 
 
 class TestTournament:
@@ -97,19 +89,6 @@ class TestTournament:
         # 0.004764 and 0.321448, which is 400 log10(0.321448 / 0.678552) = -129.79 points.
         assert bad["low"] < bad["rating"] < bad["high"] == pytest.approx(1000 - 129.79, abs=1.5)
 
-    def test_against_the_base_only(self, systems):
-        prompts, responses = systems
-        result = run_tournament(known_score_judge(prompts), prompts, responses, pairing="base")
-        assert [(match["first"], match["second"]) for match in result.matches] == [
-            ("base", "good"),
-            ("base", "even"),
-            ("base", "bad"),
-        ]
-        # With no other matches, each rating is that of its own with the base: even has won half.
-        even = next(row for row in result.table() if row["name"] == "even")
-        # The virtual draw that bad needs leaves an even score even.
-        assert even["rating"] == pytest.approx(1000, abs=1e-6)
-
     def test_unjudged_rows_are_counted(self, systems):
         from trl_ext.evaluation import JudgeError
 
@@ -125,25 +104,3 @@ class TestTournament:
         (match,) = run_tournament(fails_on_axes, prompts, two, max_error_fraction=0.1).matches
         # Without the row of the axe, seven wins are left beside the two ties.
         assert (match["n"], match["errors"], match["rate"]) == (9, 1, pytest.approx(1 / 9))
-
-
-def test_picture(systems, tmp_path, monkeypatch):
-    """Every system is on both panels, the best first, and every rate in its cell."""
-    from trl_ext.evaluation.reporting import plots
-
-    prompts, responses = systems
-    result = run_tournament(known_score_judge(prompts), prompts, responses)
-    json.dumps(result.to_dict(), allow_nan=False)
-    figures = []
-    new_figure = plots.new_figure
-    monkeypatch.setattr(plots, "new_figure", lambda *size: figures.append(new_figure(*size)) or figures[-1])
-    plot_tournament(result, tmp_path / "t.png")
-    assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
-    ((_, (matrix, ratings)),) = figures
-    names = [label.get_text() for label in matrix.get_yticklabels()]
-    assert names == [label.get_text() for label in ratings.get_yticklabels()] == ["good", "base", "even", "bad"]
-    cells = {text.get_position(): text.get_text() for text in matrix.texts}
-    for match in result.matches:
-        i, j = names.index(match["first"]), names.index(match["second"])
-        assert cells[j, i] == f"{match['rate']:.2f}" and cells[i, j] == f"{1 - match['rate']:.2f}"
-    assert [cells[i, i] for i in range(4)] == [""] * 4 and len(cells) == 16

@@ -9,11 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.e2e.test_recipes import SHORT
 from tests.support import recipes
+from tests.support.recipes import SHORT_PREFERENCE
 
 pytestmark = pytest.mark.slow
-ARGUMENTS = [*SHORT, "--eval_strategy=no", "--save_strategy=no", "--max_steps=4"]
+ARGUMENTS = [*SHORT_PREFERENCE, "--eval_strategy=no", "--save_strategy=no", "--max_steps=4"]
 
 
 def test_wandb_offline(tmp_path, monkeypatch):

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, get_scheduler
 
 from tests.support import REPOSITORY, rollout_once, train_once
 from tests.support.tiny import pairs, perturbed
+from tests.support.trl_private import AfterRollout
 
 ONE_FILE = REPOSITORY / "recipes" / "one_file"
 pytestmark = pytest.mark.usefixtures("in_float64")
@@ -54,11 +55,9 @@ def test_grpo(tiny_model_path, tmp_path, iterations):
     )
     rollouts = []
 
-    class Recorded(rollout_once.FixedRollouts):
-        def _generate_and_score_completions(self, inputs):
-            output = super()._generate_and_score_completions(inputs)
+    class Recorded(AfterRollout, rollout_once.FixedRollouts):
+        def after_rollout(self, output):
             rollouts.append(output)
-            return output
 
     spec = {
         "trainer": "GRPOTrainer",

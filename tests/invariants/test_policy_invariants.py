@@ -10,6 +10,7 @@ import trl_ext
 from tests.support.reward_adapters import save_adapter
 from tests.support.rollout_once import DEFAULTS, OWN_RECIPES, FixedRollouts, build, train, train_in_processes
 from tests.support.train_once import largest_difference, relative_difference, result
+from tests.support.trl_private import rollout_batches
 from trl_ext import PolicyConfig
 
 pytestmark = pytest.mark.usefixtures("in_float64", "own_tables")
@@ -166,7 +167,7 @@ def test_padding_leaves_the_update_as_it_is(name, policy_path, whole, tmp_path):
     """Prompts and responses padded to multiples of 32, where the longest response has 8 tokens."""
     objective = {**OBJECTIVES[name], "pad_to_multiple_of": 32}
     trainer = train(specification(policy_path, objective, 8, 1), str(tmp_path))
-    assert trainer._buffered_inputs[0]["completion_ids"].shape == (8, 32)
+    assert rollout_batches(trainer)[0]["completion_ids"].shape == (8, 32)
     run = result(trainer)
     assert relative_difference(run.gradient(policy_path), whole(name).gradient(policy_path)) < 1e-9
 

@@ -19,6 +19,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.support import recipes
+from tests.support.files import read_rows
 from tests.support.resume_once import KINDS, differences, in_a_fork, metrics, run_jobs, save_models
 from tests.support.train_once import launch
 from trl_ext.resilience.preemption import REQUEUE, Preemption
@@ -197,7 +198,7 @@ def test_a_recipe_that_is_told_to_end(number, code, tmp_path):
     assert not (tmp_path / "run" / "results.json").exists()
     done = subprocess.run([*command, "--resume_from_checkpoint"], capture_output=True, timeout=400, **options)
     assert done.returncode == 0, done.stderr[-4000:]
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = read_rows(tmp_path / "run" / "metrics.jsonl")
     assert [row["step"] for row in rows if "loss" in row] == list(range(1, 41))
 
 

@@ -9,13 +9,9 @@ import torch
 
 from tests.support.preference_pairs import REGISTERED
 from trl_ext.losses import PreferenceObjective, PreferenceScores
-from trl_ext.registry import preference_loss, preference_losses, preference_weighting, preference_weightings
+from trl_ext.registry import preference_loss, preference_losses, preference_weighting
 
-
-@pytest.fixture(autouse=True)
-def own_tables(monkeypatch):
-    for table in (preference_losses, preference_weightings):
-        monkeypatch.setattr(table, "_entries", dict(table._entries))
+pytestmark = pytest.mark.usefixtures("registries_as_before")
 
 
 @pytest.fixture

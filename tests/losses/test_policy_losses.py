@@ -16,7 +16,7 @@ import math
 import pytest
 import torch
 
-from tests.support.naive_policy import differences, naive_loss, ragged_batch
+from tests.support.naive_policy import ADVANTAGES, LOG_RATIO, MASK, NEW, OLD, differences, naive_loss, ragged_batch
 from trl_ext.algorithms import PolicyObjective
 from trl_ext.losses import (
     PolicyScores,
@@ -30,11 +30,6 @@ from trl_ext.losses import (
     unclipped_surrogate,
 )
 
-LOG_RATIO = torch.tensor([[0.3, -0.1, 0.05], [-0.4, 0.2, 0.0]])
-MASK = torch.tensor([[1, 1, 1], [1, 1, 0]])
-ADVANTAGES = torch.tensor([1.0, -1.0])
-NEW = torch.tensor([[-1.0, -0.7, -0.5], [-2.0, -0.3, -0.9]])
-OLD = NEW - LOG_RATIO
 CLIPPED = clipped_surrogate(LOG_RATIO, ADVANTAGES)
 
 

@@ -13,7 +13,6 @@ from trl_ext.registry import (
     preference_loss,
     preference_losses,
     preference_weighting,
-    preference_weightings,
 )
 
 LOSS_FILE = '''
@@ -28,10 +27,8 @@ def squared_hinge(scores, *, beta):
 
 
 @pytest.fixture(autouse=True)
-def own_tables(monkeypatch, tmp_path):
-    """Leave the library's tables as they were, and no module loaded from a test's folder."""
-    for table in (preference_losses, preference_weightings):
-        monkeypatch.setattr(table, "_entries", dict(table._entries))
+def no_module_of_a_test_folder(registries_as_before, tmp_path):
+    """No module loaded from a test's folder stays."""
     yield
     for name, module in list(sys.modules.items()):
         if str(getattr(module, "__file__", None)).startswith(str(tmp_path)):

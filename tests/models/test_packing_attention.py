@@ -1,4 +1,4 @@
-"""Attention functions of packed passes: varlen, flex and sdpa give equal values, and what none can do raises."""
+"""Attention functions of packed passes: varlen and sdpa give equal values, and what none can do raises."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from tests.support.packing import largest, padded, ragged, tiny_model
+from tests.support.packing import largest, ragged, tiny_model
 from trl_ext.models.packing import attention as packed_attention
 from trl_ext.models.packing import packing_of, share_prefixes
 from trl_ext.models.packing.planner import plan_batch
@@ -76,23 +76,6 @@ def test_varlen_by_its_contract(architecture, windows, shares, grouped, monkeypa
     assert largest(got, expected) < 1e-5
 
 
-@pytest.mark.parametrize("shares", [True, False])
-@pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma3", "gpt_neox"])
-def test_flex_equals_sdpa(architecture, shares):
-    """Not compiled, and forwards only, as it is on a CPU. Two blocks of 128 tokens, so that blocks matter."""
-    draw = torch.Generator().manual_seed(5)
-    prompt = torch.randint(2, 97, (40,), generator=draw).tolist()
-    rows = [prompt + torch.randint(2, 97, (30,), generator=draw).tolist() for _ in range(4)]
-    batch = padded([*rows, rows[0][:12]], [40, 40, 40, 40, 3])
-    model = tiny_model(architecture).eval()
-    share_prefixes(model)
-    with torch.no_grad():
-        expected = hidden_states(model, plan_batch(**batch, share=shares), "sdpa")
-        got = hidden_states(model, plan_batch(**batch, share=shares), "flex")
-    assert len(expected) > 128
-    assert largest(got, expected) < 1e-5
-
-
 def layer(**options):
     module = torch.nn.Module()
     for name, value in options.items():
@@ -120,17 +103,15 @@ def test_attention_that_is_not_causal_raises():
             packed_attention.attend(plan, module, *states(plan), **options)
 
 
-@pytest.mark.parametrize("backend", ["varlen", "flex"])
-def test_dropout_of_attention_weights_goes_to_sdpa(backend, monkeypatch):
-    """The others have no dropout: with one they would be called and do without."""
+def test_dropout_of_attention_weights_goes_to_sdpa(monkeypatch):
+    """varlen has no dropout: it would be called and do without."""
 
     def never(*arguments):
-        raise AssertionError(backend)
+        raise AssertionError("varlen")
 
     monkeypatch.setattr(packed_attention, "_varlen", never)
-    monkeypatch.setattr(packed_attention, "_flex", never)
     plan = plan_batch(**ragged(), share=False)
-    plan.derived["backend"] = backend
+    plan.derived["backend"] = "varlen"
     given = states(plan)
     kept = packed_attention.attend(plan, layer(), *given, dropout=1e-9)
     plan.derived["backend"] = "sdpa"

@@ -8,7 +8,6 @@ import logging
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from peft import LoraConfig, get_peft_model
 from trl.trainer.utils import add_fused_lm_head
 
@@ -22,6 +21,7 @@ from tests.support.packing import (
     tiny_classifier,
     tiny_model,
 )
+from tests.support.trl_private import attention_of, forget_accelerator
 from trl_ext.models.packing import packing_of, share_prefixes
 
 
@@ -33,9 +33,9 @@ def first_process(monkeypatch, caplog):
 
 @pytest.fixture
 def mixed_precision():
-    AcceleratorState._reset_state(reset_partial_state=True)
+    forget_accelerator()
     yield Accelerator(mixed_precision="bf16", cpu=True)
-    AcceleratorState._reset_state(reset_partial_state=True)
+    forget_accelerator()
 
 
 # ---- How it is called ----
@@ -105,7 +105,7 @@ def test_remove():
     forward(model, batch)
     packing.remove()
     assert model.forward == before
-    assert model.config._attn_implementation == "sdpa"
+    assert attention_of(model) == "sdpa"
     assert forward(model, batch).log_probs.equal(expected)
     assert not packing.active and packing.packed_tokens == 95
     again = share_prefixes(model)

@@ -22,6 +22,7 @@ from tests.support.packing import (
     said,
     tiny_model,
 )
+from tests.support.trl_private import attention_of
 from trl_ext.models.packing import packing_of, share_prefixes
 
 
@@ -46,10 +47,10 @@ REASONS = {
 def test_refused_models_run_as_before_and_say_so_once(architecture, caplog):
     model, batch = tiny_model(architecture), ragged()
     expected, before = forward(model, batch).log_probs, model.forward
-    attention = model.config._attn_implementation
+    attention = attention_of(model)
     packing = share_prefixes(model)
     assert packing.reason == REASONS[architecture] and not packing.active
-    assert model.forward == before and model.config._attn_implementation == attention
+    assert model.forward == before and attention_of(model) == attention
     for _ in range(2):
         assert forward(model, batch).log_probs.equal(expected)
     assert share_prefixes(model) is packing
@@ -71,13 +72,14 @@ def test_eager_attention_is_refused_and_sdpa_then_taken():
 # ---- The canary ----
 
 
-def test_attention_that_does_more_than_it_says_is_noticed(caplog):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_that_does_more_than_it_says_is_noticed(dtype, caplog):
     """An attention that halves its scores gives other values than one that does not know of it."""
 
     def halving(module, query, key, value, attention_mask, scaling=None, **keywords):
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=0.5 * scaling, **keywords)
 
-    model, batch = tiny_model("qwen2", attn_implementation=attention_named(halving)), ragged()
+    model, batch = tiny_model("qwen2", attn_implementation=attention_named(halving)).to(dtype), ragged()
     expected = forward(model, batch).log_probs
     packing = share_prefixes(model)
     assert packing.active
@@ -87,7 +89,7 @@ def test_attention_that_does_more_than_it_says_is_noticed(caplog):
     assert packing.reason.startswith("sdpa attention is ") and packing.reason.endswith(" off the padded forward")
     assert said(caplog) == [f"packing: off, rows are padded: {packing.reason}"]
     assert packing.largest_difference is None and packing.packed_tokens == 0
-    assert model.config._attn_implementation == "tests_halving"
+    assert attention_of(model) == "tests_halving"
 
 
 def test_soft_cap_of_the_attention_scores_is_noticed():

@@ -7,13 +7,13 @@ import logging
 import pytest
 import torch
 import trl
+from datasets import Dataset, load_from_disk
 
-import trl_ext.trainers.preference.reference_cache as reference_cache
-from tests.support import rollout_once, train_once
+from tests.support import reward_once, rollout_once, tiny, train_once
 from tests.support.float64 import float32_again
+from tests.support.reward_once import lora, rows_with
 from tests.support.train_once import largest_difference, relative_difference, result
-from tests.trainers import test_reward_trainer
-from tests.trainers.test_reward_trainer import lora, rows_with
+from tests.support.trl_private import attention_of, rollout_batches
 from trl_ext import PolicyConfig, PreferenceConfig, RewardConfig
 from trl_ext.models import packing_of
 from trl_ext.trainers.packing import keeps_groups, regroup
@@ -66,7 +66,7 @@ def test_reward(adapter, tiny_model_path, tmp_path):
     rows = rows_with(16, margin=lambda row: row["avg_confidence"])
     runs = []
     for packing in ("auto", "off"):
-        trainer = test_reward_trainer.train(
+        trainer = reward_once.train(
             tiny_model_path,
             tmp_path / packing,
             rows,
@@ -149,7 +149,7 @@ def test_when_groups_are_kept_whole(args, kept, policy_path, tmp_path):
     trainer = rollout_once.build({"model": policy_path, "args": args}, str(tmp_path))
     assert keeps_groups(trainer) == kept
     trainer.train()
-    groups = [batch["group"].tolist() for batch in trainer._buffered_inputs]
+    groups = [batch["group"].tolist() for batch in rollout_batches(trainer)]
     assert sorted(sum(groups, [])) == [group for group in range(4) for _ in range(4)]
     assert all(len(set(batch)) == 1 for batch in groups) == kept
 
@@ -188,11 +188,11 @@ def test_one_line_at_start(tiny_model_path, tmp_path, caplog):
 
 
 def test_a_reward_trainer_takes_an_earlier_hook_off(tiny_model_path, tmp_path):
-    trainer = test_reward_trainer.build(tiny_model_path, tmp_path / "first")
+    trainer = reward_once.build(tiny_model_path, tmp_path / "first")
     model, forward = trainer.model, type(trainer.model).forward
     assert model.forward.__func__ is not forward
-    test_reward_trainer.build(model, tmp_path / "second", packing="off")
-    assert model.forward.__func__ is forward and model.config._attn_implementation == "sdpa"
+    reward_once.build(model, tmp_path / "second", packing="off")
+    assert model.forward.__func__ is forward and attention_of(model) == "sdpa"
 
 
 def test_dropout_of_an_adapter_keeps_rows_apart(tiny_model_path, tmp_path):
@@ -235,34 +235,25 @@ def test_when_they_are_precomputed(args, precomputed, tiny_model_path, tmp_path)
 
 @float32_again()
 def test_they_come_from_the_cache_the_second_time(tiny_model_path, tmp_path, monkeypatch):
-    monkeypatch.setattr(reference_cache, "cache_folder", lambda: tmp_path / "cache")
-    spec = {"model": tiny_model_path, "dtype": "float32", "reference_seed": 1, "args": {"max_steps": 8}}
-    first = train_once.build(spec, str(tmp_path / "first"))
+    """Of pairs on disk; other pairs, another model and padded passes are other values."""
+    passes = []
+    stock = trl.DPOTrainer.compute_ref_log_probs
+    monkeypatch.setattr(trl.DPOTrainer, "compute_ref_log_probs", lambda *args: passes.append(1) or stock(*args))
+    for seed in (0, 1):
+        Dataset.from_list(tiny.pairs(8, seed=seed)).save_to_disk(tmp_path / f"pairs-{seed}")
 
-    computed = []
-    stock = trl.DPOTrainer._precompute_ref_logps
+    def values(name: str, data: int = 0, **spec) -> tuple[bool, list]:
+        """Whether a trainer makes passes, and its reference log-probabilities."""
+        passes.clear()
+        spec = {"model": tiny_model_path, "dtype": "float32", "reference_seed": 1, **spec}
+        spec["args"] = {"max_steps": 8, **spec.get("args", {})}
+        pairs = load_from_disk(tmp_path / f"pairs-{data}")
+        dataset = train_once.build(spec, str(tmp_path / name), train_dataset=pairs).train_dataset
+        return bool(passes), [dataset[f"ref_{side}_logps"] for side in ("chosen", "rejected")]
 
-    def counted(self, dataset, *arguments):
-        computed.append(len(dataset))
-        return stock(self, dataset, *arguments)
-
-    monkeypatch.setattr(trl.DPOTrainer, "_precompute_ref_logps", counted)
-    second = train_once.build(spec, str(tmp_path / "second"))
-    assert computed == []
-    for column in reference_cache.COLUMNS:
-        assert second.train_dataset[column] == first.train_dataset[column]
-    # Other pairs, another order, another model and padded passes are other values.
-    train_once.build({**spec, "data_seed": 1}, str(tmp_path / "third"))
-    train_once.build({**spec, "rows": [1, 0, 2, 3, 4, 5, 6, 7]}, str(tmp_path / "fourth"))
-    train_once.build({**spec, "reference_seed": 3}, str(tmp_path / "fifth"))
-    train_once.build({**spec, "args": {"max_steps": 8, "packing": "off"}}, str(tmp_path / "sixth"))
-    assert computed == [8, 8, 8, 8]
-
-
-def test_a_cache_that_cannot_be_written_costs_nothing_but_time(tiny_model_path, tmp_path, monkeypatch, caplog):
-    (tmp_path / "file").write_text("in the way")
-    monkeypatch.setattr(reference_cache, "cache_folder", lambda: tmp_path / "file")
-    spec = {"model": tiny_model_path, "lora": True, "args": {"max_steps": 8}}
-    trainer = train_once.build(spec, str(tmp_path / "run"))
-    assert "ref_chosen_logps" in trainer.train_dataset.column_names
-    assert "the reference log-probabilities cannot be kept" in caplog.text
+    computed, found = values("first")
+    assert computed and values("second") == (False, found)
+    for name, spec in {"pairs": {"data": 1}, "model": {"reference_seed": 3}}.items():
+        computed, others = values(name, **spec)
+        assert computed and others != found
+    assert values("padded", args={"packing": "off"})[0]

@@ -9,18 +9,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.support.reward_adapters import load_adapter, load_policy, plain_scores, randomize, save_adapter
+from tests.support.reward_adapters import (
+    SEQUENCES,
+    VARIANTS,
+    load_adapter,
+    load_policy,
+    plain_scores,
+    randomize,
+    save_adapter,
+    separate_scores,
+)
 from trl_ext.models import SharedBackbone, score_sequences
-
-SEQUENCES = [[5, 9, 33, 2], [7, 8], [100, 120, 4, 55, 66, 2], [3]]
-
-VARIANTS = {
-    "plain": {},
-    "all linear, rank 6": {"r": 6, "target_modules": "all-linear", "lora_dropout": 0.1},
-    "rslora": {"r": 4, "use_rslora": True, "target_modules": ["k_proj", "down_proj"]},
-    "dora": {"use_dora": True},
-    "one layer, ranks by module": {"layers_to_transform": [1], "rank_pattern": {"v_proj": 2}},
-}
 
 
 @pytest.fixture(scope="module")
@@ -49,12 +48,6 @@ def state(model) -> tuple:
 def unique_bytes(model) -> int:
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in model.parameters()}
     return sum(storages.values())
-
-
-def separate_scores(base: str, folder: str, sequences=SEQUENCES) -> torch.Tensor:
-    model = load_adapter(base, folder)
-    model.config.pad_token_id = 0
-    return score_sequences(model, sequences, batch_size=2, pad_token_id=0)
 
 
 @pytest.mark.parametrize("name", list(VARIANTS))

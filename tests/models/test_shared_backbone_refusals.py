@@ -10,8 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.models.test_shared_backbone import SEQUENCES, VARIANTS, separate_scores
-from tests.support.reward_adapters import load_policy, save_adapter
+from tests.support.reward_adapters import SEQUENCES, VARIANTS, load_policy, save_adapter, separate_scores
 from tests.support.tiny import save_tiny_model
 from trl_ext.models import SharedBackbone
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.support.tiny import build_tokenizer
+from tests.support.tiny import build_tokenizer, with_special_tokens
 from trl_ext.data import encode_turn
 from trl_ext.data.packed_sft import encode_documents
 from trl_ext.models import completion_mask, response_log_probs, token_entropy, tokenize_prompt_and_output
@@ -18,17 +18,6 @@ from trl_ext.rollouts.generation import prompt_tokens
 @pytest.fixture
 def tokenizer():
     return build_tokenizer()
-
-
-def with_special_tokens(tokenizer, template: str):
-    """The tokenizer as one that puts `<|im_start|>` before, or its end-of-text token after, every text."""
-    from tokenizers.processors import TemplateProcessing
-
-    tokenizer.bos_token = "<|im_start|>"
-    names = ("<|im_start|>", "<|im_end|>")
-    special_tokens = [(name, tokenizer.convert_tokens_to_ids(name)) for name in names]
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=template, special_tokens=special_tokens)
-    return tokenizer
 
 
 # --------------------------------------------------------------------------------------------- prompts and outputs

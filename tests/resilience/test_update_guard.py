@@ -11,10 +11,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from tests.support.rollout_once import build, thirds, train
 from tests.support.train_once import entries, largest_difference, parameters
-from trl_ext import policy_algorithm
+from tests.support.trl_private import AfterRollout, rollout_batches
+from trl_ext import PolicyTrainer, policy_algorithm
 from trl_ext.losses import clipped_surrogate
 
-pytestmark = pytest.mark.usefixtures("algorithms_as_before")
+pytestmark = pytest.mark.usefixtures("registries_as_before")
 
 
 class Weights(TrainerCallback):
@@ -62,7 +63,7 @@ def test_a_reward_that_is_not_finite_skips_its_own_update(value, policy_path, tm
     args = {"per_device_train_batch_size": 4, "steps_per_generation": 4, "max_steps": 4, "learning_rate": 0.01}
     trainer = train({"model": policy_path, "args": args}, str(tmp_path), reward_funcs=[reward], callbacks=[weights])
     assert trainer.update_guard.skipped == {"reward": 1, "loss": 0, "gradient": 0}
-    bad = [bool(batch["bad_reward"].any()) for batch in trainer._buffered_inputs]
+    bad = [bool(batch["bad_reward"].any()) for batch in rollout_batches(trainer)]
     assert sum(bad) == 1
     assert [same(weights.after[i], weights.before[i]) for i in range(4)] == bad
     assert f"the reward function 'reward' gave {value} for row_id 'row1'" in caplog.text
@@ -156,13 +157,15 @@ def test_resumed_in_smaller_micro_batches(policy_path, tmp_path):
                 control.should_training_stop = state.global_step == steps
 
         arguments = {**settings, "learning_rate": 0.05, "algorithm": "grpo", **args}
-        trainer = build({"model": policy_path, "fixed": True, "args": arguments}, str(tmp_path / folder))
+        sampled = []
+
+        class Recording(AfterRollout, PolicyTrainer):
+            def after_rollout(self, output):
+                sampled.append(self.state.global_step)
+
+        spec = {"model": policy_path, "fixed": True, "args": arguments}
+        trainer = build(spec, str(tmp_path / folder), trainer_class=Recording)
         trainer.add_callback(Stop())
-        sampled, sample = [], trainer._generate_and_score_completions
-        trainer._generate_and_score_completions = lambda rows: (
-            sampled.append(trainer.state.global_step),
-            sample(rows),
-        )[1]
         trainer.train(resume_from_checkpoint=resume)
         return sampled, parameters(trainer)
 

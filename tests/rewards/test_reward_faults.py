@@ -13,6 +13,7 @@ from transformers import AutoModelForSequenceClassification
 from tests.support.reward_adapters import save_full_model
 from tests.support.rollout_once import build, evens, prompts, thirds, train
 from tests.support.train_once import entries
+from tests.support.trl_private import logged_samples, score_rollout
 from trl_ext.held_out.generations import GenerationEvaluation, GenerationSettings
 from trl_ext.resilience.reward_guard import RewardError, RewardGuard
 from trl_ext.trainers.policy.reward_functions import reward_columns
@@ -24,7 +25,7 @@ NAN, INFINITY = float("nan"), float("inf")
 def a_rollout(trainer) -> dict:
     """Eight scored responses to two prompts, as training makes them."""
     trainer.model.train()
-    return trainer._generate_and_score_completions([dict(row) for row in prompts(2) for _ in range(4)])
+    return score_rollout(trainer, [dict(row) for row in prompts(2) for _ in range(4)])
 
 
 def as_async(function):
@@ -74,7 +75,7 @@ def test_a_response_that_one_of_two_functions_fails_on_has_no_reward(fault, is_a
     spec = {"model": policy_path, "fixed": True, "args": {"reward_errors": "skip", "beta": 0.0}}
     trainer = train(spec, str(tmp_path), reward_funcs=[functions.first, second])
     expected, totals = functions.advantages()
-    assert list(trainer._logs["advantages"]) == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    assert list(logged_samples(trainer)["advantages"]) == pytest.approx(expected, rel=1e-4, abs=1e-5)
     assert min(abs(advantage) for advantage in expected[:2]) > 0.01
     (entry,) = entries(trainer)
     assert (entry["unscorable"], entry["reward_errors"]) == (1 / 8, 0.0)
@@ -117,7 +118,7 @@ def test_where_errors_are_skipped_a_failed_call_trains_nothing(policy_path, tmp_
     functions = OneBadResponse("raises")
     spec = {"model": policy_path, "fixed": True, "args": {"reward_errors": "skip", "beta": 0.0}}
     trainer = train(spec, str(tmp_path), reward_funcs=[functions.first, functions.second])
-    assert list(trainer._logs["advantages"]) == [0.0] * 8
+    assert list(logged_samples(trainer)["advantages"]) == [0.0] * 8
     (entry,) = entries(trainer)
     assert (entry["unscorable"], entry["reward_errors"]) == (1.0, 8.0)
     assert trainer.update_guard.skipped == NO_FAULT
@@ -137,7 +138,7 @@ def test_a_greedy_reward_that_is_not_finite_is_a_fault_of_its_whole_group(policy
     args = {"algorithm": "remax", "beta": 0.0}
     trainer = build({"model": policy_path, "args": args}, str(tmp_path), reward_funcs=[reward])
     trainer.model.train()
-    rollout = trainer._generate_and_score_completions([dict(row) for row in prompts(2) for _ in range(4)])
+    rollout = score_rollout(trainer, [dict(row) for row in prompts(2) for _ in range(4)])
     assert rollout["bad_reward"].tolist() == [False, False, True, False, True, True, True, True]
 
 

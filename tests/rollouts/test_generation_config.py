@@ -7,10 +7,10 @@ import logging
 
 import pytest
 import torch
-import trl
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.support.rollout_once import build, prompts
+from tests.support.trl_private import sampled_responses
 from trl_ext.models.batches import temporarily
 from trl_ext.models.packing.hook import unwrapped
 
@@ -40,10 +40,9 @@ SAVED = {
 GIVEN_BY_TRL = {"repetition_penalty": 3.0, "temperature": 0.01, "top_k": 1, "top_p": 0.01}
 
 
-def sampled(trainer, generate=None) -> list[list[int]]:
-    prompt_ids, _, _ = trainer._tokenize_prompts([row["prompt"] for row in prompts()])
+def sampled(trainer, *, stock: bool = False) -> list[list[int]]:
     torch.manual_seed(5)
-    return (generate or trainer._generate_single_turn)(prompt_ids, None, {}, 1)[0]
+    return sampled_responses(trainer, [row["prompt"] for row in prompts()], stock=stock)
 
 
 @pytest.fixture(scope="module", params=["auto", "off", "lora"])
@@ -65,7 +64,7 @@ def test_rollouts_ignore_what_the_model_was_saved_with(name, trainer):
         assert model.generation_config is saved and getattr(saved, name) == (SAVED | GIVEN_BY_TRL)[name]
         if name in SAVED:
             try:
-                stock = sampled(trainer, trl.GRPOTrainer._generate_single_turn.__get__(trainer))
+                stock = sampled(trainer, stock=True)
             except (AttributeError, TypeError, ValueError):
                 stock = None
             assert stock != expected

@@ -11,8 +11,6 @@ from array import array
 
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 
 from trl_ext.losses import PreferenceScores, dpo
 from trl_ext.rollouts.pairing import select_pairs
@@ -62,13 +60,6 @@ def test_tolerance_makes_near_rewards_a_tie():
 
 
 # ---- The buffer ----
-
-
-def test_pairs_of_two_samplers():
-    """The first half of a group against the second; below 0, the tolerance makes no ties."""
-    selection = select_pairs([1, 2, 2, NAN], 4, "across")
-    assert (selection.pairs, selection.ties) == ([(2, 0)], 1)
-    assert select_pairs([1, 2, 2, NAN], 4, "across", -1.0).pairs == [(2, 0), (2, 1)]
 
 
 def pair(version: int, length: int = 3, **changes) -> SampledPair:
@@ -138,18 +129,6 @@ def test_saved_and_loaded_exactly(capacity, tmp_path):
     again.load(tmp_path / "replay.safetensors")
     assert list(map(repr, again.pairs)) == list(map(repr, replay.pairs[-capacity:]))
     assert [path.name for path in tmp_path.iterdir()] == ["replay.safetensors"]
-
-
-def test_files_from_before_the_second_sampler(tmp_path):
-    replay, path = ReplayBuffer(4, 2), tmp_path / "replay.safetensors"
-    replay.add([pair(0), pair(1)])
-    replay.save(path)
-    with safe_open(path, "pt") as file:
-        tensors, metadata = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
-    save_file({**tensors, "numbers": tensors["numbers"][:, :6].contiguous()}, path, metadata=metadata)
-    again = ReplayBuffer(4, 2)
-    again.load(path)
-    assert repr(again.pairs) == repr(replay.pairs)
 
 
 # ---- Importance weights ----

@@ -12,31 +12,13 @@ from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from torch import nn
 from transformers import AutoTokenizer, GenerationConfig, LogitsProcessorList
 
-from tests.support.packing import VOCABULARY, padded, tiny_model
+from tests.support.packing import VOCABULARY, tiny_model
+from tests.support.sampling import END, batch, decoder, settings
 from tests.support.tiny import pairs
+from tests.support.trl_private import attention_of
 from trl_ext import ReMaxConfig, ReMaxTrainer
 from trl_ext.rollouts.sampler import fast_rollouts, hook, loop, rows, sampled_fast, weights
 from trl_ext.rollouts.sampler.draw import draw, uniform_numbers
-
-END = 1
-
-
-def batch(*, copies: int = 3, seed: int = 1) -> dict[str, torch.Tensor]:
-    """Prompts of 1 to 17 tokens, padded on the left; copies of one are not neighbours."""
-    generator = torch.Generator().manual_seed(seed)
-    prompts = [torch.randint(2, VOCABULARY, (length,), generator=generator).tolist() for length in (7, 17, 1, 12)]
-    lists = prompts * copies
-    width = max(map(len, lists))
-    made = padded(lists, [0] * len(lists), left=[width - len(one) for one in lists])
-    return {name: made[name] for name in ("input_ids", "attention_mask")}
-
-
-def settings(limit: int = 24, **given) -> GenerationConfig:
-    return GenerationConfig(max_new_tokens=limit, eos_token_id=[END, 50, 60], pad_token_id=0, **given)
-
-
-def decoder(architecture: str = "llama", dtype: torch.dtype = torch.float64, **options):
-    return tiny_model(architecture, head=False, **options).to(dtype).eval()
 
 
 def seeded(model, seed: int, given: dict, **options):
@@ -227,14 +209,14 @@ def test_a_model_is_as_before_afterwards(monkeypatch):
     forward = model.forward
     # As accelerate does, whose functions keep the signature.
     model.forward = replaced = functools.wraps(forward)(lambda *args, **kwargs: forward(*args, **kwargs))
-    attention = model.config._attn_implementation
+    attention = attention_of(model)
     sampler = fast_rollouts(model, dtype=torch.bfloat16)
     model.generate(**given, generation_config=settings())
     monkeypatch.setattr(loop, "draw", lambda *given, **more: {}["no such entry"])
     with pytest.raises(KeyError):
         model.generate(**given, generation_config=settings())
     assert sampler.reason is None and not sampler.left
-    assert model.forward is replaced and model.config._attn_implementation == attention
+    assert model.forward is replaced and attention_of(model) == attention
     assert [module.training for module in model.modules()] == training
     assert not any("forward" in module.__dict__ for module in model.modules() if isinstance(module, nn.Linear))
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())

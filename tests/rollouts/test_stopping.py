@@ -7,8 +7,9 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.rollouts.test_sampler import batch, decoder, settings
+from tests.support.sampling import batch, decoder, settings
 from tests.support.tiny import build_tokenizer
+from tests.support.trl_private import rollout_batches
 from trl_ext import GRPOConfig, GRPOTrainer
 from trl_ext.rollouts import generate_responses
 from trl_ext.rollouts.sampler import fast_rollouts, hook
@@ -88,8 +89,9 @@ def test_rollouts_with_a_stop_string_that_begins_in_the_prompt(tmp_path, tiny_mo
     trainer = GRPOTrainer(tiny_model_path, length, settings, train_dataset=data)
     trainer.train()
     assert trainer.sampler.reason is None and not trainer.sampler.left
-    [batch] = trainer._buffered_inputs
-    difference = (trainer.rollout_log_probs(batch) - batch["sampling_per_token_logps"]) * batch["completion_mask"]
+    [rollout] = rollout_batches(trainer)
+    difference = trainer.rollout_log_probs(rollout) - rollout["sampling_per_token_logps"]
+    difference = difference * rollout["completion_mask"]
     assert difference.abs().max() < 1e-4
 
 

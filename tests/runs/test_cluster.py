@@ -5,7 +5,6 @@ No cluster: that SLURM delivers its signals as the scripts expect is taken from 
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -17,6 +16,7 @@ import pytest
 import yaml
 
 from tests.support import REPOSITORY, recipes
+from tests.support.files import read_rows
 
 SLURM = recipes.RECIPES / "slurm"
 SCRIPTS = ("node.sh", "train.sbatch", "train_with_vllm_server.sbatch")
@@ -65,7 +65,7 @@ def cluster(tmp_path):
             timeout=60,
         )
         names = [name for name in STAND_INS if (tmp_path / name).exists()]
-        calls = {name: [json.loads(line) for line in (tmp_path / name).read_text().splitlines()] for name in names}
+        calls = {name: read_rows(tmp_path / name) for name in names}
         return done, calls
 
     return run
@@ -248,14 +248,6 @@ def _until(is_so, seconds: float = 30) -> None:
     while not is_so():
         assert time.monotonic() < end
         time.sleep(0.05)
-
-
-@pytest.mark.parametrize("look", [iter, len, lambda lost: lost[0], lambda lost: lost[2:4]])
-def test_a_lost_server_is_told_however_its_responses_are_looked_at(look):
-    from trl_ext.trainers.policy.vllm_server import ServerLostError, _Lost
-
-    with pytest.raises(ServerLostError, match="the vLLM server is gone"):
-        look(_Lost("the vLLM server is gone"))
 
 
 def test_machines_of_the_multi_node_configuration():

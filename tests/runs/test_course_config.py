@@ -7,6 +7,7 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.support.trl_private import BeforeLoss
 from trl_ext import PolicyTrainer
 from trl_ext.toy import MODEL_DIR
 
@@ -117,7 +118,7 @@ def test_what_the_course_sets_can_be_given(build):
         ({}, [8, 8], [8, 8]),
     ],
 )
-def test_passes_and_rollouts_are_as_large_as_was_asked(sizes, rows, responses, build, monkeypatch):
+def test_passes_and_rollouts_are_as_large_as_was_asked(sizes, rows, responses, build):
     """Two updates of the embedded model: the rows of each pass, and the responses of each rollout."""
     passes, rollouts = [], []
 
@@ -125,14 +126,12 @@ def test_passes_and_rollouts_are_as_large_as_was_asked(sizes, rows, responses, b
         rollouts.append(len(completions))
         return [float(index % 2) for index in range(len(completions))]
 
-    compute_loss = PolicyTrainer._compute_loss
+    class Counting(BeforeLoss, PolicyTrainer):
+        def before_loss(self, inputs):
+            passes.append(len(inputs["completion_ids"]))
+            return inputs
 
-    def counting(self, model, inputs):
-        passes.append(len(inputs["completion_ids"]))
-        return compute_loss(self, model, inputs)
-
-    monkeypatch.setattr(PolicyTrainer, "_compute_loss", counting)
-    trainer = PolicyTrainer(
+    trainer = Counting(
         AutoModelForCausalLM.from_pretrained(MODEL_DIR),
         reward_funcs=reward,
         args=build(group_size=4, max_steps=2, max_completion_length=4, disable_tqdm=True, save_strategy="no", **sizes),

@@ -11,7 +11,8 @@ import pytest
 import yaml
 
 from tests.support import REPOSITORY
-from tests.support.report_runs import LOSS, TIE, WIN, change, rows_of, write_policy, write_reward_model
+from tests.support.files import read_rows
+from tests.support.report_runs import LOSS, TIE, WIN, change, write_policy, write_reward_model
 from trl_ext import published
 from trl_ext.evaluation.methods.runs import read_method_run
 from trl_ext.evaluation.reporting.runs import find_runs
@@ -32,7 +33,7 @@ def write_run(folder, objective="dpo", seed=0, gain=0.1, **settings):
     """A run with scores, of four prompts whose gains are -0.4, 0, 0.1 and twice the last one's."""
     write_policy(folder, objective=f"{objective} (beta 0.1)", seed=seed, gain=gain, outcomes=(WIN, TIE, LOSS, WIN))
     change(folder, "run", "settings_digest", to=objective)
-    rows = rows_of(folder / "generations.jsonl")
+    rows = read_rows(folder / "generations.jsonl")
     for row, own in zip(rows, (-0.4, 0.0, 0.1, 4 * gain + 0.3), strict=True):
         row |= {"base_score": 0.5, "score": 0.5 + own}
     (folder / "generations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -195,7 +196,7 @@ def test_a_run_inside_and_outside_the_band(kept, tmp_path):
 def test_on_other_prompts_the_sampling_errors_are_added(kept, tmp_path):
     """Half-widths 0.4968 of the seeds and 0.03 of each run's gain: sqrt(0.4968^2 + 2 x 0.03^2) = 0.4986."""
     run = write_run(tmp_path / "mine", seed=5, gain=0.2)
-    rows = rows_of(run / "generations.jsonl")[:3]
+    rows = read_rows(run / "generations.jsonl")[:3]
     (run / "generations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     found = compare.compare_with_published(run)
     assert found["figures"]["gain in score"]["band"] == pytest.approx((-0.2986, 0.6986), abs=1e-4)
@@ -260,7 +261,7 @@ def test_gains_in_which_cuts_cost_nothing_by_hand(tmp_path):
     """A cut response has lost half of its score on `instructions`, the base's too."""
     folder = write_run(tmp_path / "runs" / "dpo-0")
     change(folder, "run", "dataset", to="instructions")
-    rows = rows_of(folder / "generations.jsonl")
+    rows = read_rows(folder / "generations.jsonl")
     scores = ((0.5, False, 0.5, True), (1.0, True, 0.25, False), (0.0, False, 0.0, False), (0.5, True, 0.5, True))
     for row, values in zip(rows, scores, strict=True):
         row |= dict(zip(("score", "finished", "base_score", "base_finished"), values, strict=True))
@@ -277,7 +278,7 @@ def test_gains_in_which_cuts_cost_nothing_by_hand(tmp_path):
 def test_gains_of_greedy_answers_by_hand(tmp_path):
     """Problems have a greedy response beside the sampled one, for policy and base."""
     folder = write_run(tmp_path / "runs" / "grpo_math-0", "grpo_math")
-    rows = rows_of(folder / "generations.jsonl")
+    rows = read_rows(folder / "generations.jsonl")
     answers = (
         ("correct", "wrong_answer"),
         ("correct", "correct"),

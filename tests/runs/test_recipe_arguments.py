@@ -10,7 +10,6 @@ import yaml
 from tests.support import recipes
 from tests.support.recipes import refused, write_labelled_pairs
 from trl_ext.losses import PreferenceObjective  # noqa: F401  the losses register before a test copies their table
-from trl_ext.registry import preference_losses
 from trl_ext.runs.arguments import toy_config
 from trl_ext.runs.folder import clear_run_folder, config_text, open_run_folder
 
@@ -167,10 +166,9 @@ def test_overwriting_leaves_no_other_model_behind(tmp_path, monkeypatch):
         ("return 1 -", ["invalid syntax", "mine.py, line"]),
     ],
 )
-def test_faulty_own_loss_ends_in_one_line(body, phrases, tmp_path, monkeypatch, capsys):
+def test_faulty_own_loss_ends_in_one_line(body, phrases, tmp_path, monkeypatch, capsys, registries_as_before):
     source = "import torch\nfrom trl_ext import preference_loss\n\n@preference_loss('faulty_of_a_test')\n"
     (tmp_path / "mine.py").write_text(source + f"def faulty(scores, *, beta):\n    {body}\n")
-    monkeypatch.setattr(preference_losses, "_entries", dict(preference_losses._entries))
     monkeypatch.chdir(tmp_path)
     message = refused(monkeypatch, capsys, "preference", "--loss=mine.py:faulty")
     assert all(phrase in message for phrase in phrases), message

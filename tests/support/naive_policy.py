@@ -1,4 +1,4 @@
-"""Policy losses as loops over rows and tokens in float64, which the tensor code is compared with."""
+"""Policy losses as loops over rows and tokens in float64, and the plain arithmetic of a policy's update."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, TrainerCallback
 
 from trl_ext.losses import PolicyScores
 
@@ -204,3 +205,75 @@ def check_padding_and_order(objective):
     assert padded[0] == pytest.approx(loss, abs=1e-12)
     assert torch.allclose(padded[1][:, : new.shape[1]], gradient, atol=1e-12)
     assert not padded[1][:, new.shape[1] :].any()
+
+
+# ---- A trainer's update, from one response at a time ----
+
+
+class Steps(TrainerCallback):
+    """Keeps the weights before each update, and its gradient."""
+
+    def __init__(self):
+        self.weights, self.gradients = [], []
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        self.weights.append({n: p.detach().clone() for n, p in model.named_parameters()})
+        self.gradients.append(torch.cat([p.grad.flatten() for _, p in model.named_parameters()]).double())
+
+
+def model_in_float64(policy_path: str, weights: dict | None = None):
+    model = AutoModelForCausalLM.from_pretrained(policy_path, dtype=torch.float64)
+    if weights is not None:
+        model.load_state_dict({name: weight.double() for name, weight in weights.items()})
+    return model
+
+
+def log_probs(model, prompt: list[int], response: list[int], temperature: float = 1.0):
+    """Of one response, token by token, without padding."""
+    logits = model(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1] / temperature
+    return logits.log_softmax(dim=-1).gather(1, torch.tensor(response)[:, None])[:, 0]
+
+
+def rows_of(batch: dict) -> list[tuple[list[int], list[int]]]:
+    """Prompt and response ids of a rollout, without padding."""
+    keys = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
+    return [(p[pm.bool()].tolist(), c[cm.bool()].tolist()) for p, pm, c, cm in zip(*map(batch.get, keys), strict=True)]
+
+
+def clip(ratio, advantage: float, low: float = 0.05, high: float = 0.05):
+    return -torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
+
+
+def mean_of_means(losses):
+    return sum(row.mean() for row in losses) / len(losses)
+
+
+def mean_over_tokens(losses):
+    return torch.cat(losses).mean()
+
+
+def mean_of_sums(losses):
+    return sum(row.sum() for row in losses) / len(losses)
+
+
+def over_eight(losses):
+    return mean_of_sums(losses) / 8
+
+
+KL_ESTIMATES = {"k1": lambda d: d, "k2": lambda d: d * d / 2, "k3": lambda d: torch.exp(-d) - 1 + d}
+
+
+# ---- Two responses of 3 and 2 tokens, whose losses are worked by hand ----
+
+LOG_RATIO = torch.tensor([[0.3, -0.1, 0.05], [-0.4, 0.2, 0.0]])
+MASK = torch.tensor([[1, 1, 1], [1, 1, 0]])
+ADVANTAGES = torch.tensor([1.0, -1.0])
+NEW = torch.tensor([[-1.0, -0.7, -0.5], [-2.0, -0.3, -0.9]])
+OLD = NEW - LOG_RATIO
+REFERENCE = NEW + torch.tensor([[0.1, -0.2, 0.05], [0.0, 0.1, 0.0]])
+# Rewards of a group.
+G = torch.tensor([3.0, 1.0, 0.0, -1.0])
+
+
+def loss_on_the_batch(objective, **inputs):
+    return objective(PolicyScores(NEW, OLD, MASK, ADVANTAGES), **inputs).item()

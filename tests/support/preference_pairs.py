@@ -44,10 +44,8 @@ PAIRS = {
     "B": Pair(-15.0, -12.0, -14.0, -13.0, 6, 5),
     "C": Pair(-10.0, -18.0, -9.5, -19.5, 4, 6),
 }
-# Other tests may register losses of their own in the same table. Those of two samplers read columns, and have examples
-# in `test_method_examples` and oracles in `test_second_sampler`.
-_OWN = [name for name in preference_losses if preference_losses[name].function.__module__.startswith("trl_ext.")]
-REGISTERED = sorted(name for name in _OWN if not preference_losses[name].columns)
+# Other tests may register losses of their own in the same table.
+REGISTERED = sorted(n for n in preference_losses if preference_losses[n].function.__module__.startswith("trl_ext."))
 REFERENCE_FREE = {"simpo", "repo", "cpo", "orpo"}
 BATCH_COUPLED = {"aot", "aot_paired"}
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import importlib
 from pathlib import Path
 
-from tests.evaluation.submissions.test_grading import write_assets
+from tests.support.files import write_rows
 
-COMMANDS = ("generate", "score", "judge", "examine_judge", "grade", "pack", "tournament")
+COMMANDS = ("generate", "score", "judge", "grade", "pack", "tournament")
+WORDS = ["axe", "banana", "beach", "black", "blue", "captain", "car", "carrot", "castle", "cat"]
+# To "Say axe three times.": right, the base's own, and wrong.
+ANSWERS = {"win": "{0}, {0}, {0}.", "tie": "{0}, {0}.", "loss": "wrong", "empty": " "}
 
 
 def module_of(command: str) -> str:
@@ -40,3 +43,62 @@ def one_line_error(result: tuple[int, str, str]) -> str:
     lines = [line for line in lines if not line.startswith("verdicts:")]
     assert len(lines) == 1 and lines[0].startswith("error: "), err
     return lines[0]
+
+
+def response_rows(plan):
+    """A row for each word, by what the planned answer should bring against the base."""
+    return [
+        {
+            "row_id": f"row-{word}",
+            "prompt_text": f"Say {word} three times.",
+            "response_text": ANSWERS[kind].format(word),
+            "generated_num_tokens": 9,
+        }
+        for word, kind in zip(WORDS, plan, strict=True)
+    ]
+
+
+def plan(win=0, tie=0, loss=0, empty=0):
+    return ["win"] * win + ["tie"] * tie + ["loss"] * loss + ["empty"] * empty
+
+
+def write_assets(folder):
+    """Ten prompts, the base's answers (two of three words), and four pairs; returns the keywords that name them."""
+    prompts = [
+        {"row_id": f"row-{word}", "prompt_messages": [{"role": "user", "content": f"Say {word} three times."}]}
+        for word in WORDS
+    ]
+    pairs = [
+        {"row_id": f"pair-{i}", "prompt_text": "Say cat.", "chosen_text": "cat", "rejected_text": f"dog {i}"}
+        for i in range(4)
+    ]
+    return {
+        "prompts_jsonl": str(write_rows(folder / "prompts.jsonl", prompts)),
+        "base_jsonl": str(write_rows(folder / "base.jsonl", response_rows(plan(tie=10)))),
+        "prefs_jsonl": str(write_rows(folder / "prefs.jsonl", pairs)),
+    }
+
+
+def write_scores(folder, margins):
+    rows = [{"row_id": f"pair-{i}", "chosen_score": m, "rejected_score": 0.0} for i, m in enumerate(margins)]
+    return write_rows(folder / "reward_model" / "public_test_pref_scores.jsonl", rows)
+
+
+def write_policy(folder, name, rows):
+    return write_rows(folder / "policy_generations" / f"{name}.jsonl", rows)
+
+
+def response(row_id, text="fine", tokens=3, prompt_text=None):
+    return {
+        "row_id": row_id,
+        "prompt_text": prompt_text or f"Say {row_id} twice.",
+        "response_text": text,
+        "generated_num_tokens": tokens,
+    }
+
+
+def write_prompts(path, texts):
+    return write_rows(
+        path,
+        [{"row_id": f"p{i}", "prompt_messages": [{"role": "user", "content": t}]} for i, t in enumerate(texts)],
+    )

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import REPOSITORY
+from tests.support.files import write_rows
 
 RECIPES = REPOSITORY / "recipes"
 
@@ -27,6 +28,35 @@ OTHERS = {
     "sweep_generation": "studies.generation_sweep:SweepArguments",
     "rlhf": "studies.pipeline:RLHFArguments",
 }
+
+
+# Short enough for seconds, over every part of a run.
+SHORT_PREFERENCE = [
+    "--max_steps=4",
+    "--per_device_train_batch_size=4",
+    "--gradient_accumulation_steps=2",
+    "--generation_eval_every=2",
+    "--num_generation_prompts=3",
+    "--num_eval_prompts=12",
+    "--max_new_tokens=12",
+    "--eval_steps=2",
+    "--save_steps=2",
+    "--logging_steps=1",
+    "--disable_tqdm=true",
+]
+# The same for recipes that sample in groups.
+SHORT_ROLLOUTS = [
+    "--max_steps=4",
+    "--per_device_train_batch_size=8",
+    "--num_generations=4",
+    "--generation_eval_every=2",
+    "--num_generation_prompts=4",
+    "--num_eval_prompts=8",
+    "--save_steps=2",
+    "--save_total_limit=3",
+    "--logging_steps=1",
+    "--disable_tqdm=true",
+]
 
 
 def parse(monkeypatch, script: str, *arguments: str):
@@ -105,7 +135,7 @@ def write_labelled_pairs(path: Path, count: int) -> None:
         }
         for pair in pairs(count)
     ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(path, rows)
 
 
 def copy_repository(folder: Path) -> None:
@@ -118,3 +148,13 @@ def copy_repository(folder: Path) -> None:
         return patterns(place, names) - ({"runs"} if Path(place).name == "trl_ext" else set())
 
     shutil.copytree(REPOSITORY, folder, ignore=ignored)
+
+
+def write_rewards(folder: Path) -> None:
+    """Write `my_rewards.py`, whose function `known` is the score of the embedded task."""
+    (folder / "my_rewards.py").write_text(
+        "from trl_ext.toy import score\n\n\n"
+        "def known(prompts, completions, finished, **columns):\n"
+        "    texts = zip(prompts, completions, finished, strict=True)\n"
+        "    return [score(p[-1]['content'], c[0]['content'], finished=f) for p, c, f in texts]\n"
+    )

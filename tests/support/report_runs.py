@@ -8,6 +8,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
 
+from tests.support.files import write_rows
 from trl_ext.evaluation import write_report
 
 HOSTILE = (
@@ -21,10 +22,6 @@ WIN, TIE, LOSS = "candidate", "tie", "base"
 
 def interval(mean: float, half_width: float) -> dict[str, float]:
     return {"mean": mean, "low": mean - half_width, "high": mean + half_width}
-
-
-def write_rows(path: Path, rows: list[dict]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def write_policy(
@@ -142,10 +139,6 @@ def write_example(folder: Path) -> Path:
         write_policy(folder / name, timed=name != "gamma", **given)
     write_reward_model(folder / "rm")
     return folder
-
-
-def rows_of(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
 
 
 class Page(HTMLParser):

@@ -4,6 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
+from trl_ext.models import score_sequences
+
+SEQUENCES = [[5, 9, 33, 2], [7, 8], [100, 120, 4, 55, 66, 2], [3]]
+VARIANTS = {
+    "plain": {},
+    "all linear, rank 6": {"r": 6, "target_modules": "all-linear", "lora_dropout": 0.1},
+    "rslora": {"r": 4, "use_rslora": True, "target_modules": ["k_proj", "down_proj"]},
+    "dora": {"use_dora": True},
+    "one layer, ranks by module": {"layers_to_transform": [1], "rank_pattern": {"v_proj": 2}},
+}
+
+
 PROMPTS = [[{"role": "user", "content": text}] for text in ("one", "where is the cat?", "and now for a long one", "")]
 COMPLETIONS = ["a", "on the mat, as it always is", "", "seven red birds in an old tree"]
 
@@ -104,3 +118,9 @@ def save_reward_models(base: str, folder: Path) -> dict[str, str]:
         "rank6": save_adapter(base, folder / "rank6", seed=1, r=6, target_modules="all-linear"),
         "full": save_full_model(base, folder / "full-run", seed=2),
     }
+
+
+def separate_scores(base: str, folder: str, sequences=SEQUENCES) -> torch.Tensor:
+    model = load_adapter(base, folder)
+    model.config.pad_token_id = 0
+    return score_sequences(model, sequences, batch_size=2, pad_token_id=0)

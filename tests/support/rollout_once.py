@@ -15,6 +15,7 @@ from typing import Any
 
 from tests.support import REPOSITORY, train_once
 from tests.support.train_once import ONE_STEP
+from tests.support.trl_private import BeforeLoss, OwnResponses
 
 DEFAULTS = {
     **ONE_STEP,
@@ -87,10 +88,10 @@ def at_odd_rows(completion_ids, row_id, **_) -> list[float]:
 REWARDS = {function.__name__: function for function in (thirds, evens, not_a_number, at_odd_rows)}
 
 
-class FixedRollouts:
+class FixedRollouts(OwnResponses):
     """Responses that depend on the prompt and on the place in its group alone: the same however they are split."""
 
-    def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations, has_tool_images=False):
+    def respond(self, prompt_ids):
         first = self.accelerator.process_index * len(prompt_ids)
         group = self.args.num_generations
         responses = []
@@ -100,7 +101,7 @@ class FixedRollouts:
             tokens = [3 + zlib.crc32(f"{digits} {position}".encode()) % 250 for position in range(length)]
             cut = length == self.max_completion_length
             responses.append(tokens if cut else [*tokens[:-1], self.eos_token_ids[0]])
-        return responses, None
+        return responses
 
 
 def build(spec: dict, output_dir: str, **trainer_arguments: Any):
@@ -156,14 +157,14 @@ def build(spec: dict, output_dir: str, **trainer_arguments: Any):
     return trainer
 
 
-class LossFaultOnTheLastRank:
+class LossFaultOnTheLastRank(BeforeLoss):
     """At the second optimizer step, the last process's loss is NaN."""
 
-    def _compute_loss(self, model, inputs):
+    def before_loss(self, inputs):
         last = self.accelerator.process_index == self.accelerator.num_processes - 1
         if last and self.state.global_step == 1:
             inputs = {**inputs, "advantages": inputs["advantages"] * float("nan")}
-        return super()._compute_loss(model, inputs)
+        return inputs
 
 
 FAULTS = {"loss_on_the_last_rank": LossFaultOnTheLastRank}
@@ -174,6 +175,31 @@ def train(spec: dict, output_dir: str, **trainer_arguments: Any):
     trainer = build(spec, output_dir, **trainer_arguments)
     trainer.train(resume_from_checkpoint=spec.get("resume_from_checkpoint"))
     return trainer
+
+
+# Of an online preference trainer: half of each batch replayed.
+REPLAY = {"replay_capacity": 100, "replay_fraction": 0.5, "replay_max_age": 2}
+
+
+def online_preference_specification(policy_path: str, **args) -> dict:
+    """Of `OnlinePreferenceTrainer` on fixed responses, 16 to an update."""
+    return {
+        "trainer": "OnlinePreferenceTrainer",
+        "model": policy_path,
+        "perturb": 1,
+        "fixed": True,
+        "args": {"per_device_train_batch_size": 16, **args},
+    }
+
+
+def initial_model(policy_path: str):
+    """The policy of a specification with `perturb` 1, before it is trained."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from tests.support.tiny import perturbed
+
+    return perturbed(AutoModelForCausalLM.from_pretrained(policy_path, dtype=torch.float64), seed=1, scale=0.02)
 
 
 train_in_processes = functools.partial(train_once.train_in_processes, module="tests.support.rollout_once")

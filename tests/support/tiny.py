@@ -159,3 +159,20 @@ def save_tiny_gpt2(path: Path) -> None:
     )
     GPT2LMHeadModel(config).save_pretrained(path)
     tokenizer.save_pretrained(path)
+
+
+def alpaca(prompt: str, response: str) -> str:
+    """An example as the template of Alpaca writes it."""
+    first = "Below is an instruction that describes a task. Write a response that appropriately completes the request."
+    return f"{first}\n\n### Instruction:\n{prompt}\n\n### Response:\n{response}"
+
+
+def with_special_tokens(tokenizer, template: str):
+    """The tokenizer as one that puts `<|im_start|>` before, or its end-of-text token after, every text."""
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer.bos_token = "<|im_start|>"
+    names = ("<|im_start|>", "<|im_end|>")
+    special_tokens = [(name, tokenizer.convert_tokens_to_ids(name)) for name in names]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=template, special_tokens=special_tokens)
+    return tokenizer

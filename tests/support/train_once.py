@@ -36,6 +36,8 @@ ONE_STEP = {
 }
 # The order of the rows, so that how they are split is the only difference.
 DEFAULTS = {**ONE_STEP, "per_device_train_batch_size": 2, "train_sampling_strategy": "sequential"}
+# A reference that is not the policy.
+REFERENCE = {"reference_seed": 1, "reference_scale": 0.1}
 
 
 @dataclass
@@ -158,6 +160,18 @@ def build(spec: dict, output_dir: str, **trainer_arguments: Any):
         "peft_config": lora,
     }
     return trainer_class(model, reference, args=config_class(**arguments), **{**defaults, **trainer_arguments})
+
+
+def load_models(path: str) -> tuple:
+    """The tokenizer, the policy before training and the reference of `REFERENCE`, in float64."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from tests.support.tiny import perturbed
+
+    load = lambda: AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)  # noqa: E731
+    reference = perturbed(load(), seed=REFERENCE["reference_seed"], scale=REFERENCE["reference_scale"])
+    return AutoTokenizer.from_pretrained(path), load().double(), reference.double()
 
 
 def train(spec: dict, output_dir: str, **trainer_arguments: Any):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from types import SimpleNamespace
@@ -13,6 +12,7 @@ from datasets import Dataset, DatasetDict
 from transformers import AutoTokenizer
 
 import trl_ext
+from tests.support.files import write_rows
 from trl_ext.models import resolve_model_path
 from trl_ext.resilience.training import _is_no_tied_head
 from trl_ext.runs import training_run
@@ -225,7 +225,7 @@ class TestRecipes:
         """Of 20 prompts of two rows, 0.1: two prompts, which no training row has, in both held-out splits."""
         path = tmp_path / "mine.jsonl"
         rows = [{"prompt": f"p{n % 20}", "chosen": f"c{n}", "rejected": "r"} for n in range(40)]
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(path, rows)
         given = rows_of(path, train_split="train_prefs", eval_split="test_prefs", prompt_split="test_gen")
         given.eval_fraction = 0.1
         loaded = [training.load_rows(given, seed) for seed in (42, 42, 43)]

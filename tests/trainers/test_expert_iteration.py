@@ -15,6 +15,7 @@ from datasets import Dataset
 from safetensors.torch import load_file
 
 from tests.support import recipes
+from tests.support.files import read_rows
 from trl_ext import ExpertIterationConfig, ExpertIterationTrainer, SFTConfig, SFTTrainer
 from trl_ext.data.math import load_math, math_prompt
 from trl_ext.evaluation.reasoning import grader
@@ -41,10 +42,6 @@ SHORT = [
     "--logging_steps=1",
     "--disable_tqdm=true",
 ]
-
-
-def read(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def build(folder: Path, *, grade=None, rows=None, ask=None, limit=48, **settings) -> ExpertIterationTrainer:
@@ -109,7 +106,7 @@ def test_a_round_whose_correct_responses_were_all_cut_says_so(tmp_path):
     expected = r"none of 10 responses to 5 questions was correct and ended \(10 correct and cut, 0 with a wrong"
     with pytest.raises(NoCorrectResponseError, match=expected):
         trainer.train()
-    (figures,) = [row for row in read(tmp_path / "metrics.jsonl") if "rollouts/kept" in row]
+    (figures,) = [row for row in read_rows(tmp_path / "metrics.jsonl") if "rollouts/kept" in row]
     assert (figures["rollouts/kept"], figures["rollouts/correct_but_cut"]) == (0, 10)
 
 
@@ -123,7 +120,7 @@ def straight(tmp_path_factory) -> Path:
     trainer = build(folder)
     trainer.train()
     # As a notebook has them.
-    logged, written = trainer.state.log_history, read(folder / "metrics.jsonl")
+    logged, written = trainer.state.log_history, read_rows(folder / "metrics.jsonl")
     names = ("rollouts/reward", "loss", "train_loss")
     assert [[row.get(name) for name in names] for row in logged] == [[row.get(n) for n in names] for row in written]
     return folder
@@ -134,24 +131,26 @@ class TestRounds:
     def test_a_dataset_is_the_correct_responses_of_its_round(self, straight):
         answers = {row["row_id"]: row["answer"] for row in load_math("toy", "train")}
         for step in (1, 2, 3):
-            rollouts = read(straight / "samples" / f"expert_{step}_rollouts.jsonl")
+            rollouts = read_rows(straight / "samples" / f"expert_{step}_rollouts.jsonl")
             assert len(rollouts) == 320 and len({row["row_id"] for row in rollouts}) == 80
             expected = {
                 (row["row_id"], row["response_text"])
                 for row in rollouts
                 if row["response_text"].endswith(f"</think> <answer>{answers[row['row_id']]}</answer>")
             }
-            rows = read(straight / "samples" / f"expert_{step}_dataset.jsonl")
+            rows = read_rows(straight / "samples" / f"expert_{step}_dataset.jsonl")
             found = [(row["row_id"], row["completion"][0]["content"]) for row in rows]
             assert len(found) == len(set(found)) and set(found) == expected
 
     def test_rounds_draw_other_questions(self, straight):
-        drawn = [{row["row_id"] for row in read(straight / "samples" / f"expert_{s}_rollouts.jsonl")} for s in (1, 2)]
+        drawn = [
+            {row["row_id"] for row in read_rows(straight / "samples" / f"expert_{s}_rollouts.jsonl")} for s in (1, 2)
+        ]
         assert drawn[0] != drawn[1]
 
     def test_metrics(self, straight):
         """Steps go on over the rounds: a round of n rows makes ceil(n / 16) updates."""
-        metrics = read(straight / "metrics.jsonl")
+        metrics = read_rows(straight / "metrics.jsonl")
         rounds = [row for row in metrics if "expert_step" in row]
         assert [row["expert_step"] for row in rounds] == [1, 2, 3]
         updates = [-(-row["rollouts/kept"] // 16) for row in rounds]
@@ -159,7 +158,7 @@ class TestRounds:
         losses = [row["step"] for row in metrics if "loss" in row]
         assert losses == list(range(1, sum(updates) + 1))
         for row in rounds:
-            rollouts = read(straight / "samples" / f"expert_{row['expert_step']}_rollouts.jsonl")
+            rollouts = read_rows(straight / "samples" / f"expert_{row['expert_step']}_rollouts.jsonl")
             mean = {
                 name: sum(one[key] for one in rollouts) / 320
                 for name, key in (("reward", "reward"), ("format", "format_reward"), ("entropy", "entropy"))
@@ -171,7 +170,7 @@ class TestRounds:
 
     def test_a_round_is_fine_tuning_on_its_dataset(self, straight, tmp_path):
         """`SFTTrainer` by itself, on what the file of the first round holds, ends with the same weights."""
-        rows = Dataset.from_list(read(straight / "samples" / "expert_1_dataset.jsonl"))
+        rows = Dataset.from_list(read_rows(straight / "samples" / "expert_1_dataset.jsonl"))
         config = SFTConfig(output_dir=str(tmp_path), num_train_epochs=1, save_strategy="no", seed=3, **COMMON)
         trainer = SFTTrainer(str(MODEL_DIR), config, train_dataset=rows)
         set_seed(3 + 1)
@@ -192,7 +191,7 @@ class TestRounds:
         for name in ("expert_1_dataset", "expert_2_rollouts", "expert_3_dataset"):
             path = Path("samples") / f"{name}.jsonl"
             assert (tmp_path / path).read_bytes() == (straight / path).read_bytes()
-        steps = [[row["step"] for row in read(folder / "metrics.jsonl")] for folder in (tmp_path, straight)]
+        steps = [[row["step"] for row in read_rows(folder / "metrics.jsonl")] for folder in (tmp_path, straight)]
         assert steps[0] == steps[1]
 
     def test_a_checkpoint_that_cannot_be_resumed_from(self, straight, tmp_path):
@@ -281,14 +280,14 @@ def test_a_run_and_what_it_leaves(tmp_path, monkeypatch, capsys):
     recipes.run(monkeypatch, "expert_iteration", *SHORT, "--output_dir", "run", "--max_per_question", "1")
     run = tmp_path / "run"
     results = json.loads((run / "results.json").read_text())
-    rows = read(run / "generations.jsonl")
+    rows = read_rows(run / "generations.jsonl")
     assert results["score"]["policy"] == sum(row["score"] for row in rows) / 6
     assert results["run"]["sampled_responses"] == 160
-    validations = [row for row in read(run / "metrics.jsonl") if "eval_score" in row]
+    validations = [row for row in read_rows(run / "metrics.jsonl") if "eval_score" in row]
     assert len(validations) == 3 and validations[0]["step"] == 0
     assert validations[-1]["step"] == results["run"]["optimizer_steps"]
     for step in (1, 2):
-        questions = [row["row_id"] for row in read(run / "samples" / f"expert_{step}_dataset.jsonl")]
+        questions = [row["row_id"] for row in read_rows(run / "samples" / f"expert_{step}_dataset.jsonl")]
         assert len(questions) == len(set(questions))
     assert sorted(path.name for path in run.glob("checkpoint-*")) == ["checkpoint-2"]
     assert "accuracy, sampled" in capsys.readouterr().out

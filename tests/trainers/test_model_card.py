@@ -15,6 +15,7 @@ import yaml
 
 from tests.support import REPOSITORY, recipes
 from tests.support.tiny import save_tiny_model
+from tests.support.trl_private import describe_as, tags_of
 from trl_ext import AOTTrainer
 from trl_ext.evaluation.reporting.model_card import results_section
 from trl_ext.losses import PreferenceObjective  # noqa: F401  the losses register before a test copies their table
@@ -31,7 +32,7 @@ def stand_in(folder: Path, *, base: str = "org/base", **args) -> WritesModelCard
     trainer.model = SimpleNamespace(config=SimpleNamespace(_name_or_path=base))
     trainer.state = SimpleNamespace(global_step=7)
     trainer.train_dataset = range(3)
-    trainer._tag_names, trainer._name, trainer._paper = ["trl_ext"], AOTTrainer._name, AOTTrainer._paper
+    describe_as(trainer, AOTTrainer, ["trl_ext"])
     trainer.is_world_process_zero = lambda: True
     return trainer
 
@@ -46,7 +47,7 @@ def test_trls_tags_stand_beside_ours(name):
 
     import trl_ext
 
-    own, stock = (getattr(library, f"{name}Trainer")._tag_names for library in (trl_ext, trl))
+    own, stock = (tags_of(getattr(library, f"{name}Trainer")) for library in (trl_ext, trl))
     assert {*stock, "trl_ext"} <= {*own}
 
 
@@ -215,7 +216,8 @@ def test_the_cards_own_lines_load_the_model_elsewhere_and_train_it_again(base, t
 @pytest.mark.parametrize(("loss", "tags"), [("aot", {"aot"}), ("dpo", {"dpo"}), ("mine.py:f", {"dpo"})])
 def test_a_model_is_tagged_by_its_method(loss, tags, tmp_path):
     trainer = stand_in(tmp_path / "run")
-    trainer._tag_names, trainer.args.loss = AOTTrainer._tag_names, loss
+    describe_as(trainer, AOTTrainer, tags_of(AOTTrainer))
+    trainer.args.loss = loss
     trainer.create_model_card()
     ours = {"generated_from_trainer", "preference-optimization", "trl", "trl_ext"}
     assert {*head_of((tmp_path / "run" / "README.md").read_text())["tags"]} == ours | tags

@@ -10,15 +10,23 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl.trainer.utils import add_fused_lm_head
 
 from tests.support.float64 import float32_again
-from tests.support.rollout_once import prompts, thirds, train, train_in_processes
-from tests.support.tiny import perturbed, response_log_prob
+from tests.support.rollout_once import (
+    REPLAY,
+    initial_model,
+    online_preference_specification,
+    prompts,
+    thirds,
+    train,
+    train_in_processes,
+)
+from tests.support.tiny import response_log_prob
 from tests.support.train_once import largest_difference, relative_difference, result
+from tests.support.trl_private import forget_accelerator, rollout_batches
 from trl_ext.losses import PreferenceObjective, PreferenceScores, aot, dpo, ipo, simpo
 from trl_ext.rollouts.replay import importance_weights
 from trl_ext.trainers.online_preference import trainer as online_preference
@@ -28,16 +36,6 @@ from trl_ext.trainers.preference.pair_batches import SampledPairMetrics
 pytestmark = pytest.mark.usefixtures("in_float64")
 
 LOSSES = {"dpo": dpo, "ipo": ipo, "simpo": simpo, "aot": aot}
-
-
-def specification(policy_path: str, **args) -> dict:
-    return {
-        "trainer": "OnlinePreferenceTrainer",
-        "model": policy_path,
-        "perturb": 1,
-        "fixed": True,
-        "args": {"per_device_train_batch_size": 16, **args},
-    }
 
 
 class Recorder:
@@ -52,10 +50,6 @@ class Recorder:
         rewards = thirds(completion_ids)
         self.responses += zip(prompts, completion_ids, rewards, strict=True)
         return rewards
-
-
-def initial_model(policy_path: str):
-    return perturbed(AutoModelForCausalLM.from_pretrained(policy_path, dtype=torch.float64), seed=1, scale=0.02)
 
 
 def expected_pairs(responses: list, kind: str) -> list[tuple]:
@@ -111,7 +105,7 @@ def test_loss_and_gradient(loss, pairs, accumulation, temperature, policy_path, 
     """
     recorder = Recorder()
     split = {"per_device_train_batch_size": 16 // accumulation, "gradient_accumulation_steps": accumulation}
-    spec = specification(policy_path, loss=loss, pairs=pairs, temperature=temperature, **split)
+    spec = online_preference_specification(policy_path, loss=loss, pairs=pairs, temperature=temperature, **split)
     trainer = train(spec, str(tmp_path), reward_funcs=[recorder])
     run = result(trainer)
 
@@ -145,7 +139,7 @@ def test_loss_and_gradient(loss, pairs, accumulation, temperature, policy_path, 
 def test_reference_is_the_model_without_its_adapter(temperature, policy_path, tmp_path):
     """With an adapter off its start the margin is to the base, which carries no adapter."""
     recorder = Recorder()
-    spec = {**specification(policy_path, temperature=temperature), "lora": True}
+    spec = {**online_preference_specification(policy_path, temperature=temperature), "lora": True}
     del spec["perturb"]
     untrained = train({**spec, "args": {**spec["args"], "learning_rate": 0.0}}, str(tmp_path), reward_funcs=[recorder])
     model = copy.deepcopy(untrained.model).double()
@@ -162,7 +156,7 @@ def test_held_out_loss(loss, batch, temperature, policy_path, tmp_path):
     of the pairs of all batches.
     """
     recorder = Recorder()
-    spec = specification(
+    spec = online_preference_specification(
         policy_path, loss=loss, per_device_eval_batch_size=batch, learning_rate=0.1, temperature=temperature
     )
     trainer = train(spec, str(tmp_path), reward_funcs=[recorder], eval_dataset=Dataset.from_list(prompts(8)))
@@ -208,7 +202,7 @@ def test_what_fills_a_batch_up_is_not_in_a_held_out_loss_that_couples_pairs():
 @float32_again()
 def test_mixed_precision_is_that_of_the_policy_and_of_the_reference(temperature, policy_path):
     """Models of equal weights score alike in bfloat16, the reference prepared earlier, as by TRL, the policy later."""
-    AcceleratorState._reset_state(reset_partial_state=True)
+    forget_accelerator()
     try:
         accelerator = Accelerator(cpu=True, mixed_precision="bf16")
         policy, reference = (AutoModelForCausalLM.from_pretrained(policy_path, dtype=torch.float32) for _ in range(2))
@@ -225,7 +219,7 @@ def test_mixed_precision_is_that_of_the_policy_and_of_the_reference(temperature,
             full = AutoModelForCausalLM.from_pretrained(policy_path, dtype=torch.float32).eval()
             exact = full(input_ids=ids).logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
     finally:
-        AcceleratorState._reset_state(reset_partial_state=True)
+        forget_accelerator()
     assert own.dtype == other.dtype == torch.float32
     assert torch.equal(own, other)
     assert 0 < (own[..., -exact.size(1) :] - exact).abs().max() < 0.1, "bfloat16, at temperature 1"
@@ -251,7 +245,7 @@ def test_importance_weights_are_of_the_distributions_that_are_sampled_from(
     monkeypatch.setattr(online_preference, "importance_weights", recording)
     settings = {"max_steps": 2, "learning_rate": 0.02, "temperature": 0.5, "replay_weights": "sequence", **REPLAY}
     split = {"per_device_train_batch_size": 16 // accumulation, "gradient_accumulation_steps": accumulation}
-    spec = {**specification(policy_path, **settings, **split), "prompts": 16}
+    spec = {**online_preference_specification(policy_path, **settings, **split), "prompts": 16}
     trainer = train(spec, str(tmp_path), callbacks=[Weights()])
     model = AutoModelForCausalLM.from_pretrained(policy_path, dtype=torch.float64)
 
@@ -268,7 +262,7 @@ def test_importance_weights_are_of_the_distributions_that_are_sampled_from(
             log_prob(pair.version, pair.prompt_ids, pair.chosen_ids), rel=1e-4
         )
     found, ages = [], set()
-    for batch in trainer._buffered_inputs:
+    for batch in rollout_batches(trainer):
         for ids, mask in zip(batch["completion_ids"], batch["completion_mask"].bool(), strict=True):
             chosen, rejected = (tuple(row[kept].tolist()) for row, kept in zip(ids, mask, strict=True))
             pair = pairs[chosen, rejected]
@@ -282,7 +276,6 @@ def test_importance_weights_are_of_the_distributions_that_are_sampled_from(
 # ---- However the batch is divided ----
 
 # Three updates; a rollout of 16 responses, 4 to a prompt. The reward `evens` has many ties.
-REPLAY = {"replay_capacity": 100, "replay_fraction": 0.5, "replay_max_age": 2}
 DIVIDED = {
     "dpo": {},
     "all pairs, ties": {"pairs": "all", "loss": "ipo"},
@@ -290,8 +283,6 @@ DIVIDED = {
     "replay": {"loss": "ipo", **REPLAY},
     "replay, weights": {**REPLAY, "replay_weights": "sequence", "pairs": "all"},
     "replay, weights, temperature": {**REPLAY, "replay_weights": "sequence", "temperature": 0.5},
-    "xpo": {"loss": "xpo", "loss_kwargs": {"alpha": 0.1}, **REPLAY},
-    "nash_md": {"loss": "nash_md"},
     "replay, length-normalized": {**REPLAY, "replay_weights": "length_normalized", "loss": "aot", "beta": 0.2},
 }
 
@@ -299,7 +290,7 @@ DIVIDED = {
 def divided(policy_path: str, name: str, rows: int, accumulation: int) -> dict:
     steps = {"max_steps": 3, "learning_rate": 0.02, "gradient_accumulation_steps": accumulation}
     args = {**steps, **DIVIDED[name], "per_device_train_batch_size": rows}
-    return {**specification(policy_path, **args), "rewards": ["evens"], "prompts": 12}
+    return {**online_preference_specification(policy_path, **args), "rewards": ["evens"], "prompts": 12}
 
 
 @pytest.fixture(scope="module")
@@ -365,7 +356,9 @@ def test_nothing_is_learned_from_ties(policy_path, tmp_path, caplog):
     def alike(completions, **_):
         return [1.0] * len(completions)
 
-    trainer = train(specification(policy_path, loss="ipo", max_steps=2), str(tmp_path), reward_funcs=[alike])
+    trainer = train(
+        online_preference_specification(policy_path, loss="ipo", max_steps=2), str(tmp_path), reward_funcs=[alike]
+    )
     run = result(trainer)
     assert run.losses == [0.0, 0.0]
     assert [entry["pairs/ties_dropped"] for entry in run.logs] == [4, 4]

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.rollout_once import train
+from tests.support.rollout_once import online_preference_specification, train
 from tests.support.train_once import largest_difference, result
-from tests.trainers.test_online_preference import specification
 from trl_ext import OnlinePreferenceConfig
 from trl_ext.evaluation.judging.protocol import JudgeError
 from trl_ext.resilience.reward_guard import RewardError, RewardGuard
@@ -36,7 +35,7 @@ def test_a_judge_ranks_as_the_reward_that_it_stands_for(policy_path, tmp_path):
     def shorter(completions, **_):
         return [-float(len(completion[0]["content"])) for completion in completions]
 
-    spec = specification(policy_path, max_completion_length=12)
+    spec = online_preference_specification(policy_path, max_completion_length=12)
     judged = result(train(spec, str(tmp_path), reward_funcs=None, judge=Shorter()))
     rewarded = result(train(spec, str(tmp_path), reward_funcs=[shorter]))
     assert judged.losses == rewarded.losses

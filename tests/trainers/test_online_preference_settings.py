@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.rollout_once import train
+from tests.support.rollout_once import REPLAY, online_preference_specification, train
 from tests.support.train_once import largest_difference, parameters, result
-from tests.trainers.test_online_preference import REPLAY, specification
 from trl_ext import OnlinePreferenceConfig
 from trl_ext.trainers.online_preference.trainer import REPLAY_FILE
 
@@ -18,7 +17,9 @@ pytestmark = pytest.mark.usefixtures("in_float64")
 
 def replaying(policy_path: str, folder, **args) -> dict:
     settings = {"max_steps": 4, "learning_rate": 0.02, "save_strategy": "steps", "save_steps": 2, **REPLAY}
-    return specification(policy_path, replay_weights="sequence", **{**settings, **args}, output_dir=str(folder))
+    return online_preference_specification(
+        policy_path, replay_weights="sequence", **{**settings, **args}, output_dir=str(folder)
+    )
 
 
 def test_resumes_as_it_would_have_gone_on(policy_path, tmp_path):
@@ -87,7 +88,7 @@ def test_wrong_configuration(message, tmp_path):
 
 def test_wrong_trainer_arguments(policy_path, tmp_path):
     with pytest.raises(ValueError, match="no reward function"):
-        train(specification(policy_path), str(tmp_path), reward_funcs=None)
+        train(online_preference_specification(policy_path), str(tmp_path), reward_funcs=None)
 
 
 def test_description():

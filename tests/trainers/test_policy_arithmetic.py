@@ -7,46 +7,28 @@ from collections import defaultdict
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, TrainerCallback
 
+from tests.support.naive_policy import (
+    KL_ESTIMATES,
+    Steps,
+    clip,
+    log_probs,
+    mean_of_means,
+    mean_of_sums,
+    mean_over_tokens,
+    model_in_float64,
+    over_eight,
+    rows_of,
+)
 from tests.support.rollout_once import build, prompts, thirds
 from tests.support.train_once import relative_difference
+from tests.support.trl_private import rollout_batches, tokenized_prompts
 from trl_ext.trainers.policy import trainer as policy_module
 
 pytestmark = pytest.mark.usefixtures("in_float64")
 
 
 # ---- Equality with plain arithmetic in float64 ----
-
-
-class Steps(TrainerCallback):
-    """Keeps the weights before each update, and its gradient."""
-
-    def __init__(self):
-        self.weights, self.gradients = [], []
-
-    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        self.weights.append({n: p.detach().clone() for n, p in model.named_parameters()})
-        self.gradients.append(torch.cat([p.grad.flatten() for _, p in model.named_parameters()]).double())
-
-
-def model_in_float64(policy_path: str, weights: dict | None = None):
-    model = AutoModelForCausalLM.from_pretrained(policy_path, dtype=torch.float64)
-    if weights is not None:
-        model.load_state_dict({name: weight.double() for name, weight in weights.items()})
-    return model
-
-
-def log_probs(model, prompt: list[int], response: list[int], temperature: float = 1.0):
-    """Of one response, token by token, without padding."""
-    logits = model(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1] / temperature
-    return logits.log_softmax(dim=-1).gather(1, torch.tensor(response)[:, None])[:, 0]
-
-
-def rows_of(batch: dict) -> list[tuple[list[int], list[int]]]:
-    """Prompt and response ids of a rollout, without padding."""
-    keys = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
-    return [(p[pm.bool()].tolist(), c[cm.bool()].tolist()) for p, pm, c, cm in zip(*map(batch.get, keys), strict=True)]
 
 
 def by_group(rows, values: list[float], function) -> list[float]:
@@ -77,27 +59,6 @@ def twice_the_rank(r: list[float]) -> list[float]:
     return [2 * (sum(y < x for y in r) - sum(y > x for y in r)) / (len(r) - 1) for x in r]
 
 
-def clip(ratio, advantage: float, low: float = 0.05, high: float = 0.05):
-    return -torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
-
-
-def mean_of_means(losses):
-    return sum(row.mean() for row in losses) / len(losses)
-
-
-def mean_over_tokens(losses):
-    return torch.cat(losses).mean()
-
-
-def mean_of_sums(losses):
-    return sum(row.sum() for row in losses) / len(losses)
-
-
-def over_eight(losses):
-    return mean_of_sums(losses) / 8
-
-
-KINDS = {"k1": lambda d: d, "k2": lambda d: d * d / 2, "k3": lambda d: torch.exp(-d) - 1 + d}
 CLIP = {"epsilon": 0.05}
 # name -> (settings, advantages of a group, surrogate, reduction, KL kind, KL in, beta)
 INDEPENDENT = {
@@ -106,7 +67,7 @@ INDEPENDENT = {
             {**CLIP, "beta": 0.2, "kl_estimator": kind},
             normalized, "clip", mean_of_means, kind, "loss", 0.2,
         )
-        for kind in KINDS
+        for kind in KL_ESTIMATES
     },
     "kl by itself": (
         {**CLIP, "beta": 0.2, "kl_aggregation": "token_mean"},
@@ -143,7 +104,7 @@ def test_equals_plain_arithmetic(name, policy_path, tmp_path):
     args = {"num_iterations": 2, "max_steps": 2, "learning_rate": 0.2, "num_generations": 4, **settings}
     trainer = build({"model": policy_path, "perturb": 1, "args": args}, str(tmp_path), callbacks=[steps])
     trainer.train()
-    batch = trainer._buffered_inputs[0]
+    batch = rollout_batches(trainer)[0]
     rows = rows_of(batch)
     assert len({tuple(prompt) for prompt, _ in rows}) == 2 and len({len(response) for _, response in rows}) > 2
     sampler, reference = model_in_float64(policy_path, steps.weights[0]), model_in_float64(policy_path)
@@ -174,7 +135,7 @@ def test_equals_plain_arithmetic(name, policy_path, tmp_path):
                     "reinforce": lambda p=log_prob, a=advantage: -a * p,
                 }[surrogate]()
             )
-        divergences = [KINDS[kind](p - f) for p, f in zip(new, of_reference, strict=True)] if kind else []
+        divergences = [KL_ESTIMATES[kind](p - f) for p, f in zip(new, of_reference, strict=True)] if kind else []
         if kl_in == "loss":
             losses = [loss + beta * divergence for loss, divergence in zip(losses, divergences, strict=True)]
         total = reduce(losses)
@@ -207,7 +168,7 @@ def test_the_greedy_baseline_is_that_of_plain_greedy_generation(num_generations,
     trainer = build(spec, str(tmp_path), callbacks=[steps])
     trainer.train()
     count = 8 // num_generations
-    ids, _, _ = trainer._tokenize_prompts([row["prompt"] for row in prompts(8)])
+    ids = tokenized_prompts(trainer, [row["prompt"] for row in prompts(8)])
     for step in range(2):
         seen = [(step * count + index) % 8 for index in range(count)]
         expected = [greedy_reward(policy_path, steps.weights[step], ids[index], 8) for index in seen]

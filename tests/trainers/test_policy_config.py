@@ -30,7 +30,7 @@ NAMED = {
 BUILT_IN = list(policy_algorithms)
 
 
-pytestmark = pytest.mark.usefixtures("algorithms_as_before")
+pytestmark = pytest.mark.usefixtures("registries_as_before")
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from transformers import (
 from tests.support.reward_adapters import load_adapter, plain_scores, save_adapter, save_full_model, turns
 from tests.support.rollout_once import build, prompts, thirds, train
 from tests.support.train_once import entries
+from tests.support.trl_private import logged_samples, rollout_batches
 from trl_ext.resilience.reward_guard import RewardError, RewardGuard
 from trl_ext.rewards import RewardEnsemble, RewardModel
 from trl_ext.trainers.policy.reward_functions import reward_columns
@@ -58,7 +59,7 @@ def test_none_is_unscorable(policy_path, tmp_path):
     assert len(known) == 3
     mean, deviation = statistics.fmean(known), statistics.pstdev(known)
     expected = [0.0 if math.isnan(r) else (r - mean) / (deviation + 1e-6) for r in rewards]
-    assert list(trainer._logs["advantages"]) == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    assert list(logged_samples(trainer)["advantages"]) == pytest.approx(expected, rel=1e-4, abs=1e-5)
     (entry,) = entries(trainer)
     assert entry["unscorable"] == 5 / 8
     assert entry["reward"] == pytest.approx(mean, rel=1e-5)
@@ -85,7 +86,7 @@ def test_a_function_without_a_reward_leaves_the_others(policy_path, tmp_path):
     assert entry["reward"] == pytest.approx(statistics.fmean(2 * r for r in seen) + 0.25, rel=1e-5)
     assert entry["unscorable"] == 0
     expected = [2 * (r - statistics.fmean(seen[i : i + 4])) for i in (0, 4) for r in seen[i : i + 4]]
-    assert list(trainer._logs["advantages"]) == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    assert list(logged_samples(trainer)["advantages"]) == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
 @pytest.mark.parametrize("is_async", [False, True])
@@ -133,8 +134,8 @@ def test_reports_are_of_the_sampled_responses(policy_path, tmp_path):
     assert [len(lengths) for lengths in called] == [8, 2, 8, 2]
     table = pandas.read_parquet(tmp_path / "completions" / "completions_00002.parquet")
     assert table["tokens"].tolist() == called[2]
-    assert table["judge"].tolist() == pytest.approx(trainer._logs["rewards"]["judge"])
-    batch = trainer._buffered_inputs[0]
+    assert table["judge"].tolist() == pytest.approx(logged_samples(trainer)["rewards"]["judge"])
+    batch = rollout_batches(trainer)[0]
     assert sorted(table["advantage"]) == pytest.approx(sorted(batch["advantages"].tolist()))
     means = [statistics.fmean(lengths) for lengths in called]
     assert [entry["mean_tokens"] for entry in entries(trainer)] == pytest.approx([means[0], means[2]])
@@ -154,7 +155,7 @@ def test_the_penalty_for_a_missing_end(policy_path, tmp_path):
     assert entry["reward"] == pytest.approx(statistics.fmean(rewards[:, 0].tolist()), rel=1e-5)
     assert entry["shaped_reward"] == pytest.approx(statistics.fmean(shaped), rel=1e-5)
     expected = [r - statistics.fmean(shaped[i : i + 4]) for i in (0, 4) for r in shaped[i : i + 4]]
-    assert list(trainer._logs["advantages"]) == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    assert list(logged_samples(trainer)["advantages"]) == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
 # ---- Reward models ----
@@ -165,7 +166,7 @@ def scores_by_hand(trainer, model) -> list[float]:
     sequences = [
         turns(trainer.processing_class, [prompt], [message["content"]], finished=ended)[0]
         for prompt, (message,), ended in zip(
-            trainer._logs["prompt"], trainer._logs["completion"], trainer._rollout[1], strict=True
+            logged_samples(trainer)["prompt"], logged_samples(trainer)["completion"], trainer._rollout[1], strict=True
         )
     ]
     return plain_scores(model, sequences).tolist()

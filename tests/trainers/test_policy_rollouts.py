@@ -7,6 +7,7 @@ import torch
 
 import trl_ext
 from tests.support.rollout_once import DEFAULTS, build, prompts, train
+from tests.support.trl_private import BeforeLoss, rollout_batches
 from trl_ext import PolicyConfig
 from trl_ext.registry import policy_algorithms
 
@@ -39,7 +40,7 @@ def test_long_prompts_lose_their_beginning(policy_path, tmp_path):
         return [float(len(ids)) for ids in completion_ids]
 
     trainer = train({"model": policy_path, "args": {"max_prompt_tokens": 12}}, str(tmp_path), reward_funcs=reward)
-    batch = trainer._buffered_inputs[0]
+    batch = rollout_batches(trainer)[0]
     found = {
         tuple(ids[mask.bool()].tolist()) for ids, mask in zip(batch["prompt_ids"], batch["prompt_mask"], strict=True)
     }
@@ -78,10 +79,10 @@ def test_the_mapping_of_the_course(policy_path, tmp_path):
         calls.append(row_id)
         return [float(sum(ids) % 7) for ids in completion_ids]
 
-    class Counting(trl_ext.PolicyTrainer):
-        def _compute_loss(self, model, inputs):
+    class Counting(BeforeLoss, trl_ext.PolicyTrainer):
+        def before_loss(self, inputs):
             sizes.append((self.state.global_step, len(inputs["completion_ids"])))
-            return super()._compute_loss(model, inputs)
+            return inputs
 
     args = {"generation_batch_size": 64, "num_generations": 4, "num_iterations": 2, "per_device_train_batch_size": 8}
     args |= {"gradient_accumulation_steps": 2, "max_steps": 16, "learning_rate": 0.01}

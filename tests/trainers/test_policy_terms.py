@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-import trl
 
-from tests.support.rollout_once import OWN_RECIPES, build, prompts, train
-from tests.support.train_once import relative_difference
-from tests.trainers.test_policy_arithmetic import (
-    KINDS,
+from tests.support.naive_policy import (
+    KL_ESTIMATES,
     Steps,
     clip,
     log_probs,
@@ -18,6 +15,15 @@ from tests.trainers.test_policy_arithmetic import (
     model_in_float64,
     over_eight,
     rows_of,
+)
+from tests.support.rollout_once import OWN_RECIPES, build, prompts, train
+from tests.support.train_once import relative_difference
+from tests.support.trl_private import (
+    BeforeLoss,
+    add_router_loss,
+    compute_loss,
+    score_rollout,
+    set_rollout_batches,
 )
 from trl_ext import PolicyTrainer
 
@@ -37,7 +43,7 @@ def ready(policy_path, tmp_path):
         trainer = build({"model": policy_path, "perturb": 1, "fixed": True, "args": args}, str(tmp_path))
         trainer.current_gradient_accumulation_steps = accumulation
         trainer.model.train()
-        output = trainer._generate_and_score_completions([dict(row) for row in prompts(2) for _ in range(4)])
+        output = score_rollout(trainer, [dict(row) for row in prompts(2) for _ in range(4)])
         lengths = {len(response) for _, response in rows_of(output)}
         assert len(lengths) > 2, "responses that are all of one length show little"
         return trainer, output
@@ -101,16 +107,14 @@ def test_what_a_tool_returned_is_no_part_of_the_loss(name, ready, policy_path):
         if has_kl:
             with torch.no_grad():
                 of_reference = log_probs(reference, *row)[own]
-            losses[-1] = losses[-1] + 0.2 * KINDS["k3"](new - of_reference)
+            losses[-1] = losses[-1] + 0.2 * KL_ESTIMATES["k3"](new - of_reference)
     expected = reduce(losses)
-    loss = trainer._compute_loss(trainer.model, inputs)
+    loss = compute_loss(trainer, inputs)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-8, abs=1e-9)
     gradient = gradient_of(policy, expected)
     assert relative_difference(gradient_of(trainer.model, loss), gradient) < 1e-9
     del inputs["tool_mask"]
-    assert (
-        relative_difference(gradient_of(trainer.model, trainer._compute_loss(trainer.model, inputs)), gradient) > 0.1
-    )
+    assert relative_difference(gradient_of(trainer.model, compute_loss(trainer, inputs)), gradient) > 0.1
 
 
 def test_what_a_tool_returned_is_counted_nowhere(ready):
@@ -118,7 +122,7 @@ def test_what_a_tool_returned_is_counted_nowhere(ready):
     trainer, output = ready(algorithm="rloo", beta=0.1)
     output["tool_mask"] = kept_by_a_tool(output["completion_mask"])
     own = [[p for p in range(len(response)) if p % 3 != 1] for _, response in rows_of(output)]
-    trainer._buffered_inputs = [output]
+    set_rollout_batches(trainer, [output])
     assert trainer._mean_tokens_of_window(output).item() == sum(map(len, own))
     policy, reference = weights_in_float64(trainer), model_in_float64(trainer.model.name_or_path)
     with torch.no_grad():
@@ -146,16 +150,16 @@ def test_the_importance_ratio_of_another_sampler_weighs_the_surrogate_alone(per_
             of_reference = log_probs(reference, *row)
         weights = ratio.expand(8, width)[index, : len(new)].double()
         surrogate = clip(torch.exp(new - old[index]), ADVANTAGES[index])
-        losses.append(weights * surrogate + 0.2 * KINDS["k3"](new - of_reference))
+        losses.append(weights * surrogate + 0.2 * KL_ESTIMATES["k3"](new - of_reference))
     expected = mean_of_means(losses)
     # Without an engine: the loss reads these two and the tensor, and nothing else of vLLM.
     trainer.use_vllm = trainer.vllm_importance_sampling_correction = True
-    loss = trainer._compute_loss(trainer.model, inputs)
+    loss = compute_loss(trainer, inputs)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-8, abs=1e-9)
     gradient = gradient_of(policy, expected)
     assert relative_difference(gradient_of(trainer.model, loss), gradient) < 1e-9
     trainer.vllm_importance_sampling_correction = False
-    uncorrected = gradient_of(trainer.model, trainer._compute_loss(trainer.model, inputs))
+    uncorrected = gradient_of(trainer.model, compute_loss(trainer, inputs))
     assert relative_difference(uncorrected, gradient) > 0.1
 
 
@@ -180,7 +184,7 @@ def test_dppo_takes_its_ratio_to_what_the_sampler_recorded(use_vllm, ready):
         losses.append((-(p / q) * inside * ADVANTAGES[index] * new).sum())
     assert 0.1 < sum(kept) / len(kept) < 0.9
     expected = sum(losses) / 8 / trainer.max_completion_length
-    loss = trainer._compute_loss(trainer.model, inputs)
+    loss = compute_loss(trainer, inputs)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-8, abs=1e-9)
     gradient = gradient_of(policy, expected)
     assert relative_difference(gradient_of(trainer.model, loss), gradient) < 1e-9
@@ -197,18 +201,11 @@ def test_the_load_balancing_loss_of_a_mixture_of_experts(training, accumulation,
     inputs, _ = off_policy(trainer, output)
     trainer.model.train(training)
     head = trainer.model.lm_head.weight
-    plain = trainer._compute_loss(trainer.model, inputs)
+    plain = compute_loss(trainer, inputs)
     gradient = gradient_of(trainer.model, plain)
-    forward = trl.GRPOTrainer._get_per_token_logps_and_entropies
-
-    def with_router(self, *args, compute_aux_loss, **kwargs):
-        assert compute_aux_loss
-        log_probs, entropies, _ = forward(self, *args, **kwargs)
-        return log_probs, entropies, head.square().sum()
-
-    monkeypatch.setattr(trl.GRPOTrainer, "_get_per_token_logps_and_entropies", with_router)
+    add_router_loss(monkeypatch, lambda: head.square().sum())
     trainer.aux_loss_enabled, trainer.router_aux_loss_coef = True, 0.3
-    loss = trainer._compute_loss(trainer.model, inputs)
+    loss = compute_loss(trainer, inputs)
     share = 0.3 / accumulation if training else 0.3
     assert loss.item() == pytest.approx(plain.item() + share * head.square().sum().item(), rel=1e-8)
     added = gradient_of(trainer.model, loss) - gradient
@@ -234,10 +231,10 @@ def test_the_last_update_of_an_epoch_is_the_mean_of_what_is_left(name, policy_pa
     settings, per_rollout, reduce, updates = RAGGED[name]
     seen, steps = [], Steps()
 
-    class Recording(PolicyTrainer):
-        def _compute_loss(self, model, inputs):
+    class Recording(BeforeLoss, PolicyTrainer):
+        def before_loss(self, inputs):
             seen.append(inputs)
-            return super()._compute_loss(model, inputs)
+            return inputs
 
     args = {"max_steps": -1, "num_train_epochs": 1, "gradient_accumulation_steps": 2, "learning_rate": 0.2}
     args |= {"steps_per_generation": per_rollout, "beta": 0.0, **settings}

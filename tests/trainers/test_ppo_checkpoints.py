@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from tests.support.ppo_once import move_value_head, of_kind, specification
 from tests.support.rollout_once import build, train
 from tests.support.train_once import largest_difference, parameters, result
-from tests.trainers.test_ppo_trainer import move_value_head, of_kind, specification
 
 # 3 special tokens and 256 bytes.
 SAVING = {"save_strategy": "steps", "save_steps": 2, "optim": "adamw_torch", "learning_rate": 0.01, "max_steps": 4}

@@ -7,41 +7,16 @@ import statistics
 import pytest
 import torch
 from torch.func import functional_call
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import AutoModelForCausalLM
 
+from tests.support.naive_policy import rows_of
+from tests.support.ppo_once import KINDS, Steps, move_value_head, of_kind, specification
 from tests.support.rollout_once import build, thirds, train, train_in_processes
 from tests.support.tiny import build_tokenizer
 from tests.support.train_once import largest_difference, relative_difference, result
-from tests.trainers.test_policy_arithmetic import rows_of
+from tests.support.trl_private import rollout_batches
 
 pytestmark = pytest.mark.usefixtures("in_float64")
-
-
-def specification(policy_path: str, *, args: dict | None = None, **rest) -> dict:
-    defaults = {"num_generations": 1, "num_iterations": 2, "max_steps": 2, "learning_rate": 0.2}
-    return {"trainer": "PPOTrainer", "model": policy_path, "perturb": 1, "args": {**defaults, **(args or {})}, **rest}
-
-
-def move_value_head(trainer, scale: float = 0.3):
-    """Off zero, where values and their gradient would say little."""
-    generator = torch.Generator().manual_seed(4)
-    with torch.no_grad():
-        for name, weight in trainer.value_model.parameters().items():
-            if "value_head.trunk" not in name:
-                weight.copy_(scale * torch.randn(weight.shape, generator=generator, dtype=torch.float32))
-    return trainer
-
-
-class Steps(TrainerCallback):
-    """Keeps all weights before each update, and the gradients of those that are trained."""
-
-    def __init__(self):
-        self.weights, self.gradients = [], []
-
-    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        self.weights.append({name: weight.detach().clone().double() for name, weight in model.named_parameters()})
-        trained = {name: w for name, w in model.named_parameters() if w.requires_grad}
-        self.gradients.append({name: w.grad.double() for name, w in trained.items()})
 
 
 # ---- A plain computation: one response at a time, no padding, no adapters, sums by definition ----
@@ -119,7 +94,7 @@ def test_equals_plain_arithmetic(name, policy_path, tmp_path):
     spec = specification(policy_path, args=args, **rest)
     trainer = move_value_head(build(spec, str(tmp_path), callbacks=[steps]))
     trainer.train()
-    config, batch, logs = trainer.args, trainer._buffered_inputs[0], trainer.state.log_history
+    config, batch, logs = trainer.args, rollout_batches(trainer)[0], trainer.state.log_history
     rows = rows_of(batch)
     assert len({len(response) for _, response in rows}) > 2
 
@@ -230,7 +205,7 @@ def test_the_ratio_is_1_before_the_first_update(accumulation, policy_path, tmp_p
     assert logs["approx_kl"] < 1e-10 and logs["clip_ratio/region_mean"] == 0 and logs["value_clip_ratio"] == 0
     # The policy's part is minus the mean of whitened advantages, 0.
     squares = tokens = 0
-    for batch in trainer._buffered_inputs:
+    for batch in rollout_batches(trainer):
         squares += ((batch["old_values"] - batch["returns"]).square() * batch["completion_mask"]).sum().item()
         tokens += batch["completion_mask"].sum().item()
     assert logs["loss"] == pytest.approx(0.1 * squares / 2 / tokens, rel=1e-8, abs=1e-9)
@@ -249,16 +224,6 @@ def test_without_a_value_function_it_is_the_clipped_policy_gradient(policy_path,
     assert largest_difference(ours.parameters, expected.parameters) < 1e-9
     assert ours.losses == pytest.approx(expected.losses, abs=1e-6)
     assert ours.logs[2]["completions/mean_length"] == expected.logs[2]["completions/mean_length"]
-
-
-KINDS = ("shared", "separate")
-
-
-def of_kind(kind: str, policy_path: str, args: dict | None = None, **rest) -> dict:
-    args = {"value_model": kind, "kl_target": 0.5, "kl_horizon": 50, "value_learning_rate": 0.5, **(args or {})}
-    if kind == "separate":
-        args["value_model_name_or_path"] = policy_path
-    return specification(policy_path, args={"max_steps": 4, **args}, **rest)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -303,7 +268,7 @@ def test_what_could_not_be_scored_takes_no_part_in_the_loss(kl_in, policy_path, 
         spec = specification(policy_path, args=args, fixed=True)
         trainer = move_value_head(build(spec, str(tmp_path / f"{size}-{accumulation}"), reward_funcs=[few]))
         trainer.train()
-        batches = trainer._buffered_inputs
+        batches = rollout_batches(trainer)
         for update, entry in enumerate(result(trainer).logs[:updates]):
             totals = torch.zeros(3, dtype=torch.float64)
             for batch in batches[update * accumulation : (update + 1) * accumulation]:
@@ -338,7 +303,7 @@ def test_what_could_not_be_scored_is_left_out(policy_path, tmp_path):
     spec = specification(policy_path, args={"beta": 0.0, "max_steps": 1}, fixed=True)
     trainer = build(spec, str(tmp_path), reward_funcs=[some])
     trainer.train()
-    batch = trainer._buffered_inputs[0]
+    batch = rollout_batches(trainer)[0]
     counted, mask = batch["value_mask"].bool(), batch["completion_mask"].bool()
     left_out = mask.any(1) & ~counted.any(1)
     assert left_out.sum() == 1 and counted[~left_out].equal(mask[~left_out])
@@ -367,7 +332,7 @@ def test_learnt_positions_count_from_the_first_token(kind, tmp_path):
     steps = Steps()
     trainer = move_value_head(build(spec, str(tmp_path / "run"), callbacks=[steps]))
     trainer.train()
-    batch = trainer._buffered_inputs[0]
+    batch = rollout_batches(trainer)[0]
     assert batch["prompt_mask"].sum(1).unique().numel() > 2
     policy, reference = (GPT2LMHeadModel.from_pretrained(path).double() for _ in range(2))
     policy.load_state_dict({n: w for n, w in steps.weights[0].items() if "value_head" not in n}, strict=False)

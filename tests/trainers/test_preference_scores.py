@@ -5,13 +5,23 @@ from __future__ import annotations
 import pytest
 import torch
 from datasets import Dataset, IterableDataset
+from torch.nn.functional import logsigmoid
 
 from tests.support.tiny import independent_scores, pairs, token_ids, token_log_probs
-from tests.support.train_once import build, largest_difference, result, train
-from tests.trainers.test_preference_trainer import REFERENCE, SEEN, load_models
+from tests.support.train_once import REFERENCE, build, largest_difference, load_models, result, train
+from trl_ext import preference_loss
 from trl_ext.losses import PreferenceScores
 
 pytestmark = pytest.mark.usefixtures("in_float64")
+
+SEEN: list[PreferenceScores] = []
+
+
+@preference_loss("seen_dpo")
+def seen_dpo(scores: PreferenceScores, *, beta: float = 0.1) -> torch.Tensor:
+    """DPO that remembers what it was given."""
+    SEEN.append(scores)
+    return -logsigmoid(beta * scores.margin)
 
 
 @pytest.fixture(scope="module")

@@ -9,28 +9,27 @@ import torch
 import trl
 from datasets import Dataset
 from torch.nn.functional import logsigmoid
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 import trl_ext.losses
 import trl_ext.trainers
 from tests.support.float64 import float32_again
-from tests.support.tiny import independent_scores, pairs, perturbed
+from tests.support.tiny import independent_scores, pairs
 from tests.support.train_once import (
+    REFERENCE,
     build,
     largest_difference,
+    load_models,
     relative_difference,
     result,
     train,
     train_in_processes,
 )
-from trl_ext import preference_loss
-from trl_ext.losses import PreferenceScores
 from trl_ext.registry import preference_losses
 
 pytestmark = pytest.mark.usefixtures("in_float64")
 
 STEPS = {"max_steps": 3, "gradient_accumulation_steps": 2, "learning_rate": 0.1}
-REFERENCE = {"reference_seed": 1, "reference_scale": 0.1}
 SETUPS = {
     "full": {},
     "lora": {"lora": True},
@@ -38,14 +37,6 @@ SETUPS = {
     "precomputed": {"args": {"precompute_ref_log_probs": True}},
     "lora precomputed": {"lora": True, "args": {"precompute_ref_log_probs": True}},
 }
-SEEN: list[PreferenceScores] = []
-
-
-@preference_loss("seen_dpo")
-def seen_dpo(scores: PreferenceScores, *, beta: float = 0.1) -> torch.Tensor:
-    """DPO that remembers what it was given."""
-    SEEN.append(scores)
-    return -logsigmoid(beta * scores.margin)
 
 
 def specification(model_path: str, trainer: str, setup: str) -> dict:
@@ -54,13 +45,6 @@ def specification(model_path: str, trainer: str, setup: str) -> dict:
     own = {} if trainer.startswith("trl.") else {"packing": "off", "precompute_ref_log_probs": False}
     args = {**STEPS, **own, **spec.get("args", {})}
     return {"model": model_path, "trainer": trainer, **spec, "pairs": 16, "args": args}
-
-
-def load_models(tiny_model_path: str) -> tuple:
-    """The tokenizer, the policy before training and the reference of `REFERENCE`, in float64."""
-    load = lambda: AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.float64)  # noqa: E731
-    reference = perturbed(load(), seed=REFERENCE["reference_seed"], scale=REFERENCE["reference_scale"])
-    return AutoTokenizer.from_pretrained(tiny_model_path), load().double(), reference.double()
 
 
 @pytest.fixture(scope="module")

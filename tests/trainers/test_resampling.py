@@ -11,6 +11,7 @@ from datasets import Dataset, IterableDataset
 
 from tests.support.rollout_once import build, prompts, train, train_in_processes
 from tests.support.train_once import largest_difference, parameters, result
+from tests.support.trl_private import logged_metrics, logged_samples, score_rollout
 from trl_ext import OnlinePreferenceConfig, PolicyConfig, PPOConfig
 from trl_ext.rewards import ShapedReward
 from trl_ext.trainers.policy.resampling import fill_places, has_two_rewards
@@ -56,11 +57,11 @@ def built(policy_path, folder, reward=lengthy, args=(), **arguments):
 
 def rollout(trainer, indices) -> dict:
     rows = prompts(PROMPTS)
-    return trainer._generate_and_score_completions([dict(rows[index]) for index in indices for _ in range(GROUP)])
+    return score_rollout(trainer, [dict(rows[index]) for index in indices for _ in range(GROUP)])
 
 
 def logged(trainer) -> dict[str, float]:
-    metrics = trainer._metrics["train"].items()
+    metrics = logged_metrics(trainer).items()
     return {name.removeprefix("resampling/"): values[-1] for name, values in metrics if name.startswith("resampling/")}
 
 
@@ -146,8 +147,8 @@ def test_the_rollout_is_that_of_the_kept_prompts(policy_path, tmp_path):
     assert output["prompt_mask"][:, -1].all() and output["completion_mask"][:, 0].all()
     assert trainer._rollout[0].equal(plain._rollout[0]) and trainer._rollout[1] == plain._rollout[1]
     for table in ("prompt", "completion", "advantages"):
-        assert list(trainer._logs[table]) == list(plain._logs[table])
-    assert list(trainer._logs["rewards"]["reward"]) == list(plain._logs["rewards"]["lengthy"])
+        assert list(logged_samples(trainer)[table]) == list(logged_samples(plain)[table])
+    assert list(logged_samples(trainer)["rewards"]["reward"]) == list(logged_samples(plain)["rewards"]["lengthy"])
 
 
 def test_old_log_probabilities_are_those_of_a_plain_forward(policy_path, tmp_path):
@@ -169,7 +170,7 @@ def test_rounds_end_where_they_may(policy_path, tmp_path):
     assert logged(trainer) == {"rounds": 2, "prompts": 9, "responses": 36, "replaced": 0, "dead": 1}
     assert trainer.sampled_responses == 36
     assert not output["advantages"].any()
-    assert [prompt[0]["content"] for prompt in trainer._logs["prompt"]][::GROUP] == [
+    assert [prompt[0]["content"] for prompt in logged_samples(trainer)["prompt"]][::GROUP] == [
         row["prompt"][0]["content"] for row in prompts(3)
     ]
 
@@ -214,7 +215,7 @@ def test_penalties_of_length_are_no_signal(policy_path, tmp_path):
         rollout_func=rollout_func,
     )
     rollout(own, [0, 1, 2])
-    assert logged(own)["dead"] == 1 and own._metrics["train"]["shaped_reward"][-1] < 0
+    assert logged(own)["dead"] == 1 and logged_metrics(own)["shaped_reward"][-1] < 0
 
 
 def test_a_filter_of_ones_own(policy_path, tmp_path):

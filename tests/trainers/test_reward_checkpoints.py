@@ -12,9 +12,9 @@ from peft import get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
+from tests.support.reward_once import THREE_STEPS, build, lora, scores_one_by_one, train
 from tests.support.tiny import pairs, token_ids
-from tests.support.train_once import largest_difference, parameters
-from tests.trainers.test_reward_trainer import THREE_STEPS, build, logs, lora, scores_one_by_one, train
+from tests.support.train_once import largest_difference, parameters, result
 
 # ---- Adapters ----
 
@@ -84,7 +84,7 @@ def test_a_head_on_a_bfloat16_base_is_trained_in_float32(bfloat16_on_the_cpu, ti
     chosen, rejected = trainer.score_pairs(trainer.train_dataset)
     assert torch.cat([chosen, rejected]).isfinite().all()
     trainer.train()
-    assert {entry["grad_norm"] > 0 for entry in logs(trainer)} == {True}
+    assert {entry["grad_norm"] > 0 for entry in result(trainer).logs} == {True}
     moved = (parameters(trainer)[head] - before).abs()
     # Adam's first steps are of the learning rate's size, whatever the gradient's.
     assert 5e-7 < moved.median() < 3e-6

@@ -10,9 +10,9 @@ from datasets import Dataset, IterableDataset
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+from tests.support.reward_once import THREE_STEPS, build, rows_with, train
 from tests.support.tiny import pairs, token_ids
 from tests.support.train_once import DEFAULTS, largest_difference, parameters, relative_difference
-from tests.trainers.test_reward_trainer import THREE_STEPS, build, rows_with, train
 from trl_ext import RewardConfig, RewardTrainer
 
 # ---- Pairs as token ids ----

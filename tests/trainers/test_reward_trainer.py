@@ -8,68 +8,16 @@ import pytest
 import torch
 import trl
 from datasets import Dataset
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import PeftModel, get_peft_model
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
 )
 
-from tests.support.tiny import pairs, token_ids
-from tests.support.train_once import DEFAULTS, largest_difference, parameters, relative_difference
+from tests.support.reward_once import THREE_STEPS, build, lora, rows_with, scores_one_by_one, train
+from tests.support.tiny import pairs
+from tests.support.train_once import largest_difference, parameters, relative_difference, result
 from trl_ext import RewardConfig, RewardTrainer
-
-THREE_STEPS = {"max_steps": 3, "gradient_accumulation_steps": 2, "learning_rate": 0.1}
-
-
-def lora(**options) -> LoraConfig:
-    # B is zero otherwise, and the first gradients of A with it.
-    options = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False, **options}
-    return LoraConfig(**options)
-
-
-def rows_with(count: int, seed: int = 0, **columns) -> list[dict]:
-    """Pairs with further columns, each `f(row) -> value`."""
-    return [{**row, **{name: f(row) for name, f in columns.items()}} for row in pairs(count, seed=seed)]
-
-
-def build(
-    model, folder, rows=None, *, stock=False, peft_config=None, eval_rows=None, processing_class=None, **arguments
-):
-    arguments = {**DEFAULTS, **arguments, "output_dir": str(folder)}
-    if stock:
-        arguments["max_length"] = None
-    config_class, trainer_class = (trl.RewardConfig, trl.RewardTrainer) if stock else (RewardConfig, RewardTrainer)
-    return trainer_class(
-        model,
-        config_class(**arguments),
-        train_dataset=Dataset.from_list(pairs(8) if rows is None else rows),
-        eval_dataset=None if eval_rows is None else Dataset.from_list(eval_rows),
-        processing_class=processing_class,
-        peft_config=peft_config,
-    )
-
-
-def train(*arguments, **keywords):
-    trainer = build(*arguments, **keywords)
-    trainer.train()
-    return trainer
-
-
-def logs(trainer) -> list[dict]:
-    entries = [entry for entry in trainer.state.log_history if "loss" in entry]
-    return [{key: value for key, value in entry.items() if "_per_second" not in key} for entry in entries]
-
-
-def scores_one_by_one(model, tokenizer, rows: list[dict]) -> list[tuple[float, float]]:
-    """Scores of both sides of each row, from the last token of one unpadded sequence at a time, in float64."""
-    model = model.double().eval()
-    scores = []
-    with torch.no_grad():
-        for row in rows:
-            prompt, chosen, rejected = token_ids(tokenizer, row)
-            scores.append(tuple(model(torch.tensor([prompt + side])).logits.item() for side in (chosen, rejected)))
-    return scores
-
 
 # ---- Equal to TRL ----
 
@@ -102,8 +50,8 @@ def test_trained_as_trl_trains_bit_by_bit(objective, adapter, tiny_model_path, t
         )
         for is_stock in (True, False)
     )
-    assert len(logs(own)) == 3
-    for entry, expected in zip(logs(own), logs(stock), strict=True):
+    assert len(result(own).logs) == 3
+    for entry, expected in zip(result(own).logs, result(stock).logs, strict=True):
         # Centring is added to each pair's loss, and not to their mean: the last bit of the logged mean may differ.
         # Extremes are of the whole step here, and means of those of its micro-batches with TRL.
         extremes = {name: entry[name] for name in ("min_reward", "max_reward")}
@@ -141,7 +89,7 @@ def test_loss_of_a_step_by_the_formula(tiny_model_path, tmp_path):
     for (chosen, rejected), row in zip(scores, rows, strict=True):
         d = chosen - rejected - 2 * row["avg_confidence"]
         losses.append(0.8 * math.log1p(math.exp(-d)) + 0.2 * math.log1p(math.exp(d)) + 0.05 * (chosen + rejected) ** 2)
-    assert logs(trainer)[0]["loss"] == pytest.approx(sum(losses) / 4, rel=1e-5)
+    assert result(trainer).logs[0]["loss"] == pytest.approx(sum(losses) / 4, rel=1e-5)
 
 
 def gradient(trainer) -> torch.Tensor:

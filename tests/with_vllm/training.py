@@ -9,6 +9,7 @@ from datasets import Dataset
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.support.trl_private import tokenized_prompts
 from trl_ext import PolicyConfig, PolicyTrainer
 from trl_ext.data.math import load_math, math_prompt
 
@@ -74,7 +75,7 @@ def assert_follows(trainer: PolicyTrainer) -> None:
 @torch.no_grad()
 def largest_difference(trainer: PolicyTrainer) -> float:
     """The largest difference of a sampled token's log-probability in vLLM from a plain pass of the trainer's model."""
-    prompt_ids, *_ = trainer._tokenize_prompts(list(trainer.train_dataset["prompt"]))
+    prompt_ids = tokenized_prompts(trainer, list(trainer.train_dataset["prompt"]))
     _, completion_ids, log_probs, _ = trainer.vllm_generation.generate(prompt_ids, None, num_generations=1)
     model, differences = trainer.model.eval(), []
     for prompt, completion, found in zip(prompt_ids, completion_ids, log_probs, strict=True):

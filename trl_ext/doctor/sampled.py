@@ -12,7 +12,6 @@ from scipy.stats import permutation_test, spearmanr
 from trl_ext.doctor.patient import Patient, Sampled
 from trl_ext.doctor.report import Found
 from trl_ext.doctor.rows import plain_text
-from trl_ext.doctor.steps import has_teacher
 from trl_ext.doctor.table import check
 
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
@@ -20,7 +19,7 @@ _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 @check("parser-never-matches", "error", "steps", "policy")
 def parser_never_matches(patient: Patient) -> Found | None:
-    sampled = [] if has_teacher(patient) else patient.sampled
+    sampled = patient.sampled
     right = [one for one in sampled if _agrees(one.text, patient.answers.get(one.key))]
     # A reward of the form is often 0 in the first steps, beside one that finds the answer.
     if len(right) < 3 or any(value > 0 for one in right for value in one.rewards.values()):
@@ -85,7 +84,7 @@ def identical_samples(patient: Patient) -> Found | None:
 @check("reward-turned-around", "warning", "steps", "policy")
 def reward_turned_around(patient: Patient) -> Found | None:
     """It compares rewards that training computed: a reward may be slow, cost money or remember its calls."""
-    sampled = [] if has_teacher(patient) else [one for one in patient.sampled if math.isfinite(one.reward)]
+    sampled = [one for one in patient.sampled if math.isfinite(one.reward)]
     split: dict[bool, list[float]] = {True: [], False: []}
     for one in sampled:
         if patient.answers.get(one.key):

@@ -171,8 +171,7 @@ def learning_rate_off(patient: Patient) -> Found | None:
     else:
         high = 1e-3 if patient.kind in ("sft", "reward") else 2e-4
         what, low = f"all of a model of {size / 1e6:.0f} million weights", 1e-8
-    # Evolution strategies divide by no noise, and their rate is of another scale.
-    if low <= rate <= high or patient.setting("population") is not None:
+    if low <= rate <= high:
         return None
     return Found(
         f"the learning rate {rate:g} is far from what trains {what}: {low:g} to {high:g}",

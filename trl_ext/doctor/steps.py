@@ -18,17 +18,10 @@ def _always(values: list[float], holds) -> bool:
 
 def _rewards(patient: Patient) -> tuple[list[float], bool]:
     """The mean rewards, and whether all rewards of each step were equal."""
-    if has_teacher(patient):
-        return [], False
     names = ("reward", "rollouts/reward")
     rewards = next((values for name in names if (values := patient.logged(name))), [])
     deviations = patient.logged("reward_std")
     return rewards, _always(deviations, lambda value: value <= 1e-7)
-
-
-def has_teacher(patient: Patient) -> bool:
-    """Whether this is a distillation that learns nothing from rewards and may have none: any but SDPO."""
-    return patient.setting("divergence") is not None and patient.setting("preset") != "sdpo"
 
 
 @check("rewards-all-zero", "error", "steps", "policy")
@@ -72,7 +65,7 @@ def rewards_constant(patient: Patient) -> Found | None:
 @check("dead-groups", "warning", "steps", "policy")
 def dead_groups(patient: Patient) -> Found | None:
     shares = patient.logged("frac_reward_zero_std")
-    alone = has_teacher(patient) or patient.setting("num_generations", 8) < 2
+    alone = patient.setting("num_generations", 8) < 2
     if alone or _rewards(patient)[1] or not _always(shares, lambda value: value >= 0.9):
         return None
     return Found(

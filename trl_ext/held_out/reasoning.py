@@ -15,7 +15,6 @@ from trl_ext.held_out.table import log_held_out
 from trl_ext.rollouts import SamplingSettings, TransformersEngine, response_entropies
 from trl_ext.trainers.context import check_generations
 from trl_ext.trainers.policies import trained_policy
-from trl_ext.trainers.profile.steps import measured
 
 DECODINGS = ("sampled", "greedy")
 
@@ -71,7 +70,7 @@ class ReasoningEvaluation:
         trainer = self.trainer
         progress = progress if trainer.accelerator.is_main_process else None
         tokenizer = trainer.processing_class
-        with measured(trainer, "evaluation"), trained_policy(trainer) as policy:
+        with trained_policy(trainer) as policy:
             return evaluate_reasoning(
                 self.rows[:count],
                 self.prompts[:count],

@@ -19,7 +19,6 @@ from transformers.trainer_utils import IntervalStrategy
 from trl_ext.evaluation.methods.reward_models import best_of_n, reward_metrics
 from trl_ext.files import write_json
 from trl_ext.held_out.table import log_held_out
-from trl_ext.trainers.profile.steps import measured
 from trl_ext.trainers.reward.trainer import RewardTrainer
 
 # Criterion -> the metric that decides, and whether higher is better. Calibration uses the log-likelihood, a proper
@@ -84,8 +83,7 @@ class CheckpointSelection(TrainerCallback):
 
     def on_save(self, args, state, control, **kwargs):
         if _is_due(args, state):
-            with measured(self.trainer, "evaluation"):
-                self._score_checkpoint(log=True)
+            self._score_checkpoint(log=True)
 
     def _score_checkpoint(self, *, log: bool) -> None:
         state = self.trainer.state

@@ -9,7 +9,6 @@ from transformers import Trainer, TrainerCallback
 
 from trl_ext.files import write_json_lines
 from trl_ext.held_out.generations import GenerationEvaluation
-from trl_ext.trainers.profile.steps import measured
 
 TABLE_NAME = "samples/generation_table"
 
@@ -48,8 +47,7 @@ class GenerationTableCallback(TrainerCallback):
 
     def _evaluate(self) -> None:
         trainer = self.evaluation.trainer
-        with measured(trainer, "evaluation"):
-            comparison = self.evaluation.compare(self.prompts)
+        comparison = self.evaluation.compare(self.prompts)
         figures = _figures(comparison.summary)
         figures[self.kl_name] = figures.pop("kl")
         figures = {f"{self.prefix}{name}": value for name, value in figures.items()}

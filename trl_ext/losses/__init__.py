@@ -1,6 +1,5 @@
 """Losses as pure functions of tensors, independent of any trainer."""
 
-from trl_ext.losses.distillation import generalized_jsd, teacher_advantages, with_tail
 from trl_ext.losses.kl import kl_estimate
 from trl_ext.losses.masking import aggregate, masked_mean, masked_normalize, masked_sum
 from trl_ext.losses.objective import PreferenceObjective, confidence, wpo
@@ -26,14 +25,12 @@ from trl_ext.losses.preference import (
     dpop,
     hinge,
     ipo,
-    nash_md,
     nca,
     orpo,
     repo,
     robust_dpo,
     simpo,
     sppo,
-    xpo,
 )
 from trl_ext.losses.reward import bradley_terry
 from trl_ext.losses.unpaired import kto
@@ -59,7 +56,6 @@ __all__ = [
     "dpo",
     "dpop",
     "explained_variance",
-    "generalized_jsd",
     "gmpo",
     "hinge",
     "ipo",
@@ -68,7 +64,6 @@ __all__ = [
     "masked_mean",
     "masked_normalize",
     "masked_sum",
-    "nash_md",
     "nca",
     "orpo",
     "reinforce",
@@ -78,11 +73,8 @@ __all__ = [
     "sequence_log_ratio",
     "simpo",
     "sppo",
-    "teacher_advantages",
     "token_log_ratio",
     "unclipped_surrogate",
     "whiten",
-    "with_tail",
     "wpo",
-    "xpo",
 ]

@@ -25,10 +25,6 @@ class TrainingFault(RuntimeError):
     """A fault that ends a run and that its user can fix; the message says what happened and how to continue."""
 
 
-class FaultOfAllProcesses(TrainingFault):
-    """A fault that is raised in every process and between two updates, so that a checkpoint can still be saved."""
-
-
 @contextmanager
 def plain_faults(output_dir: str | None = None) -> Iterator[None]:
     """Raise a `TrainingFault` for a full disk and for lost processes; other errors pass unchanged."""

@@ -32,7 +32,6 @@ from trl_ext.models.loading import check_vocabulary
 from trl_ext.processes import begin_warnings
 from trl_ext.resilience import checkpoints
 from trl_ext.resilience.faults import (
-    FaultOfAllProcesses,
     TrainingFault,
     disk_message,
     is_disk_full,
@@ -116,10 +115,6 @@ class ResilientTraining:
         with plain_faults(self.args.output_dir):
             try:
                 result = super().train(checkpoint, *args, **kwargs)
-            except FaultOfAllProcesses:
-                if self.state.global_step and self.saves_within_training:
-                    self._save_checkpoint(self.model, trial=None)
-                raise
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import combinations, product
+from itertools import combinations
 
-PAIR_CHOICES = ("best_worst", "all", "across")
+PAIR_CHOICES = ("best_worst", "all")
 
 
 @dataclass
@@ -34,8 +34,8 @@ def select_pairs(
         rewards: one per response, group after group; NaN for a response without a reward, which is left out.
         group_size: responses to each prompt.
         choice: `best_worst` to pair the first best with the first worst response of a group; `all` for every pair of
-            its responses; `across` for every one of its first half with every one of its second half.
-        tolerance: rewards that differ by no more than this are a tie; below 0, none are.
+            its responses.
+        tolerance: rewards that differ by no more than this are a tie.
     """
     selection = Selection()
     for start in range(0, len(rewards), group_size):
@@ -45,11 +45,8 @@ def select_pairs(
             continue
         if choice == "best_worst":
             candidates = [(max(known, key=rewards.__getitem__), min(known, key=rewards.__getitem__))]
-        elif choice == "all":
-            candidates = combinations(known, 2)
         else:
-            middle = start + group_size // 2
-            candidates = product([i for i in known if i < middle], [i for i in known if i >= middle])
+            candidates = combinations(known, 2)
         for one, other in candidates:
             if abs(rewards[one] - rewards[other]) <= tolerance:
                 selection.ties += 1

@@ -35,8 +35,6 @@ class SampledPair:
         chosen_reward, rejected_reward: the rewards that labelled them.
         version: version of the policy that sampled them: the number of optimizer updates so far.
         reward_version: version of the reward that labelled them.
-        second_is_chosen: 1 or 0 where a second sampler drew the chosen or the rejected response; -1 for neither.
-        win_probability: that of the policy's response against the second sampler's.
     """
 
     prompt_ids: array
@@ -50,13 +48,11 @@ class SampledPair:
     rejected_reward: float
     version: int
     reward_version: str
-    second_is_chosen: float = -1.0
-    win_probability: float = 0.5
 
 
 # Fields that a file holds as token ids, and as numbers.
 _FIELDS = [field.name for field in fields(SampledPair)]
-_ARRAYS, _NUMBERS = _FIELDS[:3], [*_FIELDS[3:9], *_FIELDS[11:]]
+_ARRAYS, _NUMBERS = _FIELDS[:3], _FIELDS[3:9]
 
 
 class ReplayBuffer:
@@ -125,8 +121,7 @@ class ReplayBuffer:
         self.pairs = [
             SampledPair(
                 **dict(zip(_ARRAYS, rows[3 * index : 3 * index + 3], strict=True)),
-                # Earlier files have no second sampler.
-                **dict(zip(_NUMBERS, row, strict=False)),
+                **dict(zip(_NUMBERS, row, strict=True)),
                 version=version,
                 reward_version=reward_versions[labelled_by],
             )

@@ -260,8 +260,6 @@ _TYPES = {
     "policy": (_ONLINE, "PolicyConfig"),
     "ppo": (_ONLINE, "PPOConfig"),
     "online_preference": (_ONLINE, "OnlinePreferenceConfig"),
-    "distillation": (_ONLINE, "DistillationConfig"),
-    "evolution": (_ONLINE, "EvolutionConfig"),
     "sft": ("reasoning:SFTArguments", "SFTConfig"),
     "rlhf_sft": ("offline:DemonstrationArguments", "SFTConfig"),
     "expert_iteration": ("reasoning:ExpertIterationArguments", "ExpertIterationConfig"),

@@ -113,7 +113,6 @@ def clear_run_folder(output_dir: str) -> None:
 _NOT_OF_THE_RUN = (
     "resume_from_checkpoint",
     "overwrite_output_dir",
-    "profile",
     "use_cpu",
     "steps_per_generation",
     # A course name that gradient_accumulation_steps replaces.

@@ -54,16 +54,14 @@ class RewardSources:
     )
 
 
-def load_rewards(arguments: RewardSources, batch_size: int, *, needed: bool = True) -> list:
+def load_rewards(arguments: RewardSources, batch_size: int) -> list:
     """The reward models, combined into an ensemble if there are several, and the other reward functions.
-
-    With `needed` false there may be none.
 
     Raises:
         ValueError: there is no reward, or ensemble settings are given without an ensemble.
         FileNotFoundError: a folder or file does not exist.
     """
-    if needed and not arguments.reward_model and not arguments.reward_function:
+    if not arguments.reward_model and not arguments.reward_function:
         raise ValueError(f"nothing to reward responses with: {WAY_OUT}")
     models = [RewardModel(name, batch_size=batch_size) for name in arguments.reward_model or ()]
     functions = [load_function(name, "reward function") for name in arguments.reward_function or ()]
@@ -135,7 +133,7 @@ def main(config_class: type[PolicyConfig] = PolicyConfig, trainer_class: type[Po
         splits = load_rows(arguments, training.seed)
         train = splits[arguments.train_split]
         prompts = optional_split(splits, "prompt_split", arguments, "no held-out evaluation")
-        plain = load_rewards(arguments, training.per_device_eval_batch_size, needed=trainer_class.needs_rewards)
+        plain = load_rewards(arguments, training.per_device_eval_batch_size)
         rewards = _shaped(plain, arguments, training)
         trainer = run.load_trainer(partial(trainer_class, reward_funcs=rewards), train_dataset=train)
         if arguments.calibrate_rewards:
@@ -150,7 +148,7 @@ def main(config_class: type[PolicyConfig] = PolicyConfig, trainer_class: type[Po
             arguments,
             max_new_tokens=training.max_completion_length,
             batch_size=arguments.generation_eval_batch_size,
-            reward_columns=partial(reward_columns, trainer) if trainer.plain_reward_functions else None,
+            reward_columns=partial(reward_columns, trainer),
         )
     run.open(trainer)
     show_generations(trainer, evaluation, arguments, _evaluate_every(arguments, training), prefix="eval_")

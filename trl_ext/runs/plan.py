@@ -22,7 +22,7 @@ from trl_ext.trainers.expert_iteration import ExpertIterationConfig
 from trl_ext.trainers.kto import KTOConfig
 from trl_ext.trainers.policy.config import PolicyConfig
 from trl_ext.trainers.preference.config import PreferenceConfig
-from trl_ext.trainers.preference.reference_cache import precomputes_reference
+from trl_ext.trainers.preference.reference import precomputes_reference
 from trl_ext.trainers.reward.config import RewardConfig
 
 _BYTES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}

@@ -35,10 +35,6 @@ __all__, __getattr__, __dir__ = lazy_names(
         ".ppo.trainer": "PPOTrainer",
         ".online_preference.config": "OnlinePreferenceConfig",
         ".online_preference.trainer": "OnlinePreferenceTrainer",
-        ".distillation.config": "DistillationConfig",
-        ".distillation.trainer": "DistillationTrainer",
-        ".evolution.config": "EvolutionConfig",
-        ".evolution.trainer": "EvolutionTrainer",
         # Callbacks that record a run.
         ".callbacks": "MetricsFileCallback read_metrics",
         ".policies": "remember_base",

@@ -25,7 +25,6 @@ _COLUMNS = {
     "accuracy": (".3f", "rewards/accuracies", "accuracy"),
     "margin": (".3f", "rewards/margins", "margin"),
     "token accuracy": (".3f", "mean_token_accuracy"),
-    "divergence": (".4f", "divergence"),
     # Nats per token of a training step's rollouts, and nats per response of held-out ones and of KTO's loss.
     "kl/token": (".4f",),
     "kl/response": (".4f", "sampled_kl", "kl"),

@@ -36,10 +36,6 @@ class CommonFields(KeepsSecrets):
         default=5,
         metadata={"help": "Stop, with a checkpoint, after this many updates in a row that were not finite."},
     )
-    profile: bool = field(
-        default=False,
-        metadata={"help": "Measure where the time of a step goes: a table at the end, and profile/* in the metrics."},
-    )
     bf16: bool | None = field(
         default=None,
         metadata={"help": "Mixed precision in bfloat16. Default: on where the accelerator has it, off on a CPU."},

@@ -29,7 +29,6 @@ from trl_ext.rollouts.graded import evaluate_reasoning
 from trl_ext.trainers.callbacks import MetricsFileCallback, read_metrics
 from trl_ext.trainers.defaults import check_at_least, configuration
 from trl_ext.trainers.policies import trained_policy
-from trl_ext.trainers.profile.steps import measured, profiled
 from trl_ext.trainers.sft import SFTConfig, SFTTrainer
 
 _LEAST = {"n_steps": 1, "questions_per_step": 1, "rollouts_per_question": 1, "sft_epochs": 1, "max_per_question": 1}
@@ -170,15 +169,14 @@ class ExpertIterationTrainer(SFTTrainer):
         self.rounds = self._begin(self._checkpoint_to_resume(resume_from_checkpoint))
         if self.rounds == 0:
             self._validate()
-        with profiled(self):
-            for step in range(self.rounds + 1, self.args.n_steps + 1):
-                demonstrations = self._collect(step)
-                self._fine_tune(step, demonstrations)
-                self._validate()
-                self._save_checkpoint_of(step)
-                self.rounds = step
-                if step < self.args.n_steps and self.stops is not None and self.stops():
-                    break
+        for step in range(self.rounds + 1, self.args.n_steps + 1):
+            demonstrations = self._collect(step)
+            self._fine_tune(step, demonstrations)
+            self._validate()
+            self._save_checkpoint_of(step)
+            self.rounds = step
+            if step < self.args.n_steps and self.stops is not None and self.stops():
+                break
 
     def _validate(self) -> None:
         if self.validate is not None:
@@ -262,7 +260,7 @@ class ExpertIterationTrainer(SFTTrainer):
         drawn = random.Random(f"{self.args.seed} {step}").sample(range(len(self.rows)), self.args.questions_per_step)
         rows, prompts = ([values[index] for index in drawn] for values in (self.rows, self.prompts))
         progress = f"round {step}, sampling" if self.accelerator.is_main_process else None
-        with measured(self, "sampling"), trained_policy(self) as policy, self._engine(policy) as engine:
+        with trained_policy(self) as policy, self._engine(policy) as engine:
             graded = evaluate_reasoning(
                 rows,
                 prompts,
@@ -281,9 +279,6 @@ class ExpertIterationTrainer(SFTTrainer):
                 accelerator=self.accelerator,
                 progress=None if self.args.disable_tqdm else progress,
             )
-        if self.step_profile is not None:
-            tokens = sum(row["generated_num_tokens"] for row in graded)
-            self.step_profile.count_sampled(tokens / self.accelerator.num_processes)
         return graded, {row["row_id"]: prompt for row, prompt in zip(rows, prompts, strict=True)}
 
     @contextmanager

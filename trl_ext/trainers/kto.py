@@ -27,7 +27,6 @@ from trl_ext.trainers.defaults import (
 from trl_ext.trainers.model_card import WritesModelCard
 from trl_ext.trainers.packing import pack_trainer
 from trl_ext.trainers.policies import check_base_of_adapter, reference_in_memory
-from trl_ext.trainers.profile.steps import ProfiledTraining
 
 LOSSES = ("kto", "apo_zero_unpaired")
 
@@ -54,7 +53,7 @@ class KTOConfig(TruncatedFields, TRLKTOConfig):
         super().__post_init__()
 
 
-class KTOTrainer(ResilientTraining, WritesModelCard, ProfiledTraining, TRLKTOTrainer):
+class KTOTrainer(ResilientTraining, WritesModelCard, TRLKTOTrainer):
     """Trains on single responses labelled desirable or undesirable: rows of `prompt`, `completion` and `label`.
 
     Accepts the arguments of `trl.KTOTrainer`, with a `KTOConfig`. It differs in three ways. Pairs (`prompt`,

@@ -16,10 +16,9 @@ from torch import Tensor
 
 from trl_ext.losses import PreferenceScores
 from trl_ext.trainers.preference.optimizer_batch import join_scores, map_scores
-from trl_ext.trainers.profile.steps import ProfiledTraining
 
 
-class StepMetrics(ProfiledTraining):
+class StepMetrics:
     """Mixin before one of TRL's trainers; the trainer defines the counts and the count that weights each metric.
 
     Costs one exchange of a few numbers per micro-batch. In an evaluation over several processes whose rows do not

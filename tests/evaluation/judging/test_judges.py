@@ -20,10 +20,8 @@ from trl_ext.evaluation import (
     Usage,
     compare,
     judge_pairs,
-    load_prices,
 )
 from trl_ext.evaluation.judging.openai_format import SCHEMA, question_text, read_answer
-from trl_ext.evaluation.judging.prices import Price, find_price
 
 QUESTION = ("user: q", "longer", "short")
 
@@ -102,53 +100,6 @@ class TestQuestion:
         question_text("q", "bad \ud83d end", "b").encode()
 
 
-class TestPrices:
-    def test_by_hand(self):
-        """500 fresh tokens at 2.5, 400 cached at 0.25 and 80 of output at 15, per million: 2550 / 10^6."""
-        tokens = {"input_tokens": 900, "cached_input_tokens": 400, "output_tokens": 80}
-        price = Price(input=2.5, output=15.0, cached_input=0.25)
-        assert price.dollars(**tokens) == pytest.approx(0.00255, rel=1e-12)
-        assert Price(input=2.5, output=15.0).dollars(**tokens) == pytest.approx((900 * 2.5 + 80 * 15) / 1e6)
-
-    def test_the_table_and_dated_models(self):
-        prices = load_prices()
-        expected = Price(input=2.5, output=15.0, cached_input=0.25)
-        assert find_price("gpt-5.4", prices) == find_price("gpt-5.4-2026-03-05", prices) == expected
-        assert find_price("gpt-5.4-mini", prices) != find_price("gpt-5.4", prices)
-        assert find_price("my-model", prices) is None
-
-    def test_the_users_prices_come_first(self, tmp_path):
-        path = tmp_path / "prices.json"
-        path.write_text(json.dumps({"gpt-5.4": {"input": 1, "output": 2}, "mine": {"input": 0, "output": 0}}))
-        prices = load_prices(path)
-        assert prices["gpt-5.4"] == Price(input=1, output=2) and prices["mine"] == Price(input=0, output=0)
-        assert prices["gpt-4o"] == load_prices()["gpt-4o"]
-
-    @pytest.mark.parametrize(
-        "entry, field",
-        [
-            ({"input": 1}, "output: "),
-            ({"input": 1, "output": -2}, "output: "),
-            ({"input": 1, "output": 2, "outptu": 2}, "outptu: "),
-        ],
-    )
-    def test_no_price(self, entry, field):
-        with pytest.raises(ValueError, match=f"^prices: mine: {field}.*; a model needs input, output"):
-            load_prices({"mine": entry})
-
-    def test_bad_files(self, tmp_path):
-        with pytest.raises(FileNotFoundError, match="no price file"):
-            load_prices(tmp_path / "none.json")
-        for content, problem in (("{", "Invalid JSON"), ("[]", "Input should be an object")):
-            (tmp_path / "bad.json").write_text(content)
-            with pytest.raises(ValueError, match=f"bad.json: {problem}.*; a model needs input, output"):
-                load_prices(tmp_path / "bad.json")
-
-    def test_sums_with_an_unknown_price_are_unknown(self):
-        total = Usage(calls=1, dollars=0.5, input_tokens=3) + Usage(calls=2, dollars=None, input_tokens=4)
-        assert (total.calls, total.dollars, total.input_tokens, total.cached_dollars) == (3, None, 7, 0.0)
-
-
 class TestOpenAIJudge:
     @pytest.mark.parametrize("api", ["responses", "chat"])
     def test_question_and_answer(self, api, monkeypatch):
@@ -160,10 +111,7 @@ class TestOpenAIJudge:
             )  # fmt: skip
             judgement, usage = judge.ask([{"role": "user", "content": "q"}], "short", "longer one")
         assert judgement == Judgement("B", True, "A", 0.75, 3, 4, (), "It is longer.")
-        # As in TestPrices: 900 tokens in, 400 of them cached, and 80 out.
-        assert usage == Usage(
-            calls=1, input_tokens=900, cached_input_tokens=400, output_tokens=80, dollars=pytest.approx(0.00255)
-        )
+        assert usage == Usage(calls=1, input_tokens=900, cached_input_tokens=400, output_tokens=80)
         [call] = server.calls
         assert call.authorization == "Bearer sk-of-the-test"
         assert call.question == ("user: q", "short", "longer one")
@@ -280,7 +228,7 @@ class TestCommand:
             (["--judge", "reward_model"], "--judge reward_model needs --model, the reward model's folder"),
             (["--model", "gpt-5.4"], "--model is for --judge openai or reward_model: give one of them"),
             (["--judge", "openai", "--model", "m", "--instructions", "no.md"], "--instructions: no file no.md"),
-            (["--judge", "openai", "--model", "m", "--prices", "no.json"], "--prices: no file no.json"),
+            (["--judge", "openai", "--model", "m", "--price_in", "-1"], "--price_in: must not be negative, got -1"),
             (["--candidate", "no.jsonl"], "no file no.jsonl"),
         ],
     )
@@ -298,7 +246,7 @@ class TestCommand:
 
 
 def test_data_of_the_package():
-    """The rubric and the prices are where the installed package looks for them, and are packaged."""
+    """The rubric is where the installed package looks for it, and is packaged."""
     import tomllib
 
     import trl_ext.evaluation
@@ -306,6 +254,5 @@ def test_data_of_the_package():
     folder = Path(trl_ext.evaluation.__file__).parent
     project = tomllib.loads((folder.parent.parent / "pyproject.toml").read_text())
     patterns = project["tool"]["setuptools"]["package-data"]["trl_ext"]
-    for name in ("judging/instructions.md", "judging/prices.json"):
-        assert (folder / name).is_file()
-        assert any((folder / name) in folder.parent.glob(pattern) for pattern in patterns)
+    rubric = folder / "judging" / "instructions.md"
+    assert rubric.is_file() and any(rubric in folder.parent.glob(pattern) for pattern in patterns)

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import REPOSITORY
+from tests.support.files import read_rows, write_rows
 from tests.support.report_runs import (
     BASE,
     HOSTILE,
@@ -21,10 +22,8 @@ from tests.support.report_runs import (
     Page,
     change,
     report,
-    rows_of,
     write_example,
     write_policy,
-    write_rows,
     write_two_tasks,
 )
 from trl_ext.evaluation import plot_run, write_report
@@ -68,7 +67,7 @@ class TestFigures:
             known |= numbers_in(json.loads((folder / "results.json").read_text()))
             for name in ("metrics.jsonl", "reward_mistakes.jsonl"):
                 if (folder / name).exists():
-                    known |= numbers_in(rows_of(folder / name))
+                    known |= numbers_in(read_rows(folder / name))
         cells = [cell for rows in page.tables.values() for row in rows for cell in row if cell[1] is not None]
         assert len(cells) > 100
         assert {value for _, value in cells if float(value) not in known} <= {"0.0", "1.0"}

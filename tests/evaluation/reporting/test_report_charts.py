@@ -8,16 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.report_runs import (
-    Page,
-    change,
-    report,
-    rows_of,
-    write_example,
-    write_policy,
-    write_reward_model,
-    write_rows,
-)
+from tests.support.files import read_rows, write_rows
+from tests.support.report_runs import Page, change, report, write_example, write_policy, write_reward_model
 from trl_ext.evaluation import plot_reward_run
 from trl_ext.evaluation.reporting import plots
 from trl_ext.evaluation.reporting.curves import panels, thin
@@ -39,7 +31,7 @@ class TestCurves:
     def test_curves_are_the_rows_of_the_metrics(self, example):
         runs, _ = find_runs([example])
         found = {panel.title: panel.curves for panel in panels(runs)}
-        rows = rows_of(example / "alpha" / "metrics.jsonl")
+        rows = read_rows(example / "alpha" / "metrics.jsonl")
         for title, key in {
             "win rate, ties as half": "win_rate",
             "KL to the base (nats per response)": "kl",
@@ -80,7 +72,7 @@ class TestCurves:
         run = write_policy(tmp_path / "runs" / "a-name-that-is-long")
         change(run, "kl", "n", to=16)
         pairs = [{"step": step, "eval_loss": 0.5, "eval_rewards/accuracies": 0.5} for step in (20, 40)]
-        write_rows(run / "metrics.jsonl", rows_of(run / "metrics.jsonl") + pairs)
+        write_rows(run / "metrics.jsonl", read_rows(run / "metrics.jsonl") + pairs)
         (run / "samples").mkdir()
         for step, n in ((0, 4), (40, 32)):
             write_rows(run / "samples" / f"step_{step:06}.jsonl", [{}] * n)

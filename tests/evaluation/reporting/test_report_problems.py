@@ -8,17 +8,8 @@ import sys
 
 import pytest
 
-from tests.support.report_runs import (
-    LOSS,
-    TIE,
-    WIN,
-    change,
-    report,
-    write_example,
-    write_policy,
-    write_reward_model,
-    write_rows,
-)
+from tests.support.files import write_rows
+from tests.support.report_runs import LOSS, TIE, WIN, change, report, write_example, write_policy, write_reward_model
 from trl_ext.evaluation import (
     GroundTruthJudge,
     compare_generations,

@@ -10,7 +10,6 @@ from scipy.special import expit
 from trl_ext.evaluation import PairOutcome, mean_with_interval
 from trl_ext.evaluation.statistics.intervals import (
     critical_value,
-    gain_interval,
     mean_interval,
     rate_difference_interval,
     rate_interval,
@@ -74,17 +73,18 @@ class TestMeanInterval:
             mean_interval([])
 
     def test_published_gains(self):
-        """21 pairs, of which 1 gains and 7 lose (Bentur et al. 2009): Tango's interval in Fagerland et al. 2014."""
-        assert gain_interval(1, 7, 21) == pytest.approx((-0.517, -0.026), abs=5e-4)
-        assert gain_interval(7, 1, 21) == pytest.approx((0.026, 0.517), abs=5e-4)
+        """21 pairs, of which 1 gains and 7 lose (Bentur et al. 2009): the interval in Fagerland et al. 2014."""
+        found = mean_with_interval([1] + [-1] * 7 + [0] * 13, gains=True)
+        assert (found["low"], found["high"]) == pytest.approx((-0.508, -0.013), abs=5e-4)
+        mirrored = mean_with_interval([-1] + [1] * 7 + [0] * 13, gains=True)
+        assert (mirrored["low"], mirrored["high"]) == pytest.approx((-found["high"], -found["low"]))
 
     def test_gains_without_spread(self):
-        """No pair of 6 differs: the statistic n d / (1 - d) is z^2 at d = z^2 / (n + z^2) = 3.841459 / 9.841459. All
-        of 5 gain: its square is 5 (1 - d) / (1 + d), and (5 - z^2) / (5 + z^2) = 0.131035."""
-        assert gain_interval(0, 0, 6) == pytest.approx((-0.390334, 0.390334), abs=1e-6)
-        assert gain_interval(5, 0, 5) == pytest.approx((0.131035, 1.0), abs=1e-6)
+        """No pair of 6 differs: z sqrt(2 / 8 / 8). All of 5 gain: 6 of 7 gain and 1 loses, 5/7 - z sqrt(24 / 343)."""
+        found = mean_with_interval([0.0] * 6, gains=True)
+        assert (found["low"], found["high"]) == pytest.approx((-0.346476, 0.346476), abs=1e-6)
         found = mean_with_interval([1.0] * 5, gains=True)
-        assert found == {"mean": 1.0, "low": pytest.approx(0.131035, abs=1e-6), "high": 1.0}
+        assert found == {"mean": 1.0, "low": pytest.approx(0.195836, abs=1e-6), "high": 1.0}
 
     def test_zeros_and_ones_that_are_no_gains(self):
         """Wilson's upper end for 0 of 10 is z^2 / (n + z^2) = 3.841459 / 13.841459, and its lower end is 0."""
@@ -97,8 +97,8 @@ class TestMeanInterval:
         covered = 0.0
         for lost in range(6):
             for gained in range(6 - lost):
-                low, high = gain_interval(gained, lost, 5)
-                if low - 1e-12 <= chances[2] - chances[0] <= high + 1e-12:
+                found = mean_with_interval([-1] * lost + [0] * (5 - lost - gained) + [1] * gained, gains=True)
+                if found["low"] - 1e-12 <= chances[2] - chances[0] <= found["high"] + 1e-12:
                     covered += scipy.stats.multinomial.pmf([lost, 5 - lost - gained, gained], 5, chances)
         assert covered >= 0.93
 
@@ -120,46 +120,46 @@ class TestRateInterval:
     @pytest.mark.parametrize(
         ("table", "expected"),
         [
-            ((36, 12, 2, 0), (0.0569, 0.3404)),
-            ((59, 6, 16, 80), (-0.1186, -0.0046)),
-            ((36, 4, 0, 0), (-0.0064, 0.2305)),
+            ((36, 12, 2, 0), (0.050892, 0.333724)),
+            ((59, 6, 16, 80), (-0.119499, -0.003201)),
+            ((36, 4, 0, 0), (-0.015381, 0.205857)),
         ],
     )
     def test_paired_rates(self, table, expected):
-        """Both won, only the first, only the second, neither. The first two are published (Newcombe 1998; Cavo et al.
-        2012 in Fagerland et al. 2014). Of 40 wins against 36, McNemar's p is 0.125: the interval must hold 0."""
+        """Both won, b only the first, c only the second, neither: with p = (b + 1) / (n + 2) and q = (c + 1) / (n + 2)
+        it is p - q -+ z sqrt((p + q - (p - q)^2) / (n + 2)). Of 40 wins against 36, McNemar's p is 0.125, and the
+        interval holds 0."""
         first, second = (numpy.repeat(wins, table).tolist() for wins in ([1, 1, 0, 0], [1, 0, 1, 0]))
-        assert rate_difference_interval(first, second) == pytest.approx(expected, abs=6e-5)
+        assert rate_difference_interval(first, second) == pytest.approx(expected, abs=1e-6)
         mirrored = rate_difference_interval(second, first)
-        assert mirrored == pytest.approx((-expected[1], -expected[0]), abs=6e-5)
+        assert mirrored == pytest.approx((-expected[1], -expected[0]), abs=1e-6)
 
     def test_rates_on_other_prompts_are_independent(self):
-        """3 of 4 and 1 of 2 with no prompt in common: Wilson's bounds are combined by squares alone."""
-        (low, high), (other_low, other_high) = wilson_interval(3, 4), wilson_interval(1, 2)
+        """3 of 4 and 1 of 2 with no prompt in common, and two prompts that both have: 4 of 6 and 2 of 4.
+
+        A prompt's influence on the first rate is (1 - 2/3) / 6 = 1/18 or -1/9, and on the second 1/8 or -1/8. On the
+        two prompts that both have it is 1/18 + 1/8 and -1/9 - 1/8.
+        """
         found = rate_difference_interval([1, 1, 1, 0, None, None], [None] * 4 + [1, 0])
-        ends = -math.hypot(0.75 - low, other_high - 0.5), math.hypot(high - 0.75, 0.5 - other_low)
-        assert found == pytest.approx((0.25 + ends[0], 0.25 + ends[1]))
+        squares = 3 / 18**2 + 1 / 9**2 + 2 / 8**2 + (1 / 18 + 1 / 8) ** 2 + (1 / 9 + 1 / 8) ** 2
+        half_width = 1.959964 * squares**0.5
+        assert found == pytest.approx((1 / 6 - half_width, 1 / 6 + half_width), abs=1e-6)
         assert rate_difference_interval([1, 0], [None, None]) is None
 
 
 class TestPairedDifference:
     def test_two_candidates_that_never_differ(self):
-        """Six prompts, four won by both: Wilson's bounds of 4 / 6 are 0.366673 below and 0.236562 above it.
-
-        The centred products sum to 6 x 2/9 = 4/3, less 1/2 for continuity: the correlation is 5/8, and the half-width
-        sqrt(0.366673^2 - 2 x 5/8 x 0.366673 x 0.236562 + 0.236562^2) = 0.286330.
-        """
+        """Six prompts, and two on which they differ: 1.959964 sqrt(2 / 8 / 8)."""
         rows = settled(1, 0, 1, 1, 0, 1)
         result = paired_difference(rows, rows)
         assert result.difference == 0.0
-        assert (result.low, result.high) == pytest.approx((-0.286330, 0.286330), abs=1e-6)
+        assert (result.low, result.high) == pytest.approx((-0.346476, 0.346476), abs=1e-6)
         assert result.mcnemar.p_value == 1.0
 
     def test_one_wins_all_and_the_other_nothing(self):
-        """10 of 10 against 0 of 10: the Wilson intervals end 0.277533 from 1 and from 0, and
-        1 - sqrt(2 x 0.277533^2) = 0.607509; differences above 1 there are none."""
+        """11 of 12 against 1 of 12: 10/12 - 1.959964 sqrt((1 - 100/144) / 12); differences above 1 there are none."""
         result = paired_difference(settled(*[1] * 10), settled(*[0] * 10))
-        assert (result.difference, result.low, result.high) == pytest.approx((1.0, 0.607509, 1.0), abs=1e-6)
+        assert (result.difference, result.low, result.high) == pytest.approx((1.0, 0.520580, 1.0), abs=1e-6)
         # The two-sided chance of ten of ten: 2 / 1024.
         assert result.mcnemar.p_value == pytest.approx(2 / 1024)
 
@@ -174,15 +174,14 @@ class TestPairedDifference:
     def test_what_prompts_share_cancels(self):
         """100 prompts, easy or hard for both: 60 both win, 30 both lose, 8 only the first, 2 only the second.
 
-        The difference is (68 - 62) / 100 = 0.06. Per prompt it is 1 on 8, -1 on 2 and 0 elsewhere: its variance is
-        0.10 - 0.06^2 = 0.0964 and its standard error sqrt(0.0964 / 100) = 0.0310, so the interval is about
-        0.06 -+ 1.96 x 0.0310 = (-0.001, 0.121); two independent rates would have an error of 0.067.
+        The difference is (68 - 62) / 100 = 0.06. With one prompt more for each it is 6 / 102, 1 on 9 and -1 on 3: the
+        standard error is sqrt((12 / 102 - (6 / 102)^2) / 102) = 0.0335. Two independent rates would have one of 0.067.
         """
         first = settled(*([1] * 60 + [0] * 30 + [1] * 8 + [0] * 2))
         second = settled(*([1] * 60 + [0] * 30 + [0] * 8 + [1] * 2))
         result = paired_difference(first, second)
         assert result.difference == pytest.approx(0.06)
-        assert (result.low, result.high) == pytest.approx((-0.001, 0.121), abs=0.003)
+        assert (result.low, result.high) == pytest.approx((-0.006754, 0.124401), abs=1e-6)
         assert (result.mcnemar.only_first, result.mcnemar.only_second) == (8, 2)
         # (|8 - 2| - 1)^2 / 10 = 2.5
         assert result.mcnemar.statistic == pytest.approx(2.5)

@@ -5,62 +5,11 @@ import math
 
 import pytest
 
+from tests.support.files import write_rows
+from tests.support.public_evaluation import WORDS, plan, response_rows, write_assets, write_policy, write_scores
 from trl_ext.evaluation import Judgement, grade_submission
 from trl_ext.evaluation.statistics.paired import chance_below
 from trl_ext.evaluation.submissions.grading import SubmissionGrade
-
-WORDS = ["axe", "banana", "beach", "black", "blue", "captain", "car", "carrot", "castle", "cat"]
-# To "Say axe three times.": right, the base's own, and wrong.
-ANSWERS = {"win": "{0}, {0}, {0}.", "tie": "{0}, {0}.", "loss": "wrong", "empty": " "}
-
-
-def write_lines(path, rows):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
-
-
-def response_rows(plan):
-    """A row for each word, by what the planned answer should bring against the base."""
-    return [
-        {
-            "row_id": f"row-{word}",
-            "prompt_text": f"Say {word} three times.",
-            "response_text": ANSWERS[kind].format(word),
-            "generated_num_tokens": 9,
-        }
-        for word, kind in zip(WORDS, plan, strict=True)
-    ]
-
-
-def plan(win=0, tie=0, loss=0, empty=0):
-    return ["win"] * win + ["tie"] * tie + ["loss"] * loss + ["empty"] * empty
-
-
-def write_assets(folder):
-    """Ten prompts, the base's answers (two of three words), and four pairs; returns the keywords that name them."""
-    prompts = [
-        {"row_id": f"row-{word}", "prompt_messages": [{"role": "user", "content": f"Say {word} three times."}]}
-        for word in WORDS
-    ]
-    pairs = [
-        {"row_id": f"pair-{i}", "prompt_text": "Say cat.", "chosen_text": "cat", "rejected_text": f"dog {i}"}
-        for i in range(4)
-    ]
-    return {
-        "prompts_jsonl": str(write_lines(folder / "prompts.jsonl", prompts)),
-        "base_jsonl": str(write_lines(folder / "base.jsonl", response_rows(plan(tie=10)))),
-        "prefs_jsonl": str(write_lines(folder / "prefs.jsonl", pairs)),
-    }
-
-
-def write_scores(folder, margins):
-    rows = [{"row_id": f"pair-{i}", "chosen_score": m, "rejected_score": 0.0} for i, m in enumerate(margins)]
-    return write_lines(folder / "reward_model" / "public_test_pref_scores.jsonl", rows)
-
-
-def write_policy(folder, name, rows):
-    return write_lines(folder / "policy_generations" / f"{name}.jsonl", rows)
 
 
 @pytest.fixture
@@ -149,7 +98,7 @@ class TestPolicies:
         """The same answer as the base's, cut at the 9 tokens that are allowed: worse than the base's."""
         rows = response_rows(plan(tie=10))
         base = [{**row, "generated_num_tokens": 8} for row in rows]
-        assets["base_jsonl"] = str(write_lines(folder.parent / "short.jsonl", base))
+        assets["base_jsonl"] = str(write_rows(folder.parent / "short.jsonl", base))
         write_policy(folder, "aot", rows)
         grade = only(grade_submission(folder, {"aot": 0.5}, max_new_tokens=9, **assets))
         assert (grade.figure, grade.n) == (0.0, 10)
@@ -228,7 +177,7 @@ class TestSubmission:
 
     def test_an_incomplete_folder(self, folder, assets):
         write_policy(folder, "aot", response_rows(plan(win=10)))
-        write_lines(folder / "part2" / "online_best.jsonl", response_rows(plan(win=7, loss=3)))
+        write_rows(folder / "part2" / "online_best.jsonl", response_rows(plan(win=7, loss=3)))
         result = grade_submission(folder, self.THRESHOLDS, **assets)
         assert {g.method: (g.passed, g.reason) for g in result.grades} == {
             "reward_model": (False, "missing"),
@@ -244,7 +193,7 @@ class TestSubmission:
         json.dumps(result.to_dict(), allow_nan=False)
 
     def test_part_two_fails_where_both_do(self, folder, assets):
-        write_lines(folder / "part2" / "offline_best.jsonl", response_rows(plan(win=7, loss=3)))
+        write_rows(folder / "part2" / "offline_best.jsonl", response_rows(plan(win=7, loss=3)))
         assert grade_submission(folder, self.THRESHOLDS, **assets).part_two is False
 
     def test_no_part_two(self, folder, assets):
@@ -263,7 +212,7 @@ class TestSubmission:
             {"row_id": f"row-{word}", "prompt_messages": [{"role": "user", "content": "Who are you?"}]}
             for word in WORDS
         ]
-        write_lines(folder.parent / "assets" / "prompts.jsonl", prompts)
+        write_rows(folder.parent / "assets" / "prompts.jsonl", prompts)
         with pytest.raises(ValueError, match="row_id row-axe: the known score is of the embedded task only"):
             grade_submission(folder, {"aot": 0.5}, **assets)
 

@@ -1,12 +1,14 @@
 """Submissions: model names, generation, scores and packing."""
 
 import json
+import logging
 import re
 import zipfile
 
 import pytest
 
-from tests.evaluation.submissions.test_grading import write_lines
+from tests.support.files import read_rows, write_rows
+from tests.support.public_evaluation import response, write_prompts
 from tests.support.reward_adapters import save_full_model
 from trl_ext.evaluation.submissions.assets import (
     load_prompts,
@@ -21,27 +23,6 @@ from trl_ext.evaluation.submissions.submission import (
 from trl_ext.files import brief
 from trl_ext.models import resolve_model_path
 
-
-def read_rows(path):
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
-def response(row_id, text="fine", tokens=3, prompt_text=None):
-    return {
-        "row_id": row_id,
-        "prompt_text": prompt_text or f"Say {row_id} twice.",
-        "response_text": text,
-        "generated_num_tokens": tokens,
-    }
-
-
-def write_prompts(path, texts):
-    return write_lines(
-        path,
-        [{"row_id": f"p{i}", "prompt_messages": [{"role": "user", "content": t}]} for i, t in enumerate(texts)],
-    )
-
-
 TEXTS = ["Say red.", "Say a much longer thing, please, and then stop.", "Why?", "Tell me of the sea.", "And?"]
 
 
@@ -49,9 +30,8 @@ TEXTS = ["Say red.", "Say a much longer thing, please, and then stop.", "Why?", 
 def short_tokenizer(tiny_model_path, monkeypatch):
     """The tokenizer that everything loads, with a limit of 100 tokens; what it warns of is seen by `caplog`."""
     from transformers import AutoTokenizer
-    from transformers.utils import logging as transformers_logging
 
-    monkeypatch.setattr(transformers_logging._get_library_root_logger(), "propagate", True)
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     tokenizer = AutoTokenizer.from_pretrained(tiny_model_path)
     tokenizer.model_max_length, tokenizer.used = 100, False
 
@@ -246,7 +226,7 @@ def assets(tiny_model_path, tmp_path_factory):
         "model": tiny_model_path,
         "reward_model": save_full_model(tiny_model_path, folder / "reward"),
         "prompts": write_prompts(folder / "prompts.jsonl", TEXTS),
-        "prefs": write_lines(folder / "prefs.jsonl", pairs),
+        "prefs": write_rows(folder / "prefs.jsonl", pairs),
     }
 
 
@@ -292,7 +272,7 @@ class TestBuildScoreAndPack:
     def test_long_pairs_are_cut_without_a_warning(self, assets, tmp_path, short_tokenizer, caplog):
         """A prompt and a response of 250 bytes and more, each a token, under the 512 that the reward model reads."""
         pair = {"row_id": "q", "prompt_text": "word " * 50, "chosen_text": "yes " * 70, "rejected_text": "no"}
-        pairs = write_lines(tmp_path / "prefs.jsonl", [pair])
+        pairs = write_rows(tmp_path / "prefs.jsonl", [pair])
         score_submission_file(assets["reward_model"], tmp_path / "scores.jsonl", prefs_jsonl=pairs)
         assert short_tokenizer.used and "Token indices" not in caplog.text
 
@@ -338,7 +318,7 @@ class TestBuildScoreAndPack:
         rows = [response(row["row_id"], "word", 9, row["prompt_text"]) for row in prompts]
         rows[7]["response_text"] = "word, " * 60
         counted = token_counter("toy")(rows[7]["response_text"])
-        path = write_lines(tmp_path / "submission" / "policy_generations" / "aot.jsonl", rows)
+        path = write_rows(tmp_path / "submission" / "policy_generations" / "aot.jsonl", rows)
         message = (
             f"{path}: row_id {rows[7]['row_id']}: over the token budget: the text has {counted} tokens, at most 48"
         )

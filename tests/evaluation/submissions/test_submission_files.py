@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from tests.evaluation.submissions.test_grading import write_lines
-from tests.evaluation.submissions.test_submission import read_rows, response, write_prompts
+from tests.support.files import read_rows, write_rows
+from tests.support.public_evaluation import response, write_prompts
 from trl_ext.evaluation.submissions.assets import load_base, load_pairs, load_prompts, load_thresholds, token_counter
 from trl_ext.evaluation.submissions.row_files import RowFile
 from trl_ext.evaluation.submissions.rows import ScoreRow, read_pair_scores, read_responses
@@ -16,7 +16,7 @@ PROMPTS = [{"row_id": name, "prompt_text": f"Say {name} twice."} for name in ("c
 
 class TestReadResponses:
     def read(self, tmp_path, rows, **keywords):
-        path = write_lines(tmp_path / "aot.jsonl", rows)
+        path = write_rows(tmp_path / "aot.jsonl", rows)
         responses, problems = read_responses(path, PROMPTS, **{"max_new_tokens": 10, **keywords})
         return responses, [(p.row_id, p.message, p.fatal) for p in problems]
 
@@ -135,7 +135,7 @@ class TestRowFile:
         assert not path.exists()
 
     def test_rows_of_unknown_origin(self, tmp_path):
-        path = write_lines(tmp_path / "rows.jsonl", [score_row("x")])
+        path = write_rows(tmp_path / "rows.jsonl", [score_row("x")])
         with pytest.raises(FileExistsError, match=r"no rows.settings.json says how it was made: choose another --out"):
             RowFile(path, ScoreRow, {}, ["x"])
 
@@ -170,7 +170,7 @@ class TestAssets:
         """Texts and token counts of the embedded base responses are what its model generates for them."""
         prompts = load_prompts()[:20]
         rows = [{"row_id": row["row_id"], "prompt_messages": row["prompt"]} for row in prompts]
-        path = write_lines(tmp_path / "prompts.jsonl", rows)
+        path = write_rows(tmp_path / "prompts.jsonl", rows)
         file = generate_submission_file("toy", tmp_path / "base.jsonl", prompts_jsonl=path, max_new_tokens=48)
         generated = [(row["response_text"], row["generated_num_tokens"]) for row in file.rows.values()]
         assert generated == [(r.text, r.tokens) for r in load_base(load_prompts(path))]
@@ -187,7 +187,7 @@ class TestAssets:
 
     def test_bad_base(self, tmp_path):
         prompts = load_prompts(write_prompts(tmp_path / "prompts.jsonl", ["Why?", "How?"]))
-        path = write_lines(tmp_path / "base.jsonl", [response("p1", prompt_text="How?")])
+        path = write_rows(tmp_path / "base.jsonl", [response("p1", prompt_text="How?")])
         with pytest.raises(ValueError, match=r"base.jsonl: row_id p0: missing"):
             load_base(prompts, path)
 

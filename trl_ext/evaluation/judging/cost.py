@@ -23,7 +23,7 @@ class Estimate:
         calls: questions to ask: two per row, except for cached, repeated, empty and identical ones.
         cached: verdicts already in the cache.
         input_tokens, output_tokens: tokens of those calls; the output is a guess.
-        dollars: None if the price is unknown; 0 for judges that cost nothing.
+        dollars: None if no price was given; 0 for judges that cost nothing.
         notes: how tokens were estimated, and what the figures leave out.
     """
 
@@ -48,11 +48,13 @@ def estimate(
     *,
     candidate_finished: Sequence[bool] | None = None,
     base_finished: Sequence[bool] | None = None,
+    price_in: float | None = None,
+    price_out: float | None = None,
 ) -> Estimate:
     """Estimate the calls and cost of `judge_pairs` with the same arguments, without a key or any request.
 
     Input tokens are estimated as a quarter of the UTF-8 bytes. Output tokens are the mean of this comparison's cached
-    verdicts, or a typical number.
+    verdicts, or a typical number. `price_in` and `price_out` are dollars per million tokens of input and output.
     """
     passes = make_questions(judge, list(rows), candidate, base, candidate_finished, base_finished)
     questions = {question.key: question for question in distinct_questions(passes)}
@@ -70,11 +72,13 @@ def estimate(
     notes = [
         "input tokens: a quarter of the UTF-8 bytes",
         f"output tokens: {each:.0f} each, {source}; at most {judge.max_output_tokens} each",
+        "requests that have to be repeated cost extra",
     ]
-    notes.append("requests that have to be repeated cost extra")
-    if judge.price is None:
-        notes.append(f"no price for {judge.model}: give one in a price file for dollars")
-    dollars = judge.price and judge.price.dollars(input_tokens=input_tokens, output_tokens=output_tokens)
+    dollars = None
+    if price_in is None or price_out is None:
+        notes.append("no dollars without --price_in and --price_out")
+    else:
+        dollars = (input_tokens * price_in + output_tokens * price_out) / 1e6
     return Estimate(len(missing), len(records), input_tokens, output_tokens, dollars, tuple(notes))
 
 

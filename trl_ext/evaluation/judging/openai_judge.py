@@ -24,7 +24,7 @@ class OpenAIJudge(OpenAIModel):
     Raises:
         ImportError: the openai package is missing.
         ValueError: `api` is unknown, or the instructions are not text.
-        FileNotFoundError: the file of instructions or prices does not exist.
+        FileNotFoundError: the file of instructions does not exist.
     """
 
     def __init__(self, model: str = "gpt-5.4", *, instructions: str | Path | None = None, **settings: Any):

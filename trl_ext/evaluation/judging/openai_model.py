@@ -8,11 +8,9 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from trl_ext.evaluation.judging.openai_format import read_reply
-from trl_ext.evaluation.judging.prices import find_price, load_prices
 from trl_ext.evaluation.judging.protocol import JudgeError, JudgeUnavailable, Usage
 
 KEY_VARIABLE = "OPENAI_API_KEY"
@@ -72,12 +70,10 @@ class OpenAIModel:
         max_retries: how often a failed request is sent again.
         max_output_tokens: maximum length of an answer, including reasoning. A truncated answer is invalid.
         temperature, reasoning_effort: None for the server's default; not every model accepts them.
-        prices: file or mapping of prices in addition to the package's, in the format of `load_prices`.
 
     Raises:
         ImportError: the openai package is missing.
         ValueError: `api` is unknown.
-        FileNotFoundError: the file of prices does not exist.
     """
 
     def __init__(
@@ -91,7 +87,6 @@ class OpenAIModel:
         max_output_tokens: int = MAX_OUTPUT_TOKENS,
         temperature: float | None = None,
         reasoning_effort: str | None = None,
-        prices: str | Path | Mapping[str, Any] | None = None,
     ):
         _import_openai(type(self).__name__)
         if api not in ("responses", "chat"):
@@ -104,7 +99,6 @@ class OpenAIModel:
         self.max_output_tokens = max_output_tokens
         self.temperature = temperature
         self.reasoning_effort = reasoning_effort
-        self.price = find_price(model, load_prices(prices))
         self._lock = threading.Lock()
 
     @property
@@ -245,8 +239,7 @@ class OpenAIModel:
         except (KeyError, IndexError, TypeError, AttributeError):
             reason = f"the reply is not one of the {self.api} API"
             return Failure("answer", reason, _OTHER_API[self.api]), Usage(calls=1)
-        dollars = None if self.price is None else self.price.dollars(**reply.tokens)
-        cost = Usage(calls=1, dollars=dollars, **reply.tokens)
+        cost = Usage(calls=1, **reply.tokens)
         if reply.problem is not None:
             return Failure("answer", self._without_key(reply.problem)), cost
         try:

@@ -13,7 +13,6 @@ from typing import Any
 
 from trl_ext.evaluation.judging.protocol import Judgement, PairwiseJudge, Usage, Verdict
 from trl_ext.evaluation.judging.run import JudgingRun, Question, as_judgement
-from trl_ext.evaluation.statistics.sequential import Decision, decide
 from trl_ext.evaluation.statistics.win_rate import PairOutcome, System
 
 # The reason recorded with a row about which nothing was asked.
@@ -21,8 +20,6 @@ EMPTY = "empty response"
 IDENTICAL = "identical responses"
 # The error of a row if the run stopped before both of its questions were answered.
 NOT_ASKED = "not asked: too many rows before it could not be judged"
-NOT_NEEDED = "not asked in both orders: it was decided without that"
-VERDICT_VALUES = {"A": 1.0, "tie": 0.5, "B": 0.0}
 
 
 @dataclass(frozen=True)
@@ -31,16 +28,14 @@ class JudgingResult:
 
     Attributes:
         outcomes: one per row, in order, for `win_rate`.
-        usage: calls, tokens and dollars of this run, and verdicts from the cache.
+        usage: calls and tokens of this run, and verdicts from the cache.
         verdicts: one JSON-ready dictionary per row, with the judge's answer in both orders, or the `reason` why it was
             not asked.
-        decision: whether the win rate is above or below `threshold`; None if none was given.
     """
 
     outcomes: list[PairOutcome]
     usage: Usage
     verdicts: list[dict[str, Any]]
-    decision: Decision | None = None
 
 
 class TooManyErrors(ValueError):
@@ -74,7 +69,6 @@ def judge_pairs(
     max_concurrency: int = 8,
     max_error_fraction: float = 0.1,
     progress: str | None = None,
-    threshold: float | None = None,
 ) -> JudgingResult:
     """Judge the candidate's response against the base's on every prompt, in both orders.
 
@@ -97,8 +91,6 @@ def judge_pairs(
         max_concurrency: maximum number of concurrent questions.
         max_error_fraction: share of rows that may remain without a judgement; the run stops when it is exceeded.
         progress: label of the progress bar; None for no bar.
-        threshold: if given, ask only until it is decided whether the win rate, with ties as half, is above or below
-            it; see `decide`. Rows that were not asked in both orders then have an error in the outcomes.
 
     Raises:
         TooManyErrors: more rows than `max_error_fraction` have an error; the cache holds the verdicts so far.
@@ -118,26 +110,21 @@ def judge_pairs(
     if cache is not None:
         # Shuffle, so that another run on the same cache and rows rarely asks the same questions at the same time.
         random.Random().shuffle(questions)
-    decision = None
     with open_cache(judge, cache) as store:
         run = JudgingRun(judge, store, max_concurrency, max_error_fraction * len(rows), progress)
-
-        def ask(wanted: list[tuple[int, bool]]) -> list[float | None]:
-            asked = [passes[i] if isinstance(passes[i], PairOutcome) else passes[i][1 - own] for i, own in wanted]
-            new = {q.key: q for q in asked if isinstance(q, Question) and q.key not in run.answers | run.errors}
-            run.ask_all(list(new.values()))
-            _refuse_errors(_collect(rows, passes, run), run, max_error_fraction)
-            return [_value(question, run, own) for question, (_, own) in zip(asked, wanted, strict=True)]
-
         try:
-            if threshold is None:
-                run.ask_all(questions)
-            else:
-                decision = decide(ask, len(rows), threshold=threshold)
+            run.ask_all(questions)
         except KeyboardInterrupt:
             raise KeyboardInterrupt(_kept(run, len(questions), cache)) from None
-    result = _collect(rows, passes, run, decision)
-    _refuse_errors(result, run, max_error_fraction, "" if store is None else f"; {_kept(run, len(questions), cache)}")
+    result = _collect(rows, passes, run)
+    failed = [outcome for outcome in result.outcomes if outcome.error not in (None, NOT_ASKED)]
+    if run.are_too_many(len(failed)):
+        saved = "" if store is None else f"; {_kept(run, len(questions), cache)}"
+        raise TooManyErrors(
+            f"{len(failed)} of {len(rows)} rows could not be judged, more than the share of {max_error_fraction:g} "
+            f"that max_error_fraction allows; the first: row_id {failed[0].row_id}: {failed[0].error}{saved}",
+            result,
+        )
     return result
 
 
@@ -224,31 +211,8 @@ def open_cache(judge: PairwiseJudge, path: str | Path | None):
     return VerdictCache(path)
 
 
-def _value(asked: Question | PairOutcome, run: JudgingRun, own_first: bool) -> float | None:
-    """1 for a win of the candidate, 1/2 for a tie; None without a verdict."""
-    if isinstance(asked, PairOutcome):
-        return 0.0 if asked.empty else 0.5
-    if asked.key not in run.answers:
-        return None
-    value = VERDICT_VALUES[run.answers[asked.key]["verdict"]]
-    return value if own_first else 1 - value
-
-
-def _refuse_errors(result: JudgingResult, run: JudgingRun, max_error_fraction: float, saved: str = "") -> None:
-    failed = [outcome for outcome in result.outcomes if outcome.error not in (None, NOT_ASKED, NOT_NEEDED)]
-    if run.are_too_many(len(failed)):
-        raise TooManyErrors(
-            f"{len(failed)} of {len(result.outcomes)} rows could not be judged, more than the share of "
-            f"{max_error_fraction:g} that max_error_fraction allows; the first: row_id {failed[0].row_id}: "
-            f"{failed[0].error}{saved}",
-            result,
-        )
-
-
-def _collect(
-    rows: list[Mapping[str, Any]], passes: list, run: JudgingRun, decision: Decision | None = None
-) -> JudgingResult:
-    outcomes, verdicts, not_asked = [], [], NOT_ASKED if decision is None else NOT_NEEDED
+def _collect(rows: list[Mapping[str, Any]], passes: list, run: JudgingRun) -> JudgingResult:
+    outcomes, verdicts = [], []
     for row, pair in zip(rows, passes, strict=True):
         if isinstance(pair, PairOutcome):
             outcomes.append(pair)
@@ -257,12 +221,12 @@ def _collect(
         answers = [run.answers.get(question.key) for question in pair]
         errors = [run.errors[question.key] for question in pair if question.key in run.errors]
         if None in answers:
-            outcome = PairOutcome(row["row_id"], None, None, error=errors[0] if errors else not_asked)
+            outcome = PairOutcome(row["row_id"], None, None, error=errors[0] if errors else NOT_ASKED)
         else:
             outcome = _pair_outcome(row["row_id"], *map(as_judgement, answers))
         outcomes.append(outcome)
         verdicts.append(_verdict_row(outcome, *answers))
-    return JudgingResult(outcomes, run.usage, verdicts, decision)
+    return JudgingResult(outcomes, run.usage, verdicts)
 
 
 def _pair_outcome(row_id: str, first: Judgement, second: Judgement) -> PairOutcome:

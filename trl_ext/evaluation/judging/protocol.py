@@ -37,7 +37,7 @@ class Judgement(NamedTuple):
 
 @dataclass(frozen=True)
 class Usage:
-    """How often a judge was called, and the cost.
+    """How often a judge was called, and the tokens.
 
     Attributes:
         calls: questions sent, including repeats after an answer without a verdict. The client's own retries after a
@@ -46,9 +46,7 @@ class Usage:
         retries: the part of `calls` that repeated a question.
         errors: questions that ended without a verdict.
         input_tokens, output_tokens: as counted by the server; output includes reasoning.
-        cached_input_tokens: the part of `input_tokens` that the server had cached and bills at a lower price.
-        dollars: cost of these calls; None if the price is unknown.
-        cached_dollars: original cost of the verdicts taken from the cache.
+        cached_input_tokens: the part of `input_tokens` that the server had cached.
     """
 
     calls: int = 0
@@ -58,12 +56,10 @@ class Usage:
     input_tokens: int = 0
     cached_input_tokens: int = 0
     output_tokens: int = 0
-    dollars: float | None = 0.0
-    cached_dollars: float | None = 0.0
 
     def __add__(self, other: Usage) -> Usage:
         pairs = zip(vars(self).values(), vars(other).values(), strict=True)
-        return Usage(*(None if None in pair else sum(pair) for pair in pairs))
+        return Usage(*map(sum, pairs))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers, ready for JSON."""

@@ -72,7 +72,7 @@ class RubricReward:
         max_concurrency: how many questions are open at a time.
 
     Attributes:
-        usage: calls, answers from the cache, tokens and dollars so far.
+        usage: calls, answers from the cache, and tokens so far.
 
     Raises:
         ValueError: an unknown form.
@@ -126,9 +126,8 @@ class RubricReward:
         for (index, _question), value in zip(questions, self._ask_all([text for _, text in questions]), strict=True):
             values[index].append(value)
         if log_metric is not None:
-            for name in ("calls", "cached", "errors", "dollars"):
-                if (spent := getattr(self.usage, name)) is not None:
-                    log_metric(f"{self.__name__}/{name}", float(spent))
+            for name in ("calls", "cached", "errors"):
+                log_metric(f"{self.__name__}/{name}", float(getattr(self.usage, name)))
         return [self._reward(own, found) for own, found in zip(rubrics, values, strict=True)]
 
     def _questions(self, prompt: Any, text: str, rubric: Sequence[tuple[str, float]]) -> list[str]:

@@ -145,7 +145,7 @@ class JudgingRun:
             if record is None:
                 yield question
             else:
-                self._record(question, record, Usage(cached=1, cached_dollars=record.get("dollars")))
+                self._record(question, record, Usage(cached=1))
 
     def _ask(self, question: Question) -> tuple[Judgement, Usage] | JudgeError:
         try:
@@ -184,7 +184,7 @@ class JudgingRun:
         self.answers[question.key] = record
         self.usage += usage
         self._failures_in_a_row = 0
-        self._show_progress()
+        self._bar.update()
 
     def _record_error(self, question: Question, error: JudgeError) -> None:
         reason = str(error) or type(error).__name__
@@ -192,17 +192,12 @@ class JudgingRun:
         self._failed_rows.add(question.row_id)
         self.usage += replace(error.usage or Usage(calls=1), errors=1)
         self._failures_in_a_row = self._failures_in_a_row + 1 if error.server_failed else 0
-        self._show_progress()
+        self._bar.update()
         if self._failures_in_a_row >= max(FAILURES_IN_A_ROW, self._workers):
             raise JudgeUnavailable(
                 f"stopped after {self._failures_in_a_row} failures in a row, the last on row_id {question.row_id}: "
                 f"{reason}; verdicts that came before are in the cache, if there is one: run again when this is fixed"
             )
-
-    def _show_progress(self) -> None:
-        if self.usage.dollars:
-            self._bar.set_postfix_str(f"${self.usage.dollars:.2f}", refresh=False)
-        self._bar.update()
 
 
 def as_judgement(record: dict[str, Any]) -> Judgement:
@@ -212,7 +207,6 @@ def as_judgement(record: dict[str, Any]) -> Judgement:
 
 
 def _as_record(question: Question, judgement: Judgement, usage: Usage) -> dict[str, Any]:
-    cost = {"input_tokens": usage.input_tokens, "cached_input_tokens": usage.cached_input_tokens}
-    cost |= {"output_tokens": usage.output_tokens, "dollars": usage.dollars}
+    tokens = {name: getattr(usage, name) for name in ("input_tokens", "cached_input_tokens", "output_tokens")}
     fields = judgement._asdict() | {"exclusion_tags": list(judgement.exclusion_tags)}
-    return {"key": question.key, "row_id": question.row_id, **fields, **cost}
+    return {"key": question.key, "row_id": question.row_id, **fields, **tokens}

@@ -91,11 +91,6 @@ class RewardModelJudge(ScoreJudge):
         self.prepare(responses)
         return [self._scores[_key(*response)] for response in responses]
 
-    def probability(self, prompt: Messages | str, response_a: str, response_b: str) -> float:
-        """P(A is better) under the Bradley-Terry model: the sigmoid of the difference of the rewards."""
-        first, second = self.scores([(prompt, response_a, True), (prompt, response_b, True)])
-        return 0.5 + 0.5 * math.tanh((first - second) / 2)
-
     def prepare(self, responses: Iterable[Shown], *, progress: str | None = None) -> None:
         """Score the responses that have no score yet, in batches.
 

@@ -28,8 +28,7 @@ _WHAT_IT_SAYS = (
     "as by Cochran and Cox). Differences are taken prompt by prompt and seed by seed; their intervals "
     "are of one comparison each, and the verdict goes by p-values that are adjusted for all comparisons (Holm). "
     "With two or three seeds, intervals are wide, and a verdict on many methods whose seeds differ much is a little "
-    "less certain than it says. What could be found, and what it would take, is for a power of 0.8 at the level that "
-    "Holm's hardest step leaves, with the variances taken as they were estimated: with few seeds, a rough guide."
+    "less certain than it says."
 )
 
 _UNTUNED = "This comparison searched no settings: a verdict is on the methods with the settings that they were given."
@@ -40,7 +39,6 @@ def compare_runs(
     baseline: str,
     *,
     metric: str | None = None,
-    effect: float | None = None,
     tuning: Mapping[str, Any] | None = None,
     notes: Sequence[str] = (),
 ) -> dict[str, Any]:
@@ -50,7 +48,6 @@ def compare_runs(
         runs: runs of all methods and seeds; methods are reported in this order.
         baseline: the method with which each other method is compared, on the seeds that both have.
         metric: `score`, `win_rate` (ties as half) or a number in generations.jsonl; None for the first available one.
-        effect: the difference to plan for; None for each observed difference.
         tuning: how hyperparameters were chosen, by method, with `tried` and `chosen`.
         notes: additional sentences.
 
@@ -76,7 +73,7 @@ def compare_runs(
         for method, seeds in shared.items()
         if seeds
     }
-    differences = compare_with_baseline(compared, effect=effect)
+    differences = compare_with_baseline(compared)
     return {
         "metric": metric,
         "baseline": baseline,
@@ -151,19 +148,18 @@ def method_table(summary: Mapping[str, Any]) -> tuple[list[str], list[list[Any]]
 
 def difference_table(summary: Mapping[str, Any]) -> tuple[list[str], list[list[Any]]]:
     """Header and rows: each comparison with the baseline."""
-    header = ["method", "difference", "95%", "p", "p, Holm", "verdict", "could be found"]
+    header = ["method", "difference", "95%", "p", "p, Holm", "verdict"]
     rows = []
     for one in summary["comparisons"]:
-        found = "-" if one["detectable"] is None else f"{one['detectable']:.4f}"
         rows.append(
             [one["method"], f"{one['difference']['mean']:+.4f}", _range(one["difference"], "+.4f")]
-            + [_p(one["p_value"]), _p(one["adjusted_p_value"]), one["verdict"], found]
+            + [_p(one["p_value"]), _p(one["adjusted_p_value"]), one["verdict"]]
         )
     return header, rows
 
 
 def sentence(one: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
-    """A comparison in words; if it is inconclusive, also how much data would decide it."""
+    """A comparison in words."""
     method, baseline, difference = one["method"], summary["baseline"], one["difference"]
     metric = _metric(summary)
     if one["verdict"] != "cannot tell":
@@ -171,16 +167,11 @@ def sentence(one: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
         p_value = _p(one["adjusted_p_value"])
         return f"**{method} has a {one['verdict']} {metric} than {baseline}**, by {size:.4f} (p {p_value})."
     told = f"**Whether {method} or {baseline} has the higher {metric}, these runs cannot tell**"
-    if difference["variances"] is None:
+    if difference["standard_error"] is None:
         if difference["seeds"] < 2:
             return f"{told}: one seed says nothing of how seeds differ."
         return f"{told}: their values differ by {difference['mean']:+.4f} everywhere, which leaves nothing to test."
-    if not one["effect"] > 0:
-        return f"{told}: they have the same mean."
-    prompts, seeds = difference["prompts"], difference["seeds"]
-    more_seeds = _needed(one["seeds_needed"], "seeds", f"on these {prompts} prompts")
-    more_prompts = _needed(one["prompts_needed"], "prompts", f"with these {seeds} seeds")
-    return f"{told}. To find a true difference of {one['effect']:.4f}, {more_seeds}; {more_prompts}."
+    return f"{told}: the difference is {difference['mean']:+.4f} {_range(difference, '+.4f')}."
 
 
 def plot_comparison(summary: Mapping[str, Any], path: str | Path) -> None:
@@ -241,7 +232,3 @@ def _whole(value: float | None) -> str:
 
 def _p(value: float) -> str:
     return "< 0.001" if value < 0.001 else f"{value:.3f}"
-
-
-def _needed(count: int | None, what: str, beside: str) -> str:
-    return f"no number of {what} {beside} is enough" if count is None else f"{count:,} {what} {beside} are enough"

@@ -20,7 +20,7 @@ METRICS = ("score", "win_rate")
 # Published runs have the values of all prompts here, and texts of a few in generations.jsonl.
 PROMPTS_NAME = "prompts.jsonl"
 # Settings that differ between runs of one method over several seeds.
-OF_THE_SEED = ("seed", "data_seed", "output_dir", "run_name", "reward_model", "teacher_model_name_or_path")
+OF_THE_SEED = ("seed", "data_seed", "output_dir", "run_name", "reward_model")
 # How settings begin that say where a run wrote and where it reported. Published runs do not have them.
 OF_REPORTING = (
     *("output_dir", "base_responses", "run_name", "logging_dir"),

@@ -34,7 +34,6 @@ TRAINING_TITLES = {
     "selection/accuracy": "accuracy, selection split",
     "selection/nll": "negative log-likelihood, selection split (nats)",
     "selection/ece": "ECE, selection split",
-    "divergence": "divergence from the teacher (nats per token)",
     "entropy": "entropy (nats per token)",
     "completions/clipped_ratio": "share of responses cut at the limit",
     "frac_reward_zero_std": "share of groups without signal",

@@ -60,28 +60,19 @@ def render_page(
     last += _section("left-out", "Left out", incomplete) + _section("problems", "Problems", problems)
     # With several tasks, each has a line in the index: its title and its sections.
     links = [f"<p>{_links(body)}{_links(body, 3)}</p>" if len(tasks) > 1 else _links(body) for body in of_tasks]
-    return page_of(
-        "report",
-        data,
+    return _fill(
+        _asset("report.html"),
+        data=embed(data),
+        style=_asset("report.css"),
+        script=_asset("report.js"),
+        # No network, frames or forms; the page's own script and style are allowed by their hashes.
+        policy=f"default-src 'none'; script-src {_digest('report.js')}; style-src {_digest('report.css')}; "
+        "img-src data:; base-uri 'none'; form-action 'none'",
         title=f"Report of {_counted(len(runs), 'run')}",
         body="".join([first, *of_tasks, last]),
         navigation="".join([_links(first), *links, _links(last)]),
         warning=_warning(summary["problems"]),
         toggles=_toggles(tasks, looks),
-    )
-
-
-def page_of(name: str, data: Any, **values: str) -> str:
-    """The page of a template with its script, the report's style, these data, and these values as HTML."""
-    return _fill(
-        _asset(f"{name}.html"),
-        data=embed(data),
-        style=_asset("report.css"),
-        script=_asset(f"{name}.js"),
-        # No network, frames or forms; the page's own script and style are allowed by their hashes.
-        policy=f"default-src 'none'; script-src {_digest(f'{name}.js')}; style-src {_digest('report.css')}; "
-        "img-src data:; base-uri 'none'; form-action 'none'",
-        **values,
     )
 
 

@@ -31,7 +31,6 @@ KTO_PANELS = {
 del KTO_PANELS["Preference accuracy"]
 ONLINE_PANELS = {
     "Reward of the rollouts": {"mean": "reward", "lowest": "reward_min", "highest": "reward_max"},
-    "Divergence from the teacher (nats per token)": {"rollouts": "divergence"},
     "KL to the base (nats per response)": {"held-out prompts": "eval_kl"},
     "Entropy (nats per token)": {"rollouts": "entropy"},
     "Response length (tokens)": {"rollouts": "completions/mean_length", "held out": "eval_completions/mean_length"},

@@ -1,4 +1,4 @@
-"""Methods trained on several seeds and evaluated on the same prompts: intervals, tests and their power.
+"""Methods trained on several seeds and evaluated on the same prompts: intervals and tests.
 
 A conclusion should hold for other prompts and other seeds, and every seed meets every prompt: prompts and seeds are
 two crossed random effects. The value of prompt p on seed s is modelled as mean + a_p + b_s + e_ps, with variances
@@ -9,38 +9,18 @@ prompts alone, or over the seeds' means alone, ignores one of the two sources of
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy
 from scipy.optimize import brentq
-from scipy.special import gammaincinv, ndtr
 
 from trl_ext.evaluation.statistics.intervals import critical_value
 
 Verdict = Literal["higher", "lower", "cannot tell"]
 ALPHA = 0.05
-POWER = 0.8
-# A study that needs more prompts or seeds than this counts as impossible.
-MOST = 1_000_000
 LEAST_P_VALUE = 1e-12
-# Power is the mean over this many equally likely values of each of the two mean squares.
-NODES = 60
-
-
-@dataclass(frozen=True)
-class Variances:
-    """Variance components of a value, all non-negative: between prompts, between seeds, and the rest."""
-
-    prompt: float
-    seed: float
-    rest: float
-
-    def standard_error(self, prompts: int, seeds: int) -> float:
-        """Standard error of the mean over prompts and seeds: sqrt(prompt / P + seed / S + rest / (P S))."""
-        return math.sqrt(self.prompt / prompts + self.seed / seeds + self.rest / (prompts * seeds))
 
 
 @dataclass(frozen=True)
@@ -51,9 +31,8 @@ class CrossedMean:
         mean: mean of all values.
         prompts, seeds: their numbers.
         low, high: mean -+ critical value x standard error. None with only one prompt or seed, whose effect cannot be
-            estimated, and if all values are equal; the same holds for the next three attributes.
+            estimated, and if all values are equal; the same holds for the next two attributes.
         standard_error, seed_share: see `error_of_mean`.
-        variances: estimated components.
     """
 
     mean: float
@@ -63,7 +42,6 @@ class CrossedMean:
     high: float | None = None
     standard_error: float | None = None
     seed_share: float | None = None
-    variances: Variances | None = None
 
 
 @dataclass(frozen=True)
@@ -75,20 +53,12 @@ class MethodDifference:
         p_value: two-sided, from the t-test that corresponds to the interval; 1 without an interval.
         adjusted_p_value: Holm's, over all comparisons with the baseline.
         verdict: higher or lower if the adjusted p-value is at most 0.05.
-        detectable: the smallest difference that this many prompts and seeds detect with a power of 0.8.
-        effect: the difference for which the next two are computed.
-        prompts_needed, seeds_needed: how many are needed to detect `effect` with a power of 0.8, if the number of the
-            other stays the same; None if no number suffices, the variances are unknown or the effect is 0.
     """
 
     difference: CrossedMean
     p_value: float
     adjusted_p_value: float
     verdict: Verdict
-    effect: float
-    detectable: float | None = None
-    prompts_needed: int | None = None
-    seeds_needed: int | None = None
 
 
 def mean_squares(values: numpy.ndarray) -> tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray]:
@@ -138,8 +108,7 @@ def mixed_critical_value(seed_share, prompts: int, seeds: int, alpha: float = AL
     It is approximate. In simulated studies of 40 to 200 prompts, with seeds that contribute up to ten times the
     prompts' variance, the interval covers the truth in 94.5 to 99% of cases with 2 or 3 seeds and in 94.7 to 97% with
     5. Coverage is highest if seeds do not matter, which few seeds cannot show. A test at 0.05 / 11 = 0.45% rejects a
-    true null in at most 0.9% of cases with 2 or 3 seeds and 0.6% with 5 (`python -m benchmarks.comparison_levels`). An
-    array of shares gives an array.
+    true null in at most 0.9% of cases with 2 or 3 seeds and 0.6% with 5. An array of shares gives an array.
     """
     return (1 - seed_share) * critical_value(prompts - 1, alpha) + seed_share * critical_value(seeds - 1, alpha)
 
@@ -157,42 +126,27 @@ def crossed_mean(values) -> CrossedMean:
         return CrossedMean(mean, prompts, seeds)
     squares = [float(square) for square in mean_squares(values)]
     error, share = (float(value) for value in error_of_mean(*squares, prompts, seeds))
-    by_prompt, by_seed, rest = squares
     margin = mixed_critical_value(share, prompts, seeds) * error
-    variances = Variances(max(0.0, by_prompt - rest) / seeds, max(0.0, by_seed - rest) / prompts, rest)
-    return CrossedMean(mean, prompts, seeds, mean - margin, mean + margin, error, share, variances)
+    return CrossedMean(mean, prompts, seeds, mean - margin, mean + margin, error, share)
 
 
-def compare_with_baseline(
-    methods: Mapping[str, tuple[Any, Any]], *, effect: float | None = None
-) -> dict[str, MethodDifference]:
+def compare_with_baseline(methods: Mapping[str, tuple[Any, Any]]) -> dict[str, MethodDifference]:
     """Compare methods with one baseline, each on the prompts and seeds that it shares with the baseline.
 
     Prompt and seed effects shared by both cancel in the differences, which are analysed as in `crossed_mean`.
 
     Args:
         methods: name -> the method's values and the baseline's on the same prompts and seeds, [P, S] each.
-        effect: the true difference to plan for; None for the observed one.
 
     Raises:
-        ValueError: the values differ in shape, or the effect is not positive.
+        ValueError: the values differ in shape.
     """
-    if effect is not None and not effect > 0:
-        raise ValueError(f"the difference to plan for must be above 0, got {effect}")
     differences = {name: _checked(own) - _checked(base, like=own) for name, (own, base) in methods.items()}
     means = {name: crossed_mean(values) for name, values in differences.items()}
     p_values = {name: _p_value(mean) for name, mean in means.items()}
     adjusted = dict(zip(p_values, holm(list(p_values.values())), strict=True))
-    # Use Holm's strictest step, so that the planned effect is found whatever the other comparisons show.
-    alpha = ALPHA / max(1, len(methods))
     return {
-        name: MethodDifference(
-            difference=mean,
-            p_value=p_values[name],
-            adjusted_p_value=adjusted[name],
-            verdict=verdict(mean.mean, adjusted[name]),
-            **_plan(mean, abs(mean.mean) if effect is None else effect, alpha),
-        )
+        name: MethodDifference(mean, p_values[name], adjusted[name], verdict(mean.mean, adjusted[name]))
         for name, mean in means.items()
     }
 
@@ -215,74 +169,6 @@ def verdict(difference: float, adjusted_p_value: float) -> Verdict:
     if adjusted_p_value > ALPHA or difference == 0:
         return "cannot tell"
     return "higher" if difference > 0 else "lower"
-
-
-# ---- Power ----
-
-
-def power(effect: float, variances: Variances, prompts: int, seeds: int, alpha: float = ALPHA) -> float:
-    """The chance that P prompts and S seeds detect a true difference `effect`, at a two-sided level alpha.
-
-    The test's own standard error and critical value vary from study to study, since few seeds estimate the variance
-    between seeds badly. The result is therefore the mean of P(|mean| > t SE) over equally likely pairs of MS_prompt
-    and MS_seed, which with normal effects are chi-squared with P - 1 and S - 1 degrees of freedom and independent of
-    the mean. MS_rest, which has the most degrees of freedom, stays at its expectation. Simulated studies find the
-    difference in 78 to 82% of cases where this says 80%. The variances are assumed known.
-    At least two prompts, two seeds and some variance are required.
-    """
-    truth = variances.standard_error(prompts, seeds)
-    by_prompt = (variances.rest + seeds * variances.prompt) * _mean_squares(prompts - 1)
-    by_seed = (variances.rest + prompts * variances.seed) * _mean_squares(seeds - 1)
-    error, share = error_of_mean(by_prompt[:, None], by_seed, variances.rest, prompts, seeds)
-    limit = mixed_critical_value(share, prompts, seeds, alpha) * error
-    return float((ndtr((abs(effect) - limit) / truth) + ndtr((-abs(effect) - limit) / truth)).mean())
-
-
-def _mean_squares(degrees: int) -> numpy.ndarray:
-    """Equally likely values of chi-squared / degrees, [NODES]: its quantiles at 1 / 2n, 3 / 2n, ..."""
-    return 2 / degrees * gammaincinv(degrees / 2, (numpy.arange(NODES) + 0.5) / NODES)
-
-
-def smallest_detectable(variances: Variances, prompts: int, seeds: int, alpha: float = ALPHA) -> float:
-    """The true difference that is detected with a power of 0.8."""
-    high = variances.standard_error(prompts, seeds)
-    while power(high, variances, prompts, seeds, alpha) < POWER:
-        high *= 2
-    return float(brentq(lambda effect: power(effect, variances, prompts, seeds, alpha) - POWER, 0.0, high))
-
-
-def prompts_needed(effect: float, variances: Variances, seeds: int, alpha: float = ALPHA) -> int | None:
-    """Prompts needed to detect `effect` with a power of 0.8 on S seeds; None if seed / S alone hides it."""
-    return _fewest(lambda prompts: power(effect, variances, prompts, seeds, alpha))
-
-
-def seeds_needed(effect: float, variances: Variances, prompts: int, alpha: float = ALPHA) -> int | None:
-    """Seeds needed to detect `effect` with a power of 0.8 on P prompts; None if prompt / P alone hides it."""
-    return _fewest(lambda seeds: power(effect, variances, prompts, seeds, alpha))
-
-
-def _fewest(power_of: Callable[[int], float]) -> int | None:
-    """The smallest count, from 2 on, with enough power.
-
-    Power rises with the count. With two or three seeds it falls slightly again beyond many prompts, where the test
-    keeps its level better. The search covers the rising part.
-    """
-    high = 2
-    while power_of(high) < POWER:
-        high *= 2
-        if high > MOST:
-            return None
-    return bisect_left(range(high), POWER, lo=max(2, high // 2), key=power_of)
-
-
-def _plan(mean: CrossedMean, effect: float, alpha: float) -> dict[str, Any]:
-    plan: dict[str, Any] = {"effect": effect}
-    if mean.variances is not None:
-        plan["detectable"] = smallest_detectable(mean.variances, mean.prompts, mean.seeds, alpha)
-        if effect > 0:
-            plan["prompts_needed"] = prompts_needed(effect, mean.variances, mean.seeds, alpha)
-            plan["seeds_needed"] = seeds_needed(effect, mean.variances, mean.prompts, alpha)
-    return plan
 
 
 def _p_value(mean: CrossedMean) -> float:

@@ -24,14 +24,15 @@ def mean_with_interval(values: Sequence[float], *, gains: bool = False) -> dict[
 
     Args:
         values: for two policies on the same prompts, the differences of their scores.
-        gains: whether the values are such differences. If all are -1, 0 or 1, the interval is Tango's.
+        gains: whether the values are such differences. If all are -1, 0 or 1, the interval is
+            `rate_difference_interval` of gains and losses.
 
     Raises:
         ValueError: there are no values.
     """
     values = _array(values)
     if gains and numpy.isin(values, (-1, 0, 1)).all():
-        low, high = gain_interval(int((values == 1).sum()), int((values == -1).sum()), len(values))
+        low, high = rate_difference_interval(values == 1, values == -1)
     elif not gains and numpy.isin(values, (0, 1)).all():
         low, high = wilson_interval(values.sum(), len(values))
     else:
@@ -76,34 +77,6 @@ def prediction_interval(values: Sequence[float]) -> tuple[float, float] | None:
         return None
     half_width = critical_value(n - 1) * float(values.std(ddof=1)) * math.sqrt(1 + 1 / n)
     return float(values.mean()) - half_width, float(values.mean()) + half_width
-
-
-def gain_interval(gained: int, lost: int, n: int) -> tuple[float, float]:
-    """The 95% score interval of a difference of two paired proportions, (gained - lost) / n (Tango 1998).
-
-    Its width is positive even if no pair differs, or if all do.
-
-    Args:
-        gained, lost: pairs with an outcome of 1 in the first sample only, and in the second only.
-        n: all pairs.
-    """
-    from scipy.optimize import brentq  # takes a second to import
-
-    def excess(difference: float) -> float:
-        """The squared deviation from a true difference, minus what the score test allows."""
-        # The likeliest share of losses, given the difference, is the larger root of 2 n q^2 + linear q - constant.
-        linear = (2 * n - gained + lost) * difference - gained - lost
-        constant = lost * difference * (1 - difference)
-        share = (math.sqrt(max(linear**2 + 8 * n * constant, 0.0)) - linear) / (4 * n)
-        variance = n * (2 * share + difference * (1 - difference))
-        return (gained - lost - n * difference) ** 2 - NORMAL_95**2 * variance
-
-    found = (gained - lost) / n
-    # Each bound lies between the measured difference, where the excess is negative, and -1 or 1.
-    return tuple(
-        end if abs(found - end) < 1e-9 else float(brentq(excess, end, found - 1e-9 * (found - end)))
-        for end in (-1.0, 1.0)
-    )
 
 
 def wilson_interval(successes: float, n: float, confidence: float = CONFIDENCE) -> tuple[float, float]:
@@ -155,11 +128,12 @@ def rate_sample(values: Sequence[float]) -> tuple[float, float, float]:
 def rate_difference_interval(
     first: Sequence[float | None], second: Sequence[float | None]
 ) -> tuple[float, float] | None:
-    """The 95% interval of the difference of two rates on the same prompts: Newcombe (1998), method 10.
+    """The 95% interval of the difference of two rates on the same prompts.
 
-    The squared distances to Wilson's bounds of the two rates are added, minus a term for the correlation on the
-    prompts that both are measured on. For zeros and ones on the same prompts, this is the published interval, with its
-    continuity correction of the correlation. Here the prompts may differ, and an outcome may be a half.
+    It is the normal interval after one prompt is added that only the first wins, and one that only the second wins
+    (Bonett and Price 2012, "Adjusted Wald confidence interval for a difference of binomial proportions based on paired
+    data"). So its width is positive even if the two never differ. Here the prompts may also differ, and an outcome may
+    be a half. The standard error is the root of the summed squares of each prompt's influence on the difference.
 
     Args:
         first, second: for each prompt, in the same order, its outcome in [0, 1]; None if it is not counted.
@@ -167,26 +141,15 @@ def rate_difference_interval(
     Returns:
         Bounds of the mean of `first` minus that of `second`; None if one of them counts no prompt.
     """
-    rows = numpy.array([first, second], dtype=float)
-    counts = (~numpy.isnan(rows)).sum(axis=1)
-    if not counts.all():
+    rows = numpy.array([[*first, 1, 0], [*second, 0, 1]], dtype=float)
+    counts = (~numpy.isnan(rows)).sum(axis=1, keepdims=True)
+    if counts.min() == 2:
         return None
-    rates = numpy.nanmean(rows, axis=1)
-    joint = float(numpy.nansum((rows[0] - rates[0]) * (rows[1] - rates[1])))
-    scale = float(numpy.nanstd(rows, axis=1).prod()) * math.sqrt(counts.prod())
-    # Continuity correction: a correlation that one outcome could change to 0 counts as 0.
-    correlation = (max(joint - 0.5, 0.0) if joint > 0 else joint) / scale if scale > 0 else 0.0
-    (rate, other_rate), (size, other_size) = rates.tolist(), counts.tolist()
-    low, high = score_bounds(rate, size, NORMAL_95)
-    other_low, other_high = score_bounds(other_rate, other_size, NORMAL_95)
-
-    def combined(own: float, other: float) -> float:
-        return math.sqrt(max(own**2 - 2 * correlation * own * other + other**2, 0.0))
-
-    return (
-        rate - other_rate - combined(rate - low, other_high - other_rate),
-        rate - other_rate + combined(high - rate, other_rate - other_low),
-    )
+    rates = numpy.nanmean(rows, axis=1, keepdims=True)
+    influence = numpy.nan_to_num((rows - rates) / counts)
+    half_width = NORMAL_95 * float(numpy.linalg.norm(influence[0] - influence[1]))
+    difference = float(rates[0, 0] - rates[1, 0])
+    return max(difference - half_width, -1.0), min(difference + half_width, 1.0)
 
 
 def critical_value(degrees: float, alpha: float = 1 - CONFIDENCE) -> float:

@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from trl_ext.evaluation.judging.cost import Estimate, estimate
@@ -20,10 +19,9 @@ from trl_ext.evaluation.statistics.human_labels import (
     prediction_powered,
 )
 from trl_ext.evaluation.statistics.length_control import LengthControlledWinRate, length_controlled_win_rate
-from trl_ext.evaluation.statistics.paired import PairedDifference, paired_difference
-from trl_ext.evaluation.statistics.sampled_labels import weighted_prediction_powered
-from trl_ext.evaluation.statistics.win_rate import PairOutcome, Rule, WinRate, row_credits, win_rate
-from trl_ext.evaluation.submissions.rows import HumanLabel, Response
+from trl_ext.evaluation.statistics.paired import paired_difference
+from trl_ext.evaluation.statistics.win_rate import PairOutcome, Rule, System, WinRate, row_credits, win_rate
+from trl_ext.evaluation.submissions.rows import Response
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,7 @@ class CandidateResult:
         length_controlled: the win rate at equal lengths; None if it cannot be estimated.
         mean_tokens, base_mean_tokens: generated tokens per response.
         outcomes: one for each prompt.
-        usage: calls, tokens and dollars of judging.
+        usage: calls and tokens of judging.
         verdicts: JSON-ready rows with the judge's answers in both orders.
         human_labels: the win rate from the judge and human labels; None without labels.
     """
@@ -71,7 +69,7 @@ def judge_candidate(
     prompts: Sequence[Mapping[str, Any]],
     base: Sequence[Response],
     *,
-    human_labels: Mapping[str, HumanLabel] | None = None,
+    human_labels: Mapping[str, System] | None = None,
     **judging: Any,
 ) -> CandidateResult:
     """Judge a candidate's responses against the base's, in both orders.
@@ -116,42 +114,12 @@ def _at_equal_lengths(outcomes: Sequence[PairOutcome], responses: Sequence[Respo
     return dataclasses.replace(controlled, **rates, n=controlled.n + empty, note=note)
 
 
-def with_human_labels(outcomes: Sequence[PairOutcome], labels: Mapping[str, HumanLabel]) -> PredictionPowered:
+def with_human_labels(outcomes: Sequence[PairOutcome], labels: Mapping[str, System]) -> PredictionPowered:
     """The win rate from the judge's outcomes and human labels of some of the prompts, by row_id."""
     values = dict(zip((row.row_id for row in outcomes), judge_values(outcomes), strict=True))
-    weights = [labels[row_id].weight for row_id in values if row_id in labels]
-    told = {row_id: OUTCOME_VALUES[label.outcome] for row_id, label in labels.items()}
-    return _with_labels(told, values, None if None in weights else weights)
-
-
-def labelled_difference(
-    first: CandidateResult, second: CandidateResult, labels: Mapping[str, Mapping[str, HumanLabel]]
-) -> dict[str, Any] | None:
-    """The difference of two candidates' win rates from the judge and the labels, by name, of the same prompts.
-
-    It is the prediction-powered estimate of the differences on each prompt. None if no prompt has both labels, or if
-    labels have weights: the probability that both candidates' were drawn is not known.
-    """
-    own, other = (labels.get(result.name, {}) for result in (first, second))
-    shared = own.keys() & other.keys()
-    if not shared or any(side[k].weight is not None for side in (own, other) for k in shared):
-        return None
-    # `prediction_powered` takes values in [0, 1].
-    told = {k: (1 + OUTCOME_VALUES[own[k].outcome] - OUTCOME_VALUES[other[k].outcome]) / 2 for k in shared}
-    columns = zip(first.outcomes, judge_values(first.outcomes), judge_values(second.outcomes), strict=True)
-    found = _with_labels(told, {row.row_id: (1 + a - b) / 2 for row, a, b in columns})
-    fields = {"difference": "rate", "low": "low", "high": "high", "judge_difference": "judge_rate"}
-    return {name: 2 * getattr(found, field) - 1 for name, field in fields.items()} | {"n_labels": found.n_labels}
-
-
-def _with_labels(
-    labels: Mapping[str, float], values: Mapping[str, float], weights: Sequence[float] | None = None
-) -> PredictionPowered:
-    told, judged = zip(*((labels[row_id], value) for row_id, value in values.items() if row_id in labels), strict=True)
+    told = [(OUTCOME_VALUES[labels[row_id]], value) for row_id, value in values.items() if row_id in labels]
     further = [value for row_id, value in values.items() if row_id not in labels]
-    if weights is None:
-        return prediction_powered(told, judged, further)
-    return weighted_prediction_powered(told, judged, further, weights)
+    return prediction_powered(*zip(*told, strict=True), further)
 
 
 def judge_responses(
@@ -169,10 +137,10 @@ def estimate_cost(
     judge: Any,
     prompts: Sequence[Mapping[str, Any]],
     pairs: Mapping[str, tuple[Sequence[Response], Sequence[Response]]],
-    cache: str | Path | None = None,
+    **options: Any,
 ) -> dict[str, Estimate]:
-    """The estimated cost of `judge_responses` for each named pair of systems; nothing is sent."""
-    return {name: estimate(judge, prompts, **_arguments(*pair), cache=cache) for name, pair in pairs.items()}
+    """The estimated cost of `judge_responses` for each named pair of systems, with options of `estimate`."""
+    return {name: estimate(judge, prompts, **_arguments(*pair), **options) for name, pair in pairs.items()}
 
 
 def known_score_judge(prompts: Sequence[Mapping[str, Any]]) -> GroundTruthJudge:
@@ -194,22 +162,15 @@ def known_score_judge(prompts: Sequence[Mapping[str, Any]]) -> GroundTruthJudge:
     return GroundTruthJudge()
 
 
-def compare_candidates(
-    results: Sequence[CandidateResult],
-    rule: Rule = "agreed",
-    human_labels: Mapping[str, Mapping[str, HumanLabel]] | None = None,
-) -> list[dict[str, Any]]:
-    """The paired difference of every two candidates on the same prompts, JSON-ready, with their names.
-
-    With `human_labels`, by candidate and row_id, it also has `labelled_difference`.
-    """
-    rows = []
-    for first, second in itertools.combinations(results, 2):
-        difference: PairedDifference = paired_difference(first.outcomes, second.outcomes, rule)
-        rows.append({"candidates": [first.name, second.name], **difference.to_dict()})
-        if human_labels:
-            rows[-1]["human_labels"] = labelled_difference(first, second, human_labels)
-    return rows
+def compare_candidates(results: Sequence[CandidateResult], rule: Rule = "agreed") -> list[dict[str, Any]]:
+    """The paired difference of every two candidates on the same prompts, JSON-ready, with their names."""
+    return [
+        {
+            "candidates": [first.name, second.name],
+            **paired_difference(first.outcomes, second.outcomes, rule).to_dict(),
+        }
+        for first, second in itertools.combinations(results, 2)
+    ]
 
 
 def _arguments(responses: Sequence[Response], others: Sequence[Response]) -> dict[str, list[Any]]:

@@ -6,12 +6,10 @@ import argparse
 import hashlib
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from trl_ext.evaluation.command_line import CommandParser, at_least_one, format_interval, format_table, print_json
-from trl_ext.evaluation.judging.cost import Estimate
 from trl_ext.evaluation.judging.pairs import CallableJudge
 from trl_ext.evaluation.submissions.assets import (
     default_max_new_tokens,
@@ -19,7 +17,8 @@ from trl_ext.evaluation.submissions.assets import (
     load_prompts,
     token_counter,
 )
-from trl_ext.evaluation.submissions.rows import HumanLabel, Response, read_human_labels, read_responses, refuse_fatal
+from trl_ext.evaluation.submissions.candidates import estimate_cost, known_score_judge
+from trl_ext.evaluation.submissions.rows import Response, read_responses, refuse_fatal
 from trl_ext.evaluation.submissions.submission import REWARD_MODEL, submission_file
 from trl_ext.models import resolve_model_path
 from trl_ext.names import check_choice, load_function, load_module
@@ -105,15 +104,16 @@ def add_judge_arguments(parser: argparse.ArgumentParser, *, rule: bool = True) -
         type=at_least_one,
         help="of openai: most tokens of an answer, reasoning included; a longer one gives no verdict (default: 2048)",
     )
-    group.add_argument(
-        "--prices", help="JSON of prices in dollars per million tokens, over the table that comes along"
-    )
     group.add_argument("--cache", default=CACHE, help="where verdicts that cost something are kept" + DEFAULT)
     group.add_argument("--max_concurrency", type=at_least_one, default=8, help="questions open at once" + DEFAULT)
     group.add_argument(
         "--max_error_fraction", type=_fraction, default=0.1, help="share of rows that may stay unjudged" + DEFAULT
     )
     group.add_argument("--estimate", action="store_true", help="say what it would cost, and send nothing")
+    for tokens in ("in", "out"):
+        group.add_argument(
+            f"--price_{tokens}", type=_dollars, help=f"of --estimate: dollars per million tokens of {tokens}put"
+        )
     if rule:
         group.add_argument(
             "--rule",
@@ -121,49 +121,6 @@ def add_judge_arguments(parser: argparse.ArgumentParser, *, rule: bool = True) -
             default="agreed",
             help="what counts first: rows on which both orders agree, or ties as half" + DEFAULT,
         )
-
-
-def add_label_arguments(parser: argparse.ArgumentParser, names: str) -> None:
-    """Add the flag for human labels of the systems that `names` describes."""
-    parser.add_argument(
-        "--human_labels",
-        nargs="+",
-        default=[],
-        metavar="[NAME=]FILE",
-        help=f"JSONL with row_id and outcome: candidate, base or tie; NAME is {names}",
-    )
-
-
-def load_labels(
-    options: argparse.Namespace, names: Sequence[str], row_ids: Sequence[str]
-) -> dict[str, dict[str, HumanLabel]]:
-    """The labels of `--human_labels` by name, each by row_id. A single name need not be given.
-
-    Raises:
-        FileNotFoundError: a file does not exist.
-        ValueError: a name is missing, unknown or given twice, or a row is wrong.
-    """
-    found: dict[str, dict[str, HumanLabel]] = {}
-    for given in options.human_labels:
-        name, equals, path = given.partition("=")
-        if not equals or Path(given).is_file():
-            name, path = names[0], given
-            if len(names) > 1:
-                raise ValueError(f"--human_labels {given}: say whose labels they are, such as {name}={given}")
-        check_choice("human_labels", name, names)
-        if name in found:
-            raise ValueError(f"--human_labels: two files for {name}: give one")
-        found[name] = read_human_labels(path, row_ids)
-    return found
-
-
-def labels_line(found: dict[str, Any]) -> str:
-    """A win rate from human labels and a judge, beside the labels' own and the judge's."""
-    return (
-        f"human labels and judge: {format_interval(found['rate'], found['low'], found['high'])}, like "
-        f"{found['effective_n']:.0f} labels; {found['n_labels']} labels alone: {interval_cell(found['labels_only'])}; "
-        f"judge alone: {found['judge_rate']:.3f} over {found['n_labels'] + found['n_unlabelled']} prompts"
-    )
 
 
 def check_judge_arguments(options: argparse.Namespace) -> None:
@@ -180,17 +137,15 @@ def check_judge_arguments(options: argparse.Namespace) -> None:
         raise ValueError(f"--judge {options.judge} needs --model, {needed[options.judge]}")
     if options.judge not in needed and options.model:
         raise ValueError("--model is for --judge openai or reward_model: give one of them")
-    of_openai = dict.fromkeys(("base_url", "instructions", "reasoning_effort", "max_output_tokens", "prices"))
-    of_openai["api"] = "responses"
+    names = ("base_url", "instructions", "reasoning_effort", "max_output_tokens", "price_in", "price_out")
+    of_openai = {**dict.fromkeys(names), "api": "responses"}
     for name, default in of_openai.items():
         if options.judge != "openai" and getattr(options, name) != default:
             raise ValueError(f"--{name} is for --judge openai alone: give that, or leave it out")
     if options.judge == "reward_model":
         resolve_model_path(options.model)
-    for name in ("instructions", "prices"):
-        path = getattr(options, name)
-        if path is not None and not Path(path).is_file():
-            raise FileNotFoundError(f"--{name}: no file {path}")
+    if options.instructions is not None and not options.instructions.is_file():
+        raise FileNotFoundError(f"--instructions: no file {options.instructions}")
     has_key = os.environ.get("OPENAI_API_KEY", "").strip()
     needs_none = options.base_url or os.environ.get("OPENAI_BASE_URL") or options.estimate
     # If all verdicts are cached, there is nothing to ask; otherwise the judge itself raises an error.
@@ -216,15 +171,12 @@ def make_judge(options: argparse.Namespace, prompts: list[dict[str, Any]]) -> An
             instructions=options.instructions,
             reasoning_effort=options.reasoning_effort,
             max_output_tokens=options.max_output_tokens or MAX_OUTPUT_TOKENS,
-            prices=options.prices,
         )
     if options.judge == "reward_model":
         from trl_ext.evaluation.judging.score_judges import RewardModelJudge
 
         return RewardModelJudge(options.model)
     if options.judge == "ground_truth":
-        from trl_ext.evaluation.submissions.candidates import known_score_judge
-
         return known_score_judge(prompts)
     own = CallableJudge(load_function(options.judge, "judge"))
     if not hasattr(own, "identity"):
@@ -282,13 +234,15 @@ def load_systems(
     return prompts, base, systems
 
 
-def show_estimates(estimates: dict[str, Estimate], as_json: bool) -> None:
-    """Print the estimated cost of judging."""
+def show_estimates(options: argparse.Namespace, judge: Any, prompts: list[dict[str, Any]], pairs: dict) -> None:
+    """Print what `judge_responses` would cost for each named pair of systems."""
+    prices = {"price_in": options.price_in, "price_out": options.price_out}
+    estimates = estimate_cost(judge, prompts, pairs, cache=options.cache, **prices)
     columns = ("calls", "cached", "input_tokens", "output_tokens", "dollars")
     rows = {name: [getattr(estimate, column) for column in columns] for name, estimate in estimates.items()}
     total = [None if None in values else sum(values) for values in zip(*rows.values(), strict=True)]
     notes = list(dict.fromkeys(note for estimate in estimates.values() for note in estimate.notes))
-    if as_json:
+    if options.json:
         listed = {name: estimate.to_dict() for name, estimate in estimates.items()}
         print_json({"estimates": listed, "total": dict(zip(columns, total, strict=True)), "notes": notes})
         return
@@ -301,10 +255,9 @@ def usage_line(usage: dict[str, Any], judge: str) -> str:
     if judge in ("ground_truth", "reward_model"):
         calls, errors = usage["calls"], usage["errors"]
         return f"{calls} verdicts (equal responses need none), {errors} errors; this judge costs nothing"
-    dollars = "at an unknown price" if usage["dollars"] is None else f"${usage['dollars']:.4f}"
     return (
         f"{usage['calls']} calls, {usage['cached']} verdicts from the cache, {usage['errors']} errors, "
-        f"{usage['input_tokens']} input and {usage['output_tokens']} output tokens, {dollars}"
+        f"{usage['input_tokens']} input and {usage['output_tokens']} output tokens"
     )
 
 
@@ -317,6 +270,14 @@ def interval_cell(interval: dict[str, Any] | None) -> str:
 
 def _holds_something(path: Path) -> bool:
     return path.is_file() and path.stat().st_size > 0
+
+
+def _dollars(text: str) -> float:
+    """Type of a flag that takes a price."""
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must not be negative, got {value}")
+    return value
 
 
 def _fraction(text: str) -> float:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeInt, ValidationError
+from pydantic import BaseModel, ConfigDict, FiniteFloat, NonNegativeInt, ValidationError
 
 from trl_ext.data.rows import SHOWN_CHARACTERS, first_few, read_jsonl
+from trl_ext.evaluation.statistics.win_rate import System
 from trl_ext.files import brief
 
 # A text may not tokenize back into the same tokens; a count from the text may be off by this many.
@@ -38,15 +39,11 @@ class ScoreRow(BaseModel):
 
 
 class HumanLabel(BaseModel):
-    """The fields of a row of human labels, beside its row_id: the system that a person prefers.
-
-    `weight` is 1 / the probability with which the row was drawn to be labelled; None if all rows had the same.
-    """
+    """The fields of a row of human labels, beside its row_id: the system that a person prefers."""
 
     model_config = ConfigDict(strict=True)
 
-    outcome: Literal["candidate", "base", "tie"]
-    weight: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = None
+    outcome: System
 
 
 @dataclass(frozen=True)
@@ -185,21 +182,18 @@ def read_pair_scores(
     return ([row["chosen_score"] for row in good], [row["rejected_score"] for row in good]), problems
 
 
-def read_human_labels(path: str | Path, row_ids: Sequence[str]) -> dict[str, HumanLabel]:
-    """Read `row_id, outcome`, and perhaps `weight`, of the prompts that a person has judged; labels by row_id.
+def read_human_labels(path: str | Path, row_ids: Sequence[str]) -> dict[str, System]:
+    """Read `row_id, outcome` of the prompts that a person has judged; outcomes by row_id.
 
     Raises:
         FileNotFoundError: the file does not exist.
-        ValueError: the file is empty, a row is foreign, a duplicate or wrong, or only some rows have a weight.
+        ValueError: the file is empty, or a row is foreign, a duplicate or wrong.
     """
     rows, problems = read_rows(path, HumanLabel, row_ids, complete=False)
     refuse_fatal(problems)
     if not rows:
         raise ValueError(f"{path}: {EMPTY_FILE}")
-    labels = {row_id: HumanLabel.model_validate(row) for row_id, row in rows.items()}
-    if 0 < sum(label.weight is None for label in labels.values()) < len(labels):
-        raise ValueError(f"{path}: only some rows have a weight: labels of two ways of drawing rows are mixed")
-    return labels
+    return {row_id: row["outcome"] for row_id, row in rows.items()}
 
 
 def refuse_fatal(problems: Iterable[RowProblem]) -> None:

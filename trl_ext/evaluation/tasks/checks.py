@@ -7,17 +7,16 @@ from typing import Any
 
 from trl_ext.data.benchmark import EMBEDDED, known_score
 from trl_ext.evaluation.judging.protocol import last_user_text
-from trl_ext.evaluation.tasks import ifeval
 from trl_ext.evaluation.tasks.task import Row, Task
 from trl_ext.names import load_function
 from trl_ext.registry import nearest
 from trl_ext.rewards.verified import KINDS, grader
 
-# The metrics of a response by name: a number, a list of them, or None if the response is not counted.
-Metrics = dict[str, Any]
+# The metrics of a response by name; None if the response is not counted.
+Metrics = dict[str, float | None]
 PAIRS = "pairs"
-CHECKS = (*KINDS, "exact", "contains", "ifeval", "rubric", PAIRS, *EMBEDDED)
-COLUMNS = {"countdown": ("numbers",), "ifeval": ("instruction_id_list", "kwargs"), PAIRS: ("chosen", "rejected")}
+CHECKS = (*KINDS, "exact", "contains", "rubric", PAIRS, *EMBEDDED)
+COLUMNS = {"countdown": ("numbers",), PAIRS: ("chosen", "rejected")}
 
 
 def make_check(task: Task, rows: Sequence[Row]) -> Callable[[Sequence[Row], Sequence[Any]], list[Metrics]]:
@@ -41,8 +40,6 @@ def make_check(task: Task, rows: Sequence[Row]) -> Callable[[Sequence[Row], Sequ
         raise ValueError(f"the check {name} needs {' and '.join(columns)} in every row of the data")
     if name == "rubric":
         return _rubric(task)
-    if name == "ifeval":
-        ifeval.check_rows(rows)
     check = _check_of_one(name)
     return lambda rows, found: [check(row, one) for row, one in zip(rows, found, strict=True)]
 
@@ -54,8 +51,6 @@ def _check_of_one(name: str) -> Callable[[Row, Any], Metrics]:
     if name in ("exact", "contains"):
         same = str.__eq__ if name == "exact" else str.__contains__
         return lambda row, one: {"accuracy": float(same(_plain(one.text), _plain(row["answer"])))}
-    if name == "ifeval":
-        return lambda row, one: ifeval.metrics(row, one.text)
     if name == PAIRS:
         return lambda _, pair: _likelier(*pair)
     if name in EMBEDDED:

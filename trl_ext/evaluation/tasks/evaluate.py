@@ -10,8 +10,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-import numpy
-
 from trl_ext.data.conversation import encode_turn
 from trl_ext.data.formats import plain_prompt
 from trl_ext.data.rows import read_jsonl
@@ -118,17 +116,17 @@ def evaluate(
     return results
 
 
-def summarize(rows: Iterable[Mapping[str, Sequence[float]]], *, gains: bool = False) -> dict[str, dict[str, Any]]:
-    """Each metric's `mean`, its interval `low` and `high`, and `n`, the number of values, from lists of values by row.
+def summarize(rows: Iterable[Mapping[str, float]], *, gains: bool = False) -> dict[str, dict[str, Any]]:
+    """Each metric's `mean`, its interval `low` and `high`, and `n`, the number of rows that have it.
 
-    The metrics with the most values come first: those of all rows, then those of a kind of row. With `gains`, the
-    values are paired differences; see `mean_with_interval`.
+    The metrics with the most values come first. With `gains`, the values are paired differences; see
+    `mean_with_interval`.
     """
     columns: dict[str, list[float]] = {}
     for row in rows:
-        for name, values in row.items():
-            columns.setdefault(name, []).extend(values)
-    found = sorted(((name, values) for name, values in columns.items() if values), key=lambda item: -len(item[1]))
+        for name, value in row.items():
+            columns.setdefault(name, []).append(value)
+    found = sorted(columns.items(), key=lambda item: -len(item[1]))
     return {name: {**mean_with_interval(values, gains=gains), "n": len(values)} for name, values in found}
 
 
@@ -137,16 +135,14 @@ def difference(before: Sequence[Row], after: Sequence[Row]) -> dict[str, dict[st
     earlier, gains = {row["row_id"]: _metrics(row) for row in before}, []
     for row in after:
         old, new = earlier.get(row["row_id"], {}), _metrics(row)
-        shared = [name for name in new if len(old.get(name, [])) == len(new[name])]
-        gains.append({name: numpy.subtract(new[name], old[name]).tolist() for name in shared})
+        gains.append({name: new[name] - old[name] for name in new if name in old})
     return summarize(gains, gains=True)
 
 
-def _metrics(row: Row) -> dict[str, list[float]]:
-    """A saved row's metrics, each as the list of its values."""
+def _metrics(row: Row) -> dict[str, float]:
+    """The metrics that a saved row has."""
     found = {key.removeprefix(PREFIX): value for key, value in row.items() if key.startswith(PREFIX)}
-    lists = {key: value if isinstance(value, list) else [value] for key, value in found.items()}
-    return {key: [value for value in values if value is not None] for key, values in lists.items()}
+    return {key: value for key, value in found.items() if value is not None}
 
 
 def _rows_of(folder: Path, saved: str, settings: Mapping[str, Any]) -> list[Row]:

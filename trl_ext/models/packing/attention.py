@@ -2,9 +2,8 @@
 
 It replaces the model's attention function in transformers under the same name, so that anything transformers and its
 kernels derive from the name stays right. Without a plan it calls the original function. Back-ends, in the order in
-which they are tried: `varlen`, one call of torch's FlashAttention for all segments (CUDA, half precision); `flex`, a
-compiled FlexAttention with a block mask (CUDA); `sdpa`, one call of scaled dot-product attention for each segment (any
-device).
+which they are tried: `varlen`, one call of torch's FlashAttention for all segments (CUDA, half precision); `sdpa`, one
+call of scaled dot-product attention for each segment (any device).
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from trl_ext.models.packing.planner import Plan
 
 # The keyword that carries a plan through the layers, so that recomputation of checkpoints also receives it.
 PLAN_KEYWORD = "packing_plan"
-BACKENDS = ("varlen", "flex", "sdpa")
+BACKENDS = ("varlen", "sdpa")
 # Keywords that do not change the attention of a packed call.
 _HARMLESS = frozenset({"position_ids", "use_cache", "cache_position", "output_hidden_states"})
 
@@ -96,8 +95,6 @@ def attend(
     backend = "sdpa" if dropout else plan.derived.get("backend", "sdpa")
     if backend == "varlen":
         return _varlen(plan, query, key, value, scaling, sliding_window)[None]
-    if backend == "flex":
-        return _flex(plan, query, key, value, scaling, sliding_window)[None]
     return _sdpa(plan, query, key, value, scaling, sliding_window, dropout)[None]
 
 
@@ -181,45 +178,3 @@ def _varlen(plan: Plan, query, key, value, scaling, window) -> Tensor:
 def _takes_groups(function) -> bool:
     """Whether `varlen_attn` takes fewer key heads than query heads: not in torch 2.11."""
     return "enable_gqa" in signature(function).parameters
-
-
-def _flex(plan: Plan, query, key, value, scaling, window) -> Tensor:
-    output = _flex_attention(query.is_cuda)(
-        *(states.transpose(0, 1)[None] for states in (query, key, value)),
-        block_mask=block_mask(plan, window),
-        scale=scaling,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
-    return output[0].transpose(0, 1)
-
-
-@cache
-def _flex_attention(compiled: bool):
-    from torch.nn.attention.flex_attention import flex_attention
-
-    return torch.compile(flex_attention, dynamic=True) if compiled else flex_attention
-
-
-def block_mask(plan: Plan, window: int | None):
-    """FlexAttention's block mask of a plan: a token sees the preceding tokens of its segment's path, and itself."""
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    place = ("block mask", window)
-    if place not in plan.derived:
-        device = plan.key_index.device
-        lengths = torch.tensor(plan.query_lengths, device=device)
-        segment = torch.arange(len(lengths), device=device).repeat_interleave(lengths)
-        paths = torch.arange(len(lengths), device=device).repeat_interleave(
-            torch.tensor(plan.key_lengths, device=device)
-        )
-        visible = torch.zeros(len(lengths), plan.tokens, dtype=torch.bool, device=device)
-        visible[paths, plan.key_index] = True
-        position = plan.position_ids[0]
-
-        def sees(batch, head, own, other):
-            distance = position[own] - position[other]
-            near = distance >= 0 if window is None else (distance >= 0) & (distance < window)
-            return visible[segment[own], other] & near
-
-        plan.derived[place] = create_block_mask(sees, None, None, plan.tokens, plan.tokens, device=device)
-    return plan.derived[place]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 
 from trl_ext.models.packing.attention import BACKENDS, PLAN_KEYWORD, let_take_plans, takes_plans
-from trl_ext.models.packing.canary import LONGEST_WINDOW, check_gradients, difference
+from trl_ext.models.packing.canary import LONGEST_WINDOW, difference
 from trl_ext.models.packing.head import tiles_for
 from trl_ext.models.packing.obstacles import (
     forward_functions,
@@ -164,14 +164,8 @@ class Packing:
 
     def _settle(self) -> None:
         """Choose the first back-end that agrees with the padded forward, or turn packing off."""
-        parameter = next(self.model.parameters())
-        device, precision = parameter.device, parameter.dtype
-        if torch.is_autocast_enabled(device.type):
-            precision = torch.get_autocast_dtype(device.type)
-        for backend in BACKENDS if device.type == "cuda" else ("sdpa",):
+        for backend in BACKENDS if self.model.device.type == "cuda" else ("sdpa",):
             try:
-                if backend != "sdpa":
-                    check_gradients(backend, self.model.config, device, precision)
                 largest, agrees = self._try(backend)
             except torch.OutOfMemoryError:
                 raise

@@ -40,13 +40,13 @@ from trl_ext.evaluation.methods.report import compare_runs, difference_table, me
 from trl_ext.evaluation.methods.runs import MethodRun, choose_metric, metric_values, read_method_run
 from trl_ext.evaluation.report import write_report
 from trl_ext.runs import RECIPES
-from trl_ext.runs.studies.compare_plan import ONLINE_RECIPES, TEACHER_RECIPES, Method, Plan, check_metric, read_plan
+from trl_ext.runs.studies.compare_plan import ONLINE_RECIPES, Method, Plan, check_metric, read_plan
 from trl_ext.runs.studies.processes import Countdown, Run, check_runs, print_commands, run_all, say_finished
 from trl_ext.runs.studies.sweep import run_at
 
 # Stages that SLURM runs as one array each, in this order.
 STAGES = ("reward_models", "sweep", "runs")
-FLAGS = ("methods", "seeds", "config", "sweep", "baseline", "metric", "difference", "max_steps", "accelerate_config")
+FLAGS = ("methods", "seeds", "config", "sweep", "baseline", "metric", "max_steps", "accelerate_config")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         given = _parse(arguments)
         plan = read_plan(given)
         if given.runs:
-            report(plan, given.difference, Path(given.runs), required=True)
+            report(plan, Path(given.runs), required=True)
         elif given.slurm:
             check_metric(plan)
             print(slurm_script(plan, given))
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             countdown = Countdown([run for stage in STAGES for run in stage_runs(plan, stage)])
             failed = [name for stage in _stages(plan) for name in run_stage(plan, stage, countdown=countdown)]
             say_finished(countdown.total, failed, plan.folder)
-            report(plan, given.difference, plan.folder)
+            report(plan, plan.folder)
             if failed:
                 raise SystemExit(1)
 
@@ -82,7 +82,6 @@ def _parse(arguments: Sequence[str] | None):
     parser.add_argument("--sweep", help="YAML file of settings to choose from on the validation split")
     parser.add_argument("--baseline", help="the method to compare with; default: the file's, or the first")
     parser.add_argument("--metric", help="score, win_rate, or a number in generations.jsonl; default: the first found")
-    parser.add_argument("--difference", type=float, help="the true difference to plan for; default: what was found")
     parser.add_argument("--max_steps", type=at_least_one, help="the same number of optimizer steps for every method")
     parser.add_argument("--output_dir", default="runs/compare", help="folder of the runs and the report (%(default)s)")
     parser.add_argument("--runs", help="compare finished runs {method}-{seed} of a folder; run nothing")
@@ -130,7 +129,7 @@ def _tuning_runs(plan: Plan, method: Method) -> dict[int, list[Run]]:
     if len(settings) < 2:
         return {}
     splits = {**plan.tuning.validation}
-    if method.recipe in (*ONLINE_RECIPES, *TEACHER_RECIPES):
+    if method.recipe in ONLINE_RECIPES:
         splits.pop("eval_split")
     folder = plan.folder / "sweep"
     return {
@@ -221,7 +220,7 @@ def _means(name: str, tried: dict[int, list[MethodRun]], metric: str) -> tuple[d
 # ---- The report ----
 
 
-def report(plan: Plan, effect: float | None, folder: Path, *, required: bool = False) -> None:
+def report(plan: Plan, folder: Path, *, required: bool = False) -> None:
     """Compare the finished runs, write the files, and print the tables.
 
     Raises:
@@ -242,7 +241,7 @@ def report(plan: Plan, effect: float | None, folder: Path, *, required: bool = F
     tuning = choose_settings(plan) if folder == plan.folder else {}
     if tuning:
         notes += _check_tuning(plan, tuning, runs)
-    summary = compare_runs(runs, plan.baseline, metric=plan.metric, effect=effect, tuning=tuning or None, notes=notes)
+    summary = compare_runs(runs, plan.baseline, metric=plan.metric, tuning=tuning or None, notes=notes)
     written = write_comparison(summary, plan.folder)
     if folder == plan.folder:
         write_report([run.folder for run in runs], plan.folder / "report.html")

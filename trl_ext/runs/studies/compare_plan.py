@@ -17,12 +17,10 @@ PAIR_RECIPES = ("aot", "dpo", "ipo", "kto", "preference")
 # Methods that learn from demonstrations.
 DEMONSTRATION_RECIPES = ("rlhf_sft",)
 # Methods that need a reward model.
-ONLINE_RECIPES = ("dr_grpo", "evolution", "grpo", "gspo", "online_preference", "policy", "ppo", "remax", "rloo")
-# Methods that sample and learn from a teacher, with or without a reward model.
-TEACHER_RECIPES = ("distillation",)
+ONLINE_RECIPES = ("dr_grpo", "grpo", "gspo", "online_preference", "policy", "ppo", "remax", "rloo")
 # Methods that are evaluated on problems with known answers.
 REASONING_RECIPES = ("expert_iteration", "grpo_math", "sft")
-RECIPES = (*PAIR_RECIPES, *DEMONSTRATION_RECIPES, *ONLINE_RECIPES, *TEACHER_RECIPES, *REASONING_RECIPES)
+RECIPES = (*PAIR_RECIPES, *DEMONSTRATION_RECIPES, *ONLINE_RECIPES, *REASONING_RECIPES)
 CONFIG_KEYS = ("baseline", "common", "reward_model", "methods")
 SWEEP_KEYS = ("seeds", "validation", "grid", "methods")
 # The split on which settings are chosen, by kind of evaluation.

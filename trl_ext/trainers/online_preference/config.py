@@ -7,13 +7,11 @@ from typing import Any
 
 from trl_ext.algorithms import PolicyObjective
 from trl_ext.losses.objective import PreferenceObjective
-from trl_ext.registry import preference_losses
 from trl_ext.rollouts.pairing import PAIR_CHOICES
 from trl_ext.rollouts.replay import WEIGHT_CHOICES
 from trl_ext.settings import SETTINGS
 from trl_ext.trainers.defaults import check_at_least, check_choice, parse_json_option
-from trl_ext.trainers.online_preference.second_sampler import SECOND_SAMPLER_OF, SECOND_SAMPLERS
-from trl_ext.trainers.policy.config import RESAMPLING, PolicyConfig, check_whole_groups
+from trl_ext.trainers.policy.config import RESAMPLING, PolicyConfig
 from trl_ext.trainers.trl_settings import refuse_given
 
 # Policy-gradient settings that a preference loss does not read: setting -> why.
@@ -34,15 +32,6 @@ _NOT_READ = {
 }
 # Here beta belongs to the preference loss.
 del _NOT_READ["beta"]
-# What pairs of two samplers know of themselves, and settings that these do not go with.
-_PAIR_COLUMNS = ("second_is_chosen", "win_probability")
-_NOT_ACROSS = {
-    "pairs": "with a second sampler, each of its responses is paired with each of the policy's",
-    "replay_weights": "they compare policies, and one of two responses is from a second sampler",
-    "use_vllm": "a second sampler needs transformers",
-    "use_transformers_continuous_batching": "a second sampler needs transformers' generate",
-    "sync_ref_model": "a second sampler needs a reference that stays as it is",
-}
 
 
 class OnlinePreferenceObjective(PolicyObjective):
@@ -100,15 +89,6 @@ class OnlinePreferenceConfig(PolicyConfig):
         default="best_worst",
         metadata={"help": "best_worst: the best against the worst response to a prompt. all: every two of them."},
     )
-    second_sampler: str | None = field(
-        default=None,
-        metadata={
-            "help": "What samples the second half of the responses to a prompt, each of which is paired with each of "
-            "the policy's: policy, for no such pairs; reference; mixture, the geometric mixture of both. Default: the "
-            "loss's, reference for xpo and mixture for nash_md, else policy."
-        },
-    )
-    mixture_weight: float = field(default=0.5, metadata={"help": "The reference's exponent in a mixture, 0 to 1."})
     tie_tolerance: float = field(
         default=0.0, metadata={"help": "Rewards that differ by no more than this are a tie, which is dropped."}
     )
@@ -146,54 +126,23 @@ class OnlinePreferenceConfig(PolicyConfig):
     def build_objective(self) -> OnlinePreferenceObjective:
         """The loss with its options, in the form that `PolicyTrainer` expects."""
         preference = PreferenceObjective(self.loss, beta=self.beta, loss_options=self.loss_kwargs)
-        unknown = [name for name in preference.columns if not (self.across and name in _PAIR_COLUMNS)]
-        if unknown:
+        if preference.columns:
             raise ValueError(
-                f"the loss {self.loss!r} reads the column {unknown[0]!r}, and pairs that are sampled in training have "
-                f"no dataset columns, and {' and '.join(_PAIR_COLUMNS)} with a second_sampler: use another loss, or "
-                "PreferenceTrainer on a dataset of pairs"
+                f"the loss {self.loss!r} reads the column {preference.columns[0]!r}, and pairs that are sampled in "
+                "training have no dataset columns: use another loss, or PreferenceTrainer on a dataset of pairs"
             )
-        if self.across and not preference.needs_reference:
-            raise ValueError(f"the loss {self.loss!r} has no reference for second_sampler {self.second_sampler}")
         settings = {"pairs": self.pairs, "group_size": self.num_generations, "tie_tolerance": self.tie_tolerance}
-        if self.across:
-            weight = {"mixture_weight": self.mixture_weight} if self.second_sampler == "mixture" else {}
-            settings |= {"pairs": "across", "second_sampler": self.second_sampler, **weight}
         if self.replay_capacity:
             names = ("replay_capacity", "replay_fraction", "replay_max_age", "replay_weights", "replay_weight_cap")
             settings |= {name: getattr(self, name) for name in names}
         return OnlinePreferenceObjective(preference, settings)
 
-    @property
-    def across(self) -> bool:
-        """Whether pairs are of the policy and of a second sampler."""
-        return self.second_sampler not in (None, "policy")
-
-    def _check_second_sampler(self) -> None:
-        needed = SECOND_SAMPLER_OF.get(self.loss)
-        self.second_sampler = self.second_sampler or needed or "policy"
-        check_choice("second_sampler", self.second_sampler, SECOND_SAMPLERS)
-        if needed not in (None, self.second_sampler):
-            raise ValueError(
-                f"loss {self.loss} and second_sampler {self.second_sampler} contradict each other: the loss is of "
-                f"samples from the {needed}; leave second_sampler out"
-            )
-        if self.across:
-            refuse_given(self, _NOT_ACROSS)
-        if self.second_sampler != "mixture":
-            refuse_given(self, {"mixture_weight": "it is for second_sampler mixture"})
-        if not 0 <= self.mixture_weight <= 1:
-            raise ValueError(f"mixture_weight must lie in [0, 1], got {self.mixture_weight}")
-
     def _check_pairs(self) -> None:
-        check_choice("pairs", self.pairs, PAIR_CHOICES[:2])
-        self._check_second_sampler()
+        check_choice("pairs", self.pairs, PAIR_CHOICES)
         for name in ("num_generations", "num_generations_eval"):
             size = getattr(self, name)
             if size is not None and size < 2:
                 raise ValueError(f"{name} must be at least 2, got {size}: a pair takes two responses to a prompt")
-            if self.across and (size or 0) % 2:
-                raise ValueError(f"{name} must be even, got {size}: second_sampler {self.second_sampler} draws half")
         check_at_least(self, {"tie_tolerance": 0, "replay_capacity": 0, "replay_weight_cap": 1})
         check_choice("replay_weights", self.replay_weights, WEIGHT_CHOICES)
 
@@ -204,11 +153,6 @@ class OnlinePreferenceConfig(PolicyConfig):
                 f"{self.gradient_accumulation_steps} does not divide the {self.steps_per_generation} micro-batches of "
                 "a rollout (steps_per_generation): change one of the two"
             )
-        policy_gradient = "win_probability" in preference_losses.find(self.loss).columns
-        if policy_gradient and (self.replay_capacity or self.updates_per_rollout > 1):
-            raise ValueError(f"the loss {self.loss!r} trains one update on a rollout, and no replay: it has no ratios")
-        if self.across:
-            check_whole_groups(self, f"second_sampler {self.second_sampler} draws half of the responses to a prompt")
         if not self.replay_capacity:
             for name in ("replay_fraction", "replay_max_age", "replay_weights", "replay_weight_cap"):
                 if (value := getattr(self, name)) != getattr(type(self), name):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import combinations, product
+from itertools import combinations
 from typing import Any
 
 from trl_ext.evaluation.judging.pairs import judge_pairs
@@ -14,7 +14,6 @@ from trl_ext.trainers.policy.config import check_whole_groups
 class JudgeRewards:
     """Compares every two responses to a prompt, in both orders; a win counts 1, a tie or a disagreement one half.
 
-    With a second sampler, only the policy's responses are compared with the second sampler's.
     A response has no reward if none of its comparisons could be judged. For `G` responses to a prompt, the judge
     receives `G (G - 1)` questions.
 
@@ -34,7 +33,6 @@ class JudgeRewards:
         check_whole_groups(args, "a judge compares the responses to a prompt on one process")
         self.judge = judge
         self.group_size = group_size
-        self.across = getattr(args, "across", False)
         self.max_error_fraction = 1.0 if args.reward_errors == "skip" else 0.0
         self.__name__ = getattr(judge, "name", None) or type(judge).__name__
 
@@ -44,9 +42,7 @@ class JudgeRewards:
         size = self.group_size()
         texts = [text if isinstance(text, str) else text[-1]["content"] for text in completions]
         ended = [True] * len(texts) if finished is None else finished
-        middle = size // 2
-        of_group = product(range(middle), range(middle, size)) if self.across else combinations(range(size), 2)
-        of_group = list(of_group)
+        of_group = list(combinations(range(size), 2))
         pairs = [(start + one, start + other) for start in range(0, len(texts), size) for one, other in of_group]
         first, second = zip(*pairs, strict=True)
         outcomes = judge_pairs(

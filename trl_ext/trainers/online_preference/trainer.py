@@ -32,8 +32,6 @@ from trl_ext.rollouts.replay import (
 from trl_ext.trainers.defaults import configuration
 from trl_ext.trainers.online_preference.config import OnlinePreferenceConfig
 from trl_ext.trainers.online_preference.judge_rewards import JudgeRewards
-from trl_ext.trainers.online_preference.second_sampler import SecondSampling
-from trl_ext.trainers.policies import is_zero3
 from trl_ext.trainers.policy.reward_functions import as_reward_functions, length_penalty
 from trl_ext.trainers.policy.scoring import ScoringTemperature
 from trl_ext.trainers.policy.trainer import PolicyTrainer
@@ -48,7 +46,7 @@ from trl_ext.trainers.preference.pair_batches import (
 REPLAY_FILE = "replay.safetensors"
 
 
-class OnlinePreferenceTrainer(SampledPairMetrics, SecondSampling, PolicyTrainer):
+class OnlinePreferenceTrainer(SampledPairMetrics, PolicyTrainer):
     """Samples, ranks, and trains a preference loss on the pairs: `OnlinePreferenceConfig(loss=...)`.
 
     Accepts the arguments of `PolicyTrainer`. Responses to a prompt are ranked by their rewards, less the penalty for
@@ -65,10 +63,9 @@ class OnlinePreferenceTrainer(SampledPairMetrics, SecondSampling, PolicyTrainer)
     Logged in addition to TRL's rollout metrics: `rewards/chosen`, `rewards/rejected`, `rewards/margins`,
     `rewards/accuracies`, `logps/chosen` and `logps/rejected` as in TRL's `DPOTrainer`; `kl`, the mean log-ratio to the
     reference per token of new pairs; `pairs/count`, `pairs/ties_dropped`, `pairs/unscored` and `pairs/reward_margin`
-    (the mean lead of the chosen response's reward); with a second sampler `pairs/win_rate` of the policy's responses,
-    of which alone `kl` then is; and with a replay `replay/size`, `replay/dropped`, `replay/age_mean` and
-    `replay/age_max` of the stored pairs, `replay/fraction` and `replay/staleness` (mean age) of the training pairs,
-    and `replay/ess` (effective sample size over number of pairs) and `replay/weight_max`.
+    (the mean lead of the chosen response's reward); and with a replay `replay/size`, `replay/dropped`,
+    `replay/age_mean` and `replay/age_max` of the stored pairs, `replay/fraction` and `replay/staleness` (mean age) of
+    the training pairs, and `replay/ess` (effective sample size over number of pairs) and `replay/weight_max`.
 
     Args:
         judge: a `trl_ext.evaluation.PairwiseJudge` or a function of that kind; None for no judge.
@@ -98,8 +95,6 @@ class OnlinePreferenceTrainer(SampledPairMetrics, SecondSampling, PolicyTrainer)
             raise ValueError(f"{several[0]} makes responses of several turns, and pairs are made of single ones")
         self._pair_window: Window | None = None
         super().__init__(model, functions, args, **kwargs)
-        if args.across and (self.is_fsdp_enabled or is_zero3(self.accelerator)):
-            raise ValueError(f"second_sampler {args.second_sampler} does not work with sharded weights")
         rewards = zip(self.reward_weights.tolist(), self.reward_func_names, strict=True)
         self._reward_version = ", ".join(f"{weight:g} {name}" for weight, name in rewards)
         self.replay = None
@@ -178,18 +173,12 @@ class OnlinePreferenceTrainer(SampledPairMetrics, SecondSampling, PolicyTrainer)
             raise ValueError("online preference optimisation is for text: these prompts have images")
         mode = "train" if self.model.training else "eval"
         rewards = (self._weighted_sum(self._rollout[0]) - length_penalty(self)).tolist()
-        choice, tolerance = "across" if self.args.across else self.args.pairs, self.args.tie_tolerance
-        if "win_probability" in self.objective.preference.columns:
-            # Where neither response wins, a policy gradient still has its KL term.
-            tolerance = -1.0
-        selection = select_pairs(rewards, self.group_size, choice, tolerance)
+        selection = select_pairs(rewards, self.group_size, self.args.pairs, self.args.tie_tolerance)
         self._log_selection(mode, rewards, selection)
         rows = self._rows(output)
         pairs = self._sampled_pairs(rows, rewards, selection)
         # Every process needs a pair to pass through the model, even if there is nothing to learn from.
-        filler = pairs[0] if pairs else self._pair(rows[0], rows[0], chosen_reward=0.0, rejected_reward=0.0)
-        if pairs and self.args.across:
-            self._metrics[mode]["pairs/win_rate"].append(sum(pair.win_probability for pair in pairs) / len(pairs))
+        filler = pairs[0] if pairs else self._pair(rows[0], rows[0], 0.0, 0.0)
         if mode == "train" and self.replay is not None:
             pairs = self._with_replayed(pairs)
         if mode == "train":
@@ -237,19 +226,21 @@ class OnlinePreferenceTrainer(SampledPairMetrics, SecondSampling, PolicyTrainer)
         own = [(first + index, row) for index, row in enumerate(rows) if first + index in wanted]
         responses = dict(gather_object(own))
         return [
-            self._pair(responses[chosen], responses[rejected], **self._labels(chosen, rejected, rewards))
+            self._pair(responses[chosen], responses[rejected], rewards[chosen], rewards[rejected])
             for chosen, rejected in selection.pairs
         ]
 
-    def _pair(self, chosen: _Response, rejected: _Response, **labels: float) -> SampledPair:
+    def _pair(
+        self, chosen: _Response, rejected: _Response, chosen_reward: float, rejected_reward: float
+    ) -> SampledPair:
         return SampledPair(
             chosen.prompt_ids,
             chosen.response_ids,
             rejected.response_ids,
             *(chosen.log_prob, rejected.log_prob, chosen.ref_log_prob, rejected.ref_log_prob),
+            *(chosen_reward, rejected_reward),
             version=self.state.global_step,
             reward_version=self._reward_version,
-            **labels,
         )
 
     @torch.no_grad()
@@ -322,8 +313,7 @@ class OnlinePreferenceTrainer(SampledPairMetrics, SecondSampling, PolicyTrainer)
         sums = (log_probs * rows.mask).sum(dim=1)[rows.index]
         lengths = rows.mask.sum(dim=1)[rows.index]
         reference = inputs["reference"].unbind(1) if self.objective.needs_reference else (None, None)
-        columns = {name: inputs[name] for name in self.objective.preference.columns}
-        scores = PreferenceScores(*sums.unbind(1), *reference, *lengths.unbind(1), columns)
+        scores = PreferenceScores(*sums.unbind(1), *reference, *lengths.unbind(1))
         if log:
             self._log_pairs(scores, inputs, (entropies.detach() * rows.mask).sum(dim=1)[rows.index].sum(dim=1))
             if auxiliary_loss is not None:

@@ -136,10 +136,6 @@ class PolicyConfig(LossFields, AdvantageFields, PackedFields, TRLGRPOConfig):
             "before shaping and penalties. Default: those with two different rewards."
         },
     )
-    curriculum: str | None = field(
-        default=None,
-        metadata={"help": "Draw prompts by your own file.py:function(rewards [G]) -> weight, of their raw rewards."},
-    )
     fast_rollouts: str = field(
         default="auto",
         metadata={

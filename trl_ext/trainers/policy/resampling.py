@@ -25,22 +25,16 @@ def group_filter(args: PolicyConfig, given: dict[str, Any]) -> Callable[[Tensor]
     """The function that tells whether a group of rewards, [G], has a signal; `given` are the trainer's arguments.
 
     Raises:
-        ValueError: groups are to be replaced, and prompts cannot be drawn from such data.
+        ValueError: groups are to be replaced, and prompts cannot be drawn from such data by their index.
     """
-    if args.resample_groups:
-        check_drawable("resample_groups", given)
-    return has_two_rewards if args.group_filter is None else load_function(args.group_filter, "group filter")
-
-
-def check_drawable(setting: str, given: dict[str, Any]) -> None:
-    """Raise ValueError, naming the setting, unless prompts can be drawn from the data by their index."""
     dataset = given.get("train_dataset")
-    if given.get("environment_factory"):
-        raise ValueError(f"{setting} draws prompts from the data, and an environment makes its own")
-    if not isinstance(dataset, Dataset):
-        raise ValueError(f"{setting} draws prompts by their index: give a Dataset, not a stream")
-    if {"image", "images"} & set(dataset.column_names):
-        raise ValueError(f"{setting} is for text: this dataset has images")
+    if args.resample_groups and given.get("environment_factory"):
+        raise ValueError("resample_groups draws prompts from the data, and an environment makes its own")
+    if args.resample_groups and not isinstance(dataset, Dataset):
+        raise ValueError("resample_groups draws prompts by their index: give a Dataset, not a stream")
+    if args.resample_groups and {"image", "images"} & set(dataset.column_names):
+        raise ValueError("resample_groups is for text: this dataset has images")
+    return has_two_rewards if args.group_filter is None else load_function(args.group_filter, "group filter")
 
 
 def has_two_rewards(rewards: Tensor) -> bool:
@@ -96,17 +90,11 @@ def _further_inputs(trainer, inputs: Rows) -> Iterator[Rows]:
     seen = set(map(repr, trainer._logs["prompt"]))
     unseen = (index for index in order if repr(data[index]["prompt"]) not in seen)
     indices = itertools.chain(unseen, itertools.cycle(order))
+    first, size = trainer.accelerator.process_index * len(inputs), trainer.num_generations
     while True:
-        drawn = list(itertools.islice(indices, trainer.args.generation_batch_size // trainer.num_generations))
-        yield own_rows(trainer, drawn, inputs)
-
-
-def own_rows(trainer, drawn: Sequence[int], inputs: Rows) -> Rows:
-    """This process's rows of a rollout of the drawn prompts, with the columns of `inputs`."""
-    first = trainer.accelerator.process_index * len(inputs)
-    own = [drawn[row // trainer.num_generations] for row in range(first, first + len(inputs))]
-    data = trainer.train_dataset
-    return [{name: value for name, value in data[index].items() if name in inputs[0]} for index in own]
+        drawn = list(itertools.islice(indices, trainer.args.generation_batch_size // size))
+        own = [data[drawn[row // size]] for row in range(first, first + len(inputs))]
+        yield [{name: value for name, value in row.items() if name in inputs[0]} for row in own]
 
 
 class _Round:
@@ -122,7 +110,7 @@ class _Round:
         # A slice would be sent with the whole tensor.
         self.rows = gather_object([{n: c[row].clone() for n, c in columns.items()} for row in range(len(finished))])
         self.table = {name: list(column) for name, column in _table(trainer).items()}
-        self.signals = [bool(trainer.group_filter(r)) for r in raw_rewards(trainer).view(-1, trainer.num_generations)]
+        self.signals = [bool(trainer.group_filter(r)) for r in _raw_rewards(trainer).view(-1, trainer.num_generations)]
 
 
 def _table(trainer) -> dict[str, deque]:
@@ -131,7 +119,7 @@ def _table(trainer) -> dict[str, deque]:
     return {"prompt": logs["prompt"], "completion": logs["completion"], **logs["rewards"], **logs["extra"]}
 
 
-def raw_rewards(trainer) -> Tensor:
+def _raw_rewards(trainer) -> Tensor:
     """The latest rewards over all processes before shaping and penalties, [N]."""
     rewards, finished, _ = trainer._rollout
     plain, first = rewards.clone(), trainer.accelerator.process_index * len(finished)

@@ -96,11 +96,11 @@ def _name_positions(model, args, kwargs):
 
 
 @contextmanager
-def reading_hidden_states(model, function: Callable[[Tensor], Tensor] = lambda hidden: hidden) -> Iterator[Callable]:
+def reading_hidden_states(model, function: Callable[[Tensor], Tensor]) -> Iterator[Callable]:
     """Gives a function that returns what a function makes of the last hidden states of the passes within.
 
     Once the passes are done, it takes a number of tokens T, and returns what was made of the state before each of the
-    last T: the states themselves by default, [n, T, H].
+    last T.
     """
     passes: list[Tensor] = []
     latest: list[Tensor] = []

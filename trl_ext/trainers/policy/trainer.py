@@ -33,7 +33,6 @@ from trl_ext.trainers.model_card import WritesModelCard
 from trl_ext.trainers.packing import can_regroup, keeps_groups, pack_trainer, regroup
 from trl_ext.trainers.policies import check_base_of_adapter, reference_in_memory
 from trl_ext.trainers.policy.config import PolicyConfig
-from trl_ext.trainers.policy.curriculum import Curriculum
 from trl_ext.trainers.policy.generation import PolicyGeneration, greedy_rewards
 from trl_ext.trainers.policy.resampling import group_filter, sample_rollout
 from trl_ext.trainers.policy.reward_functions import (
@@ -46,7 +45,6 @@ from trl_ext.trainers.policy.reward_functions import (
 )
 from trl_ext.trainers.policy.rollout_metrics import log_advantages, log_clipped, log_reward_errors, log_rollout
 from trl_ext.trainers.policy.scoring import count_from_the_first_token
-from trl_ext.trainers.policy.vllm_server import watch_server
 
 
 class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, RolloutMetrics, TRLGRPOTrainer):
@@ -64,8 +62,7 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
     rollout, `skipped_updates`, `log_ratio/clamped` (share of tokens with a log-ratio beyond 20, where the loss has no
     gradient), and for a greedy baseline `greedy/reward` and `greedy/mean_length`. `kl` is the mean of k3 per token.
     With `resample_groups`, `resampling/rounds`, `/prompts` and `/responses` (all that the rollout took) and
-    `/replaced` and `/dead` (shares of its groups); with `curriculum`, `curriculum/seen` (the share of prompts that
-    have had rewards).
+    `/replaced` and `/dead` (shares of its groups).
 
     Raises:
         TypeError: `args` is not a `PolicyConfig`.
@@ -77,9 +74,8 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
     _name = "Policy optimization"
     _paper: ClassVar[dict] = {}
     _config_class: ClassVar[type[PolicyConfig]] = PolicyConfig
-    needs_rewards = True
     _without_signal = "every advantage was 0, as where all responses to a prompt are rewarded alike or not at all"
-    _counts_of_rollouts = ("_seen_signal", "rollouts", "further_rollouts", "curriculum.weights", "shaping_state")
+    _counts_of_rollouts = ("_seen_signal", "rollouts", "further_rollouts", "shaping_state")
     carried_over = (*ResilientTraining.carried_over, *_counts_of_rollouts)
 
     def __init__(self, model, reward_funcs=None, args: PolicyConfig | None = None, **kwargs: Any):
@@ -100,7 +96,7 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
         if isinstance(dataset, Dataset) and len(dataset) and not kwargs.get("rollout_func"):
             # A transform may add columns.
             check_arguments(functions, list(dataset[0]))
-        self.group_filter, self.curriculum = group_filter(args, kwargs), Curriculum(args, kwargs)
+        self.group_filter = group_filter(args, kwargs)
         self._reward_models = reward_models(functions)
         self.reward_guard = RewardGuard(args.reward_errors, args.reward_timeout)
         # The latest rollout's rewards, which responses ended, and their lengths; and the latest forward pass.
@@ -120,7 +116,6 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
             quiet_about_length(self._tokenizer)
         # TRL has appended the rewards of environments.
         self.reward_funcs[len(functions) :] = map(self.reward_guard.wrap, self.reward_funcs[len(functions) :])
-        watch_server(self)
         limits = {"max_completion_length": args.max_completion_length, "max_prompt_tokens": args.max_prompt_tokens}
         prompts = self.train_dataset["prompt"] if isinstance(self.train_dataset, Dataset) else []
         check_generations(self.model, self.processing_class, prompts, limits)
@@ -209,7 +204,6 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
 
     def _generate_and_score_completions(self, inputs):
         output = sample_rollout(self, super()._generate_and_score_completions, inputs)
-        self.curriculum.observe(self)
         mode, group_size = "train" if self.model.training else "eval", self.group_size
         bad = [index in self.reward_guard.not_finite for index in range(len(inputs))]
         rewards = self._weighted_sum(self._rollout[0])
@@ -250,11 +244,11 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
             log_probs = self.rollout_log_probs(output)
         return self.objective.reward_penalty(log_probs, output["ref_per_token_logps"], self._token_mask(output))
 
-    def rollout_log_probs(self, output: dict, model=None) -> Tensor:
-        """Log-probabilities of a rollout's responses under the policy, or under another model. [n, T]."""
+    def rollout_log_probs(self, output: dict) -> Tensor:
+        """Log-probabilities of a rollout's responses under the policy. [n, T]."""
         args = self.args
         log_probs, _, _ = self._get_per_token_logps_and_entropies(
-            self.model if model is None else model,
+            self.model,
             torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1),
             torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1),
             output["completion_ids"].size(1),
@@ -266,7 +260,7 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
 
     def _prepare_inputs(self, generation_batch):
         earlier = self._buffered_inputs
-        inputs = super()._prepare_inputs(self.curriculum.draw(self, generation_batch))
+        inputs = super()._prepare_inputs(generation_batch)
         # TRL has just split a new rollout into its micro-batches.
         is_new = self.model.training and self._buffered_inputs is not earlier
         if is_new and keeps_groups(self) and can_regroup(self._buffered_inputs):

@@ -43,8 +43,7 @@ def encode_pairs(
     Returns:
         `prompt_ids` and `prompt_mask` [P, L], padded on the left; `completion_ids` and `completion_mask` [P, 2, T],
         padded on the right; `sampler` and `reference`, sums of log-probabilities, [P, 2]; `fresh`, 1 where the current
-        policy sampled the response, [P, 2]; `counted`, 1 where a pair counts, `group`, equal for pairs of one prompt,
-        `second_is_chosen` and `win_probability`, [P].
+        policy sampled the pair, `counted`, 1 where a pair counts, and `group`, equal for pairs of one prompt, [P].
     """
     prompts = [pair.prompt_ids for pair in pairs]
     responses = [ids for pair in pairs for ids in (pair.chosen_ids, pair.rejected_ids)]
@@ -59,12 +58,7 @@ def encode_pairs(
         "sampler": torch.tensor([[pair.chosen_log_prob, pair.rejected_log_prob] for pair in pairs]),
         "reference": torch.tensor([[pair.ref_chosen, pair.ref_rejected] for pair in pairs]),
         "counted": torch.tensor(counted, dtype=torch.float32),
-        "fresh": torch.tensor(
-            [[pair.version == version and pair.second_is_chosen != side for side in (1, 0)] for pair in pairs],
-            dtype=torch.float32,
-        ),
-        "second_is_chosen": torch.tensor([pair.second_is_chosen for pair in pairs]),
-        "win_probability": torch.tensor([pair.win_probability for pair in pairs]),
+        "fresh": torch.tensor([pair.version == version for pair in pairs], dtype=torch.float32),
         "group": torch.tensor([groups.setdefault(prompt.tobytes(), len(groups)) for prompt in prompts]),
     }
     return {name: tensor.to(device) for name, tensor in batch.items()}
@@ -139,7 +133,7 @@ class SampledPairMetrics:
         return self.objective.preference(join_scores(parts)).mean().item()
 
     def _micro_batch_counts(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        tokens = inputs["completion_mask"].sum(dim=2) * inputs["counted"].unsqueeze(1)
+        tokens = inputs["completion_mask"].sum(dim=(1, 2)) * inputs["counted"]
         return {"pairs": inputs["counted"].sum(), "tokens": tokens.sum(), "fresh": (tokens * inputs["fresh"]).sum()}
 
     def _loss_weight(self) -> str:
@@ -173,7 +167,7 @@ class SampledPairMetrics:
             "entropy": entropies,
         }
         if scores.ref_chosen is not None:
-            values["kl"] = (torch.stack(ratios, dim=1) * batch["fresh"]).sum(dim=1)
+            values["kl"] = (ratios[0] + ratios[1]) * batch["fresh"]
         counts = self._micro_batch_counts(batch)
         local = [(counted * value).sum() for value in values.values()] + list(counts.values())
         totals = self.accelerator.reduce(torch.stack([value.float() for value in local]), reduction="sum").tolist()

@@ -30,12 +30,7 @@ from trl_ext.trainers.packing import pack_trainer
 from trl_ext.trainers.policies import Tap, check_base_of_adapter, reference_in_memory
 from trl_ext.trainers.preference.config import PreferenceConfig
 from trl_ext.trainers.preference.optimizer_batch import Window, coupled_shares
-from trl_ext.trainers.preference.reference_cache import (
-    precomputes_reference,
-    reference_key,
-    reference_passes,
-    with_reference_log_probs,
-)
+from trl_ext.trainers.preference.reference import cache_key, precomputes_reference, reference_passes
 
 # Entries that this trainer adds to a batch and that must not reach the model.
 _OWN_KEYS = ("columns", "window", "window_index")
@@ -78,7 +73,6 @@ class PreferenceTrainer(ResilientTraining, WritesModelCard, PairMetrics, TRLDPOT
         self.columns = self.objective.columns
         self.packing = None
         self._is_packed = False
-        self._reference_key = None
         self._check_reference(ref_model, args)
         self._check_datasets(kwargs.get("train_dataset"), kwargs.get("eval_dataset"))
         precomputes = precomputes_reference(self.objective, args, kwargs)
@@ -155,25 +149,11 @@ class PreferenceTrainer(ResilientTraining, WritesModelCard, PairMetrics, TRLDPOT
             # Without gradients and padding, a pass of this size needs less memory than a training step.
             batch_size = 4 * batch_size
 
-        def compute(dataset: Dataset) -> Dataset:
-            in_memory = isinstance(dataset, Dataset) and not dataset.cache_files
-            if self.accelerator.num_processes > 1 and in_memory:
-                dataset = self._on_shared_disk(dataset, name)
-            with reference_passes(self):
-                return super(PreferenceTrainer, self)._precompute_ref_logps(dataset, name, batch_size)
-
-        if not isinstance(dataset, Dataset):
-            return compute(dataset)
-        if self._reference_key is None:
-            self._reference_key = reference_key(self)
-            # TRL uses this to name its own cache.
-            self._precompute_model_hash = self._reference_key
-        return with_reference_log_probs(
-            dataset,
-            reference=self._reference_key,
-            is_main_process=self.accelerator.is_main_process,
-            compute=compute,
-        )
+        in_memory = isinstance(dataset, Dataset) and not dataset.cache_files
+        if self.accelerator.num_processes > 1 and in_memory:
+            dataset = self._on_shared_disk(dataset, name)
+        with reference_passes(self), temporarily(self, _precompute_model_hash=cache_key(self)):
+            return super()._precompute_ref_logps(dataset, name, batch_size)
 
     def _on_shared_disk(self, dataset: Dataset, name: str) -> Dataset:
         """Move an in-memory dataset to disk; otherwise TRL's cache of it has another path on every process."""

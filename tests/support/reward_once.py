@@ -1,0 +1,60 @@
+"""Tiny reward models: pairs with further columns, trainers of this library and of TRL, scores one at a time."""
+
+from __future__ import annotations
+
+import torch
+import trl
+from datasets import Dataset
+from peft import LoraConfig
+
+from tests.support.tiny import pairs, token_ids
+from tests.support.train_once import DEFAULTS
+from trl_ext import RewardConfig, RewardTrainer
+
+THREE_STEPS = {"max_steps": 3, "gradient_accumulation_steps": 2, "learning_rate": 0.1}
+
+
+def lora(**options) -> LoraConfig:
+    # B is zero otherwise, and the first gradients of A with it.
+    options = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False, **options}
+    return LoraConfig(**options)
+
+
+def rows_with(count: int, seed: int = 0, **columns) -> list[dict]:
+    """Pairs with further columns, each `f(row) -> value`."""
+    return [{**row, **{name: f(row) for name, f in columns.items()}} for row in pairs(count, seed=seed)]
+
+
+def build(
+    model, folder, rows=None, *, stock=False, peft_config=None, eval_rows=None, processing_class=None, **arguments
+):
+    """A `RewardTrainer` on `rows`, eight pairs by default; TRL's if `stock`. `arguments` are its configuration's."""
+    arguments = {**DEFAULTS, **arguments, "output_dir": str(folder)}
+    if stock:
+        arguments["max_length"] = None
+    config_class, trainer_class = (trl.RewardConfig, trl.RewardTrainer) if stock else (RewardConfig, RewardTrainer)
+    return trainer_class(
+        model,
+        config_class(**arguments),
+        train_dataset=Dataset.from_list(pairs(8) if rows is None else rows),
+        eval_dataset=None if eval_rows is None else Dataset.from_list(eval_rows),
+        processing_class=processing_class,
+        peft_config=peft_config,
+    )
+
+
+def train(*arguments, **keywords):
+    trainer = build(*arguments, **keywords)
+    trainer.train()
+    return trainer
+
+
+def scores_one_by_one(model, tokenizer, rows: list[dict]) -> list[tuple[float, float]]:
+    """Scores of both sides of each row, from the last token of one unpadded sequence at a time, in float64."""
+    model = model.double().eval()
+    scores = []
+    with torch.no_grad():
+        for row in rows:
+            prompt, chosen, rejected = token_ids(tokenizer, row)
+            scores.append(tuple(model(torch.tensor([prompt + side])).logits.item() for side in (chosen, rejected)))
+    return scores

@@ -1,1 +1,0 @@
-"""Distillation on the policy's own samples from a teacher."""

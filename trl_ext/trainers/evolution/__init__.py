@@ -1,1 +1,0 @@
-"""Evolution strategies: updates from the rewards of perturbed policies, without gradients."""
