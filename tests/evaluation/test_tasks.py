@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support import REPOSITORY, recipes
 from trl_ext.evaluation import write_report
@@ -125,6 +126,12 @@ class TestChecks:
         task = Task(data="", prompt="", check=check, answer="{a}")
         assert make_check(task, [])([{"answer": answer}], [said(text)]) == [expected]
 
+    def test_pairs_in_sum_and_per_token(self):
+        """Chosen -1 -1 -1 and rejected -2: less likely in sum, likelier per token."""
+        check = make_check(Task(data="", prompt="", check="pairs"), [])
+        pair = torch.tensor([-1.0, -1.0, -1.0]), torch.tensor([-2.0])
+        assert check([{}], [pair]) == [{"summed": 0.0, "per token": 1.0}]
+
     def test_a_function_of_a_file(self, tmp_path):
         (tmp_path / "own.py").write_text("def short(text, row):\n    return len(text) < row['limit']\n")
         task = Task(data="", prompt="", check=f"{tmp_path / 'own.py'}:short")
@@ -214,7 +221,7 @@ class TestRun:
         write_json_lines(tmp_path / "pairs.jsonl", rows)
         (tmp_path / "likely.yaml").write_text('data: pairs.jsonl\nprompt: "{p}"\ncheck: pairs\n')
         out, error = run(capsys, "toy", "--task", tmp_path / "likely.yaml", "--output_dir", tmp_path / "run" / "pairs")
-        saved = read_rows(tmp_path / "run" / "pairs" / "scores.jsonl")
+        saved = [json.loads(line) for line in (tmp_path / "run" / "pairs" / "scores.jsonl").read_text().splitlines()]
         assert [row["reward/summed"] for row in saved] == [1, 0.5] and saved[0]["margin"] > 0, error
         write_report(tmp_path / "run", tmp_path / "report.html")
         assert "| likely: summed | pairs | toy | 0.750" in (tmp_path / "report.md").read_text().replace("\\", "")
