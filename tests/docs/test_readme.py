@@ -145,7 +145,8 @@ def _check_launch(words: list[str], tmp_path, monkeypatch) -> None:
     _check_launcher(words[:at])
     _write_own_functions(tmp_path)
     monkeypatch.chdir(tmp_path)
-    arguments = [str(REPOSITORY / word) if word.startswith("recipes/configs/") else word for word in words[at + 1 :]]
+    of_clone = ("recipes/configs/", "recipes/own/")
+    arguments = [str(REPOSITORY / word) if word.startswith(of_clone) else word for word in words[at + 1 :]]
     script = words[at].removeprefix("recipes/").removesuffix(".py")
     assert (recipes.RECIPES / f"{script}.py").is_file()
     if script.startswith(("one_file/", "own/")):
@@ -306,8 +307,6 @@ NUMBERS = {
     18: "eighteen",
     19: "nineteen",
     20: "twenty",
-    29: "twenty-nine",
-    30: "thirty",
 }
 
 

@@ -71,9 +71,6 @@ add = group(LOSS_TASKS, "surrogate", shapes, in_float32=True)
 clips = {"clip_low": (0.2, 0.1), "clip_high": (0.2, 0.28), "dual_clip": (None, None, 1.1)}
 add("losses.clipped_surrogate", "PPO's clipped loss of each ratio", cases.surrogate, clips, variants=6)
 add("losses.unclipped_surrogate", "the importance-weighted loss of each ratio", cases.surrogate, paper=PPO)
-summary = "the loss with a quadratic pull to ratio 1"
-notes = "The pull is half of strength times the squared distance of the ratio from 1."
-add("losses.quadratic_ratio", summary, cases.surrogate, {"strength": (0.5, 2.0)}, notes=notes)
 caps, shapes = {"ratio_cap": (1.2, 1.0, 5.0)}, "log_ratio, log_probs [B, T], advantages [B]; returns [B, T]"
 add("losses.cispo", "the CISPO loss of each token", cases.cispo, caps, variants=3, shapes=shapes)
 shapes = "log_probs [B, T], advantages [B] or [B, 1]; returns [B, T]"
