@@ -78,6 +78,8 @@ def _check_command(command, tmp_path, monkeypatch) -> None:
         _check_module(words[2], words[3:], monkeypatch)
     elif words[0] == "python" and Path(words[1]).stem in ("compare", "rlhf"):
         _check_study(Path(words[1]).stem, words[2:], tmp_path, monkeypatch)
+    elif words[0] == "python" and words[1].startswith("tools/"):
+        assert (REPOSITORY / words[1]).is_file()
     elif words[0] == "python":
         _check_launch(words[1:], tmp_path, monkeypatch)
     else:
@@ -125,14 +127,15 @@ def _check_study(script: str, given: list[str], tmp_path, monkeypatch) -> None:
         recipes.parse(monkeypatch, script, *given)
         return
     assert script == "compare"
-    # In a fresh clone, there are no finished runs, nor adapters that a stage would read.
-    given = given[: given.index("--runs")] if "--runs" in given else given
     if "--output_dir" in given:
         at = given.index("--output_dir")
         given = [*given[:at], "--output_dir", str(tmp_path), *given[at + 2 :]]
     from trl_ext.runs.studies import compare
 
-    compare.main([*given, "--dry_run"])
+    if "--runs" in given:  # Of finished runs, which a fresh clone has not.
+        compare.read_plan(compare._parse(given))
+    else:
+        compare.main([*given, "--dry_run"])
 
 
 def _check_launch(words: list[str], tmp_path, monkeypatch) -> None:
