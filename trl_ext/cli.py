@@ -32,7 +32,7 @@ MODULES = {
     "doctor": ("trl_ext.doctor.cli", "why nothing is learned, from a configuration or a run's folder"),
     "chat": ("trl_ext.evaluation.chat", "talk to a trained model, beside the model that it was trained from"),
     "algorithms": ("trl_ext.algorithms", "the table of online algorithms"),
-    "assignment": ("trl_ext.assignment", "write a course's assignment from a specification"),
+    "assignment": ("trl_ext.assignment", "write a course's assignment from a solved package"),
 }
 # Recipes that run other recipes. They are not launched themselves.
 STUDIES = {
