@@ -222,30 +222,20 @@ def test_label_of_the_first_column_is_never_scored():
         assert plan.shift_labels(batch["labels"]).tolist() == [[6, 7]]
 
 
-def _hole(batch):
-    batch["attention_mask"][0, 2] = 0
-
-
-def _empty_row(batch):
-    batch["attention_mask"][1] = 0
-    batch["labels"][1] = IGNORED
-
-
-def _label_on_padding(batch):
-    batch["labels"][1, 4] = batch["input_ids"][1, 4]
-
-
-def _label_on_first_token(batch):
-    batch["labels"][1, 1] = batch["input_ids"][1, 1]
-
-
-def _other_label(batch):
-    batch["labels"][0, 4] += 1
-
-
-@pytest.mark.parametrize("spoil", [_hole, _empty_row, _label_on_padding, _label_on_first_token, _other_label])
-def test_batches_that_no_plan_fits(spoil):
+@pytest.mark.parametrize(
+    "spoilt",
+    [
+        {("attention_mask", 0, 2): 0},
+        {("attention_mask", 1): 0, ("labels", 1): IGNORED},
+        {("labels", 1, 4): 0},
+        {("labels", 1, 1): 5},
+        {("labels", 0, 4): 10},
+    ],
+    ids=["hole", "empty row", "label on padding", "label on the first token", "another label"],
+)
+def test_batches_that_no_plan_fits(spoilt):
     batch = padded([[5, 6, 7, 8, 9], [5, 6, 7]], [2, 2], left=[0, 1], width=5)
     assert planned(batch) is not None
-    spoil(batch)
+    for (name, *place), value in spoilt.items():
+        batch[name][*place] = value
     assert planned(batch) is None
