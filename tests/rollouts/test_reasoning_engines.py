@@ -17,14 +17,9 @@ def test_the_settings_are_the_courses():
     settings = SamplingSettings()
     assert (settings.temperature, settings.top_p, settings.max_new_tokens) == (1.0, 1.0, 1024)
     assert settings.stop == ("</answer>",)
-
-
-@pytest.mark.parametrize(
-    ("field", "value"), [("temperature", -1), ("top_p", 0), ("top_p", 1.1), ("max_new_tokens", 0), ("batch_size", 0)]
-)
-def test_settings_are_checked(field, value):
-    with pytest.raises(ValueError, match=field):
-        SamplingSettings(**{field: value})
+    for field, value in (("temperature", -1), ("top_p", 0), ("top_p", 1.1), ("max_new_tokens", 0), ("batch_size", 0)):
+        with pytest.raises(ValueError, match=field):
+            SamplingSettings(**{field: value})
 
 
 def test_vllm_is_an_extra(monkeypatch, toy):
