@@ -78,14 +78,14 @@ def reward_of(table: dict[str, float]):
 
 def test_group_normalized_rewards_by_hand():
     """Groups 0, 1, 0, 0 and 2, 2, 2, 2. The first has mean 1/4 and sample variance (1/16 * 3 + 9/16) / 3 = 1/4, so
-    that its advantages are (-1/4, 3/4, -1/4, -1/4) over 1/2 + 1/2 here; the second has none.
+    that its advantages are (-1/4, 3/4, -1/4, -1/4) over 1/2 + 3/2 here; the second has none.
     """
     table = {"a": 0.0, "b": 1.0, "c": 2.0}
     responses, truths = list("abaacccc"), ["b"] * 4 + ["a"] * 4
     advantages, rewards, metadata = course.compute_group_normalized_rewards(
-        reward_of(table), responses, truths, 4, 0.5, True
+        reward_of(table), responses, truths, 4, 1.5, True
     )
-    assert advantages.tolist() == [-0.25, 0.75, -0.25, -0.25, 0, 0, 0, 0]
+    assert advantages.tolist() == [-0.125, 0.375, -0.125, -0.125, 0, 0, 0, 0]
     assert rewards.tolist() == [0, 1, 0, 0, 2, 2, 2, 2]
     assert metadata == {
         "reward": 9 / 8,
@@ -95,7 +95,7 @@ def test_group_normalized_rewards_by_hand():
         "frac_reward_zero_std": 0.5,
     }
     assert all(type(number) is float for number in metadata.values())
-    centered, _, _ = course.compute_group_normalized_rewards(reward_of(table), responses, truths, 4, 0.5, False)
+    centered, _, _ = course.compute_group_normalized_rewards(reward_of(table), responses, truths, 4, 1.5, False)
     assert centered.tolist() == [-0.25, 0.75, -0.25, -0.25, 0, 0, 0, 0]
 
 

@@ -258,7 +258,7 @@ def test_they_come_from_the_cache_the_second_time(tiny_model_path, tmp_path, mon
 
 
 def test_the_key_of_the_reference_holds_its_configuration(tiny_model_path, tmp_path):
-    """The same weights with other rotary angles, or packed and padded, are other references."""
+    """The same weights with other rotary angles, packed and padded, or in mixed precision are other references."""
 
     def trainer(name: str, **spec):
         args = {"precompute_ref_log_probs": True, **spec.get("args", {})}
@@ -268,6 +268,7 @@ def test_the_key_of_the_reference_holds_its_configuration(tiny_model_path, tmp_p
     key = cache_key(plain)
     assert cache_key(trainer("again")) == key
     assert cache_key(trainer("padded", args={"packing": "off"})) != key
+    assert cache_key(trainer("mixed", args={"bf16": True})) != key
     plain.model.config.rope_parameters = {**plain.model.config.rope_parameters, "rope_theta": 100.0}
     assert cache_key(plain) != key
 

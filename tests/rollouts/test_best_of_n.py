@@ -141,6 +141,8 @@ def test_samples_are_scored_and_picked():
 def test_an_interrupted_sampling_goes_on(cut, tmp_path):
     """Parts of 3 of 8 responses: after a break in the third, or a cut within the second, the rest is done."""
     straight = best_of_n(ROWS, Engine(), reward, 4, seed=1, path=tmp_path / "straight.jsonl", save_every=3)
+    seeds = [row["response_text"].split()[-2] for row in straight.rows]
+    assert len(set(seeds)) == 3, "equal prompts of two parts must differ"
     path = tmp_path / "broken.jsonl"
     with pytest.raises(KeyboardInterrupt):
         best_of_n(ROWS, Engine(fail_at=3), reward, 4, seed=1, path=path, save_every=3)
