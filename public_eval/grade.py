@@ -12,7 +12,6 @@ from trl_ext.evaluation.submissions.assets import load_base, load_prompts, load_
 from trl_ext.evaluation.submissions.commands import (
     add_check_arguments,
     add_judge_arguments,
-    add_label_arguments,
     add_prompt_arguments,
     check_judge_arguments,
     data_options,
@@ -20,8 +19,6 @@ from trl_ext.evaluation.submissions.commands import (
     interval_cell,
     judge_settings,
     judging_options,
-    labels_line,
-    load_labels,
     make_judge,
     make_parser,
     show_estimates,
@@ -56,7 +53,6 @@ def main(arguments: list[str] | None = None) -> None:
     add_prompt_arguments(parser)
     add_check_arguments(parser)
     add_judge_arguments(parser)
-    add_label_arguments(parser, "a method")
     parser.add_argument("--out", type=Path, help="write the grades as JSON")
     with one_line_errors():
         options = parser.parse_args(arguments)
@@ -66,7 +62,6 @@ def main(arguments: list[str] | None = None) -> None:
         data = data_options(options)
         prompts = load_prompts(options.prompts_jsonl)
         policies = [name for name in load_thresholds(options.thresholds) if name != REWARD_MODEL]
-        labels = load_labels(options, policies, [row["row_id"] for row in prompts])
         judge = make_judge(options, prompts)
         if options.estimate:
             _estimate(options, judge, policies, data)
@@ -77,7 +72,6 @@ def main(arguments: list[str] | None = None) -> None:
             judge=judge,
             base_jsonl=options.base_jsonl,
             rule=options.rule,
-            human_labels=labels,
             **data,
             **judging_options(options),
         )
@@ -126,9 +120,6 @@ def _print(result: SubmissionGrade, options: argparse.Namespace) -> None:
     passed = sum(grade.passed for grade in result.grades)
     part_two = "" if result.part_two is None else f"; part two, by either file: {_word(result.part_two)}"
     print(f"{passed} of {len(result.grades)} passed{part_two}")
-    for grade in result.grades:
-        if grade.human_labels:
-            print(f"{grade.method}, {labels_line(grade.human_labels)}")
     print("n: rows that count, of all rows")
     print(
         "chance under it: of another n rows, given those measured (Jeffreys' prior; beta-binomial, with ties as half"

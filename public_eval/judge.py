@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from trl_ext.evaluation.command_line import format_interval, format_table, one_line_errors, print_json
 from trl_ext.evaluation.judging.protocol import Usage
+from trl_ext.evaluation.statistics.win_rate import System
 from trl_ext.evaluation.submissions.candidates import (
     CandidateResult,
     compare_candidates,
@@ -13,21 +17,20 @@ from trl_ext.evaluation.submissions.candidates import (
 )
 from trl_ext.evaluation.submissions.commands import (
     add_judge_arguments,
-    add_label_arguments,
     add_prompt_arguments,
     check_judge_arguments,
     interval_cell,
     judge_settings,
     judging_options,
-    labels_line,
-    load_labels,
     load_systems,
     make_judge,
     make_parser,
     show_estimates,
     usage_line,
 )
+from trl_ext.evaluation.submissions.rows import read_human_labels
 from trl_ext.files import write_json, write_json_lines
+from trl_ext.names import check_choice
 
 DESCRIPTION = """\
 Win rates of candidates against the base under a judge: every pair in both orders, ties dropped and ties as half, at
@@ -49,12 +52,18 @@ def main(arguments: list[str] | None = None) -> None:
     add_judge_arguments(parser)
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     parser.add_argument("--verdicts", type=Path, help="write what the judge said on every row as JSONL")
-    add_label_arguments(parser, "a candidate's file without .jsonl")
+    parser.add_argument(
+        "--human_labels",
+        nargs="+",
+        default=[],
+        metavar="[NAME=]FILE",
+        help="JSONL with row_id and outcome: candidate, base or tie; NAME is a candidate's file without .jsonl",
+    )
     with one_line_errors():
         options = parser.parse_args(arguments)
         check_judge_arguments(options)
         prompts, base, systems = load_systems(options, options.candidate)
-        labels = load_labels(options, list(systems), [row["row_id"] for row in prompts])
+        labels = _load_labels(options, list(systems), [row["row_id"] for row in prompts])
         judge = make_judge(options, prompts)
         if options.estimate:
             pairs = {name: (responses, base) for name, responses in systems.items()}
@@ -70,7 +79,7 @@ def main(arguments: list[str] | None = None) -> None:
             "judge": judge_settings(options, judge),
             "rule": options.rule,
             "candidates": [result.to_dict() for result in results],
-            "differences": compare_candidates(results, options.rule, labels),
+            "differences": compare_candidates(results, options.rule),
             "usage": usage,
         }
         if options.out:
@@ -101,7 +110,7 @@ def _print(results: list[CandidateResult], summary: dict) -> None:
     print(format_table(header, [_row(result) for result in results]))
     for row in summary["candidates"]:
         if row["human_labels"]:
-            print(f"{row['name']}, {labels_line(row['human_labels'])}")
+            print(f"{row['name']}, {_labels_line(row['human_labels'])}")
     for row in summary["differences"]:
         first, second = row["candidates"]
         if row["difference"] is None:
@@ -112,12 +121,6 @@ def _print(results: list[CandidateResult], summary: dict) -> None:
             f"{first} minus {second}, {row['rule']}: {difference}, paired over {row['n']} prompts; "
             f"McNemar p {row['mcnemar']['p_value']:.4f}"
         )
-        if labelled := row.get("human_labels"):
-            difference = format_interval(labelled["difference"], labelled["low"], labelled["high"])
-            print(
-                f"{first} minus {second}, human labels and judge: {difference}, with {labelled['n_labels']} labels of "
-                f"each; judge alone: {labelled['judge_difference']:.3f}"
-            )
 
 
 def _row(result: CandidateResult) -> tuple:
@@ -133,6 +136,38 @@ def _row(result: CandidateResult) -> tuple:
         figures["position_bias"],
         controlled and controlled.length_coefficient,
         figures["n_errors"],
+    )
+
+
+def _load_labels(
+    options: argparse.Namespace, names: Sequence[str], row_ids: Sequence[str]
+) -> dict[str, dict[str, System]]:
+    """The labels of `--human_labels` by name, each by row_id. A single name need not be given.
+
+    Raises:
+        FileNotFoundError: a file does not exist.
+        ValueError: a name is missing, unknown or given twice, or a row is wrong.
+    """
+    found: dict[str, dict[str, System]] = {}
+    for given in options.human_labels:
+        name, equals, path = given.partition("=")
+        if not equals or Path(given).is_file():
+            name, path = names[0], given
+            if len(names) > 1:
+                raise ValueError(f"--human_labels {given}: say whose labels they are, such as {name}={given}")
+        check_choice("human_labels", name, names)
+        if name in found:
+            raise ValueError(f"--human_labels: two files for {name}: give one")
+        found[name] = read_human_labels(path, row_ids)
+    return found
+
+
+def _labels_line(found: dict[str, Any]) -> str:
+    """A win rate from human labels and a judge, beside the labels' own and the judge's."""
+    return (
+        f"human labels and judge: {format_interval(found['rate'], found['low'], found['high'])}, like "
+        f"{found['effective_n']:.0f} labels; {found['n_labels']} labels alone: {interval_cell(found['labels_only'])}; "
+        f"judge alone: {found['judge_rate']:.3f} over {found['n_labels'] + found['n_unlabelled']} prompts"
     )
 
 

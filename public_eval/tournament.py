@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 from trl_ext.evaluation.command_line import format_interval, format_table, one_line_errors, print_json
-from trl_ext.evaluation.methods.tournament import BASE, match_name, run_tournament, tournament_pairs
+from trl_ext.evaluation.methods.tournament import BASE, run_tournament
 from trl_ext.evaluation.submissions.commands import (
     DEFAULT,
     add_judge_arguments,
-    add_label_arguments,
     add_prompt_arguments,
     check_judge_arguments,
     judge_settings,
     judging_options,
-    labels_line,
-    load_labels,
     load_systems,
     make_judge,
     make_parser,
@@ -29,7 +27,7 @@ Bradley-Terry ratings with 95% intervals over prompts, and the win rates, of any
 base, which is rated 1000. Every pair is judged in both orders; what the two orders do not agree on is a tie, which
 counts as half a win.
 
-cost    two questions per prompt and pair: k policies make k (k + 1) / 2 pairs with the base, or k with --pairs base.
+cost    two questions per prompt and pair: k policies make k (k + 1) / 2 pairs with the base.
         ground_truth and reward_model cost computing time only; openai costs money: see --estimate first.
 writes  tournament.json into --out; with openai, verdicts into --cache as they arrive.
 """
@@ -39,11 +37,9 @@ def main(arguments: list[str] | None = None) -> None:
     """Read the arguments, judge, rate and print."""
     parser = make_parser("tournament", DESCRIPTION)
     parser.add_argument("files", nargs="+", metavar="FILE", help="files of responses; their names name the policies")
-    parser.add_argument("--pairs", choices=("all", "base"), default="all", help="who meets whom" + DEFAULT)
     parser.add_argument("--out", type=Path, default=Path("tournament"), help="folder for the results" + DEFAULT)
     add_prompt_arguments(parser)
     add_judge_arguments(parser, rule=False)
-    add_label_arguments(parser, "a policy, for its match with the base, or A:B for that of A, the candidate, with B")
     with one_line_errors():
         options = parser.parse_args(arguments)
         check_judge_arguments(options)
@@ -51,18 +47,12 @@ def main(arguments: list[str] | None = None) -> None:
         if BASE in policies:
             raise ValueError(f"{BASE}.jsonl: the base takes part anyway; give its file with --base_jsonl")
         systems = {BASE: base, **policies}
-        names = list(systems)
-        met = [(names[a], names[b]) for a, b in tournament_pairs(names, options.pairs)]
-        known = [match_name(*pair) for a, b in met for pair in ((b, a), (a, b)) if pair[0] != BASE]
-        labels = load_labels(options, known, [row["row_id"] for row in prompts])
         judge = make_judge(options, prompts)
         if options.estimate:
-            pairs = {f"{a} - {b}": (systems[a], systems[b]) for a, b in met}
+            pairs = {f"{a} - {b}": (systems[a], systems[b]) for a, b in itertools.combinations(systems, 2)}
             show_estimates(options, judge, prompts, pairs)
             return
-        tournament = run_tournament(
-            judge, prompts, systems, pairing=options.pairs, human_labels=labels, **judging_options(options)
-        )
+        tournament = run_tournament(judge, prompts, systems, **judging_options(options))
         summary = {"judge": judge_settings(options, judge), **tournament.to_dict()}
         write_json(options.out / "tournament.json", summary)
     if options.json:
@@ -80,18 +70,12 @@ def main(arguments: list[str] | None = None) -> None:
     rates = {(match["first"], match["second"]): match["rate"] for match in tournament.matches}
     rates |= {(second, first): None if rate is None else 1 - rate for (first, second), rate in rates.items()}
     names = [row["name"] for row in tournament.table()]
-    print(f"\nWin rate of the row against the column, ties as half:\n\n{_table(names, rates)}\n")
-    for match in tournament.matches:
-        if match["human_labels"]:
-            print(f"{match['first']} against {match['second']}, {labels_line(match['human_labels'])}")
+    cells = [(name, *(rates.get((name, other)) for other in names)) for name in names]
+    print(f"\nWin rate of the row against the column, ties as half:\n\n{format_table(('', *names), cells)}\n")
     if tournament.ratings.virtual_draws:
         print("somebody won or lost everything: a virtual draw was added to every pair, else ratings were infinite")
     print(usage_line(summary["usage"], options.judge))
     print(f"in {options.out}: tournament.json")
-
-
-def _table(names: list[str], rates: dict[tuple[str, str], float | None]) -> str:
-    return format_table(("", *names), [(name, *(rates.get((name, other)) for other in names)) for name in names])
 
 
 if __name__ == "__main__":

@@ -214,7 +214,7 @@ class TestRun:
         write_json_lines(tmp_path / "pairs.jsonl", rows)
         (tmp_path / "likely.yaml").write_text('data: pairs.jsonl\nprompt: "{p}"\ncheck: pairs\n')
         out, error = run(capsys, "toy", "--task", tmp_path / "likely.yaml", "--output_dir", tmp_path / "run" / "pairs")
-        saved = read_rows(tmp_path / "run" / "pairs" / "scores.jsonl")
+        saved = [json.loads(line) for line in (tmp_path / "run" / "pairs" / "scores.jsonl").read_text().splitlines()]
         assert [row["reward/summed"] for row in saved] == [1, 0.5] and saved[0]["margin"] > 0, error
         write_report(tmp_path / "run", tmp_path / "report.html")
         assert "| likely: summed | pairs | toy | 0.750" in (tmp_path / "report.md").read_text().replace("\\", "")

@@ -1,11 +1,11 @@
-"""Tournaments: who meets whom, wins counted by hand, and ratings."""
+"""Tournaments: wins counted by hand, and ratings."""
 
 import math
 
 import pytest
 
 from tests.support.public_evaluation import plan, response_rows, write_assets
-from trl_ext.evaluation.methods.tournament import run_tournament, tournament_pairs
+from trl_ext.evaluation.methods.tournament import run_tournament
 from trl_ext.evaluation.submissions.assets import load_base, load_prompts
 from trl_ext.evaluation.submissions.candidates import known_score_judge
 from trl_ext.evaluation.submissions.rows import Response
@@ -31,17 +31,10 @@ def systems(tmp_path):
     }
 
 
-@pytest.mark.parametrize(
-    ("names", "pairing", "message"),
-    [
-        (["x", "y"], "all", "needs the system 'base'"),
-        (["base", "x", "x"], "all", "two systems are called 'x'"),
-        (["base", "x"], "some", "pairing must be all or base"),
-    ],
-)
-def test_refused_pairs(names, pairing, message):
-    with pytest.raises(ValueError, match=message):
-        tournament_pairs(names, pairing)
+def test_a_tournament_needs_the_base(systems):
+    prompts, responses = systems
+    with pytest.raises(ValueError, match="needs the system 'base' and at least one other, got good"):
+        run_tournament(known_score_judge(prompts), prompts, {"good": responses["good"]})
 
 
 class TestTournament:
@@ -95,19 +88,6 @@ class TestTournament:
         # Every sample is the same ten losses, and yet these are no certainty: Wilson's bounds of 0.5 wins in 11 are
         # 0.004764 and 0.321448, which is 400 log10(0.321448 / 0.678552) = -129.79 points.
         assert bad["low"] < bad["rating"] < bad["high"] == pytest.approx(1000 - 129.79, abs=1.5)
-
-    def test_against_the_base_only(self, systems):
-        prompts, responses = systems
-        result = run_tournament(known_score_judge(prompts), prompts, responses, pairing="base")
-        assert [(match["first"], match["second"]) for match in result.matches] == [
-            ("base", "good"),
-            ("base", "even"),
-            ("base", "bad"),
-        ]
-        # With no other matches, each rating is that of its own with the base: even has won half.
-        even = next(row for row in result.table() if row["name"] == "even")
-        # The virtual draw that bad needs leaves an even score even.
-        assert even["rating"] == pytest.approx(1000, abs=1e-6)
 
     def test_unjudged_rows_are_counted(self, systems):
         from trl_ext.evaluation import JudgeError

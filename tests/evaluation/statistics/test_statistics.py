@@ -174,15 +174,14 @@ class TestPairedDifference:
     def test_what_prompts_share_cancels(self):
         """100 prompts, easy or hard for both: 60 both win, 30 both lose, 8 only the first, 2 only the second.
 
-        The difference is (68 - 62) / 100 = 0.06. Per prompt it is 1 on 8, -1 on 2 and 0 elsewhere: its variance is
-        0.10 - 0.06^2 = 0.0964 and its standard error sqrt(0.0964 / 100) = 0.0310, so the interval is about
-        0.06 -+ 1.96 x 0.0310 = (-0.001, 0.121); two independent rates would have an error of 0.067.
+        The difference is (68 - 62) / 100 = 0.06. With one prompt more for each it is 6 / 102, 1 on 9 and -1 on 3: the
+        standard error is sqrt((12 / 102 - (6 / 102)^2) / 102) = 0.0335. Two independent rates would have one of 0.067.
         """
         first = settled(*([1] * 60 + [0] * 30 + [1] * 8 + [0] * 2))
         second = settled(*([1] * 60 + [0] * 30 + [0] * 8 + [1] * 2))
         result = paired_difference(first, second)
         assert result.difference == pytest.approx(0.06)
-        assert (result.low, result.high) == pytest.approx((-0.001, 0.121), abs=0.003)
+        assert (result.low, result.high) == pytest.approx((-0.006754, 0.124401), abs=1e-6)
         assert (result.mcnemar.only_first, result.mcnemar.only_second) == (8, 2)
         # (|8 - 2| - 1)^2 / 10 = 2.5
         assert result.mcnemar.statistic == pytest.approx(2.5)

@@ -167,7 +167,7 @@ def sentence(one: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
         p_value = _p(one["adjusted_p_value"])
         return f"**{method} has a {one['verdict']} {metric} than {baseline}**, by {size:.4f} (p {p_value})."
     told = f"**Whether {method} or {baseline} has the higher {metric}, these runs cannot tell**"
-    if difference["variances"] is None:
+    if difference["standard_error"] is None:
         if difference["seeds"] < 2:
             return f"{told}: one seed says nothing of how seeds differ."
         return f"{told}: their values differ by {difference['mean']:+.4f} everywhere, which leaves nothing to test."

@@ -5,18 +5,16 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-from trl_ext.evaluation.judging.pairs import JudgingResult
 from trl_ext.evaluation.judging.protocol import Usage
 from trl_ext.evaluation.statistics.intervals import wilson_interval
 from trl_ext.evaluation.statistics.ratings import Ratings, expected_score, ratings_with_intervals
-from trl_ext.evaluation.statistics.win_rate import System, row_credits
-from trl_ext.evaluation.submissions.candidates import judge_responses, with_human_labels
+from trl_ext.evaluation.statistics.win_rate import row_credits
+from trl_ext.evaluation.submissions.candidates import judge_responses
 from trl_ext.evaluation.submissions.rows import Response
 
 BASE = "base"
-SWAPPED = {"candidate": "base", "base": "candidate", "tie": "tie"}
 
 
 @dataclass(frozen=True)
@@ -26,9 +24,8 @@ class Tournament:
     Attributes:
         names: the systems; the base is one of them, and its rating is 1000.
         ratings: Bradley-Terry ratings with their intervals.
-        matches: one for each pair of systems that met: `first`, `second`, the first's `rate` with ties as half, its
-            Wilson interval `low` and `high`, `n` judged prompts and `errors`; `human_labels` has the first's win rate
-            from the judge and human labels, as `prediction_powered` returns it, or None.
+        matches: one for each pair of systems: `first`, `second`, the first's `rate` with ties as half, its
+            Wilson interval `low` and `high`, `n` judged prompts and `errors`.
         prompts: number of prompts.
         usage: total usage of judging.
     """
@@ -66,86 +63,41 @@ class Tournament:
         }
 
 
-def tournament_pairs(names: Sequence[str], pairing: Literal["all", "base"] = "all") -> list[tuple[int, int]]:
-    """Which systems meet: every pair, or each system and the base only.
-
-    Raises:
-        ValueError: there is no base, there are fewer than two names, a name repeats, or the pairing is unknown.
-    """
-    if BASE not in names or len(names) < 2:
-        raise ValueError(f"a tournament needs the system {BASE!r} and at least one other, got {', '.join(names)}")
-    repeated = next((name for name in names if list(names).count(name) > 1), None)
-    if repeated is not None:
-        raise ValueError(f"two systems are called {repeated!r}: give their files different names")
-    if pairing not in ("all", "base"):
-        raise ValueError(f"pairing must be all or base, got {pairing!r}")
-    pairs = itertools.combinations(range(len(names)), 2)
-    return [pair for pair in pairs if pairing == "all" or BASE in (names[pair[0]], names[pair[1]])]
-
-
 def run_tournament(
     judge: Any,
     prompts: Sequence[Mapping[str, Any]],
     systems: Mapping[str, Sequence[Response]],
-    *,
-    pairing: Literal["all", "base"] = "all",
-    draws: int = 2000,
-    seed: int = 0,
-    human_labels: Mapping[str, Mapping[str, System]] | None = None,
     **judging: Any,
 ) -> Tournament:
-    """Judge systems in pairs, each pair in both orders, and rate them.
+    """Judge every pair of systems in both orders, and rate them.
 
     Args:
         judge: a `PairwiseJudge`.
         prompts: rows with `row_id` and `prompt`.
         systems: responses by name, one for each prompt, in order; one of the names is `base`.
-        pairing: `all` pairs, or each system with the `base` only, which needs fewer calls but gives wider intervals
-            between the others.
-        draws: bootstrap samples of the prompts, at least 1000.
-        seed: seed of the resampling.
-        human_labels: by `match_name` and row_id, for some of the prompts; the candidate is the system that the name
-            begins with. They do not change the ratings.
         judging: keyword arguments of `judge_pairs`.
 
     Raises:
-        ValueError: as for `tournament_pairs`, or nothing could be judged.
+        ValueError: there is no base or no other system, or nothing could be judged.
         TooManyErrors: too many comparisons could not be judged.
     """
     names = list(systems)
-    pairs = tournament_pairs(names, pairing)
+    if BASE not in names or len(names) < 2:
+        raise ValueError(f"a tournament needs the system {BASE!r} and at least one other, got {', '.join(names)}")
+    pairs = list(itertools.combinations(range(len(names)), 2))
     results = [judge_responses(judge, prompts, systems[names[a]], systems[names[b]], **judging) for a, b in pairs]
     credits = [row_credits(result.outcomes, "half") for result in results]
-    ratings = ratings_with_intervals(credits, pairs, len(names), anchor=names.index(BASE), draws=draws, seed=seed)
+    ratings = ratings_with_intervals(credits, pairs, len(names), anchor=names.index(BASE))
     return Tournament(
         names=names,
         ratings=ratings,
-        matches=[
-            _match(names[a], names[b], row, _labelled(names[a], names[b], result, human_labels or {}))
-            for (a, b), row, result in zip(pairs, credits, results, strict=True)
-        ],
+        matches=[_match(names[a], names[b], row) for (a, b), row in zip(pairs, credits, strict=True)],
         prompts=len(prompts),
         usage=sum((result.usage for result in results), Usage()),
     )
 
 
-def match_name(system: str, other: str) -> str:
-    """The name of a match in `human_labels`: the system against the base, or `system:other`."""
-    return system if other == BASE else f"{system}:{other}"
-
-
-def _labelled(
-    first: str, second: str, result: JudgingResult, labels: Mapping[str, Mapping[str, System]]
-) -> dict[str, Any] | None:
-    told = labels.get(match_name(first, second))
-    if told is None and (swapped := labels.get(match_name(second, first))):
-        told = {row_id: SWAPPED[outcome] for row_id, outcome in swapped.items()}
-    return with_human_labels(result.outcomes, told).to_dict() if told else None
-
-
-def _match(
-    first: str, second: str, credits: Sequence[float | None], labelled: dict[str, Any] | None
-) -> dict[str, Any]:
+def _match(first: str, second: str, credits: Sequence[float | None]) -> dict[str, Any]:
     judged = [credit for credit in credits if credit is not None]
     low, high = wilson_interval(sum(judged), len(judged))
     return {
@@ -156,5 +108,4 @@ def _match(
         "high": high,
         "n": len(judged),
         "errors": len(credits) - len(judged),
-        "human_labels": labelled,
     }

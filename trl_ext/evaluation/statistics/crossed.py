@@ -24,15 +24,6 @@ LEAST_P_VALUE = 1e-12
 
 
 @dataclass(frozen=True)
-class Variances:
-    """Variance components of a value, all non-negative: between prompts, between seeds, and the rest."""
-
-    prompt: float
-    seed: float
-    rest: float
-
-
-@dataclass(frozen=True)
 class CrossedMean:
     """A mean over prompts and seeds with its 95% interval.
 
@@ -40,9 +31,8 @@ class CrossedMean:
         mean: mean of all values.
         prompts, seeds: their numbers.
         low, high: mean -+ critical value x standard error. None with only one prompt or seed, whose effect cannot be
-            estimated, and if all values are equal; the same holds for the next three attributes.
+            estimated, and if all values are equal; the same holds for the next two attributes.
         standard_error, seed_share: see `error_of_mean`.
-        variances: estimated components.
     """
 
     mean: float
@@ -52,7 +42,6 @@ class CrossedMean:
     high: float | None = None
     standard_error: float | None = None
     seed_share: float | None = None
-    variances: Variances | None = None
 
 
 @dataclass(frozen=True)
@@ -137,10 +126,8 @@ def crossed_mean(values) -> CrossedMean:
         return CrossedMean(mean, prompts, seeds)
     squares = [float(square) for square in mean_squares(values)]
     error, share = (float(value) for value in error_of_mean(*squares, prompts, seeds))
-    by_prompt, by_seed, rest = squares
     margin = mixed_critical_value(share, prompts, seeds) * error
-    variances = Variances(max(0.0, by_prompt - rest) / seeds, max(0.0, by_seed - rest) / prompts, rest)
-    return CrossedMean(mean, prompts, seeds, mean - margin, mean + margin, error, share, variances)
+    return CrossedMean(mean, prompts, seeds, mean - margin, mean + margin, error, share)
 
 
 def compare_with_baseline(methods: Mapping[str, tuple[Any, Any]]) -> dict[str, MethodDifference]:

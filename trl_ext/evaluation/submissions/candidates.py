@@ -19,7 +19,7 @@ from trl_ext.evaluation.statistics.human_labels import (
     prediction_powered,
 )
 from trl_ext.evaluation.statistics.length_control import LengthControlledWinRate, length_controlled_win_rate
-from trl_ext.evaluation.statistics.paired import PairedDifference, paired_difference
+from trl_ext.evaluation.statistics.paired import paired_difference
 from trl_ext.evaluation.statistics.win_rate import PairOutcome, Rule, System, WinRate, row_credits, win_rate
 from trl_ext.evaluation.submissions.rows import Response
 
@@ -117,32 +117,9 @@ def _at_equal_lengths(outcomes: Sequence[PairOutcome], responses: Sequence[Respo
 def with_human_labels(outcomes: Sequence[PairOutcome], labels: Mapping[str, System]) -> PredictionPowered:
     """The win rate from the judge's outcomes and human labels of some of the prompts, by row_id."""
     values = dict(zip((row.row_id for row in outcomes), judge_values(outcomes), strict=True))
-    return _with_labels({row_id: OUTCOME_VALUES[outcome] for row_id, outcome in labels.items()}, values)
-
-
-def labelled_difference(
-    first: CandidateResult, second: CandidateResult, labels: Mapping[str, Mapping[str, System]]
-) -> dict[str, Any] | None:
-    """The difference of two candidates' win rates from the judge and the labels, by name, of the same prompts.
-
-    It is the prediction-powered estimate of the differences on each prompt. None if no prompt has both labels.
-    """
-    own, other = (labels.get(result.name, {}) for result in (first, second))
-    shared = own.keys() & other.keys()
-    if not shared:
-        return None
-    # `prediction_powered` takes values in [0, 1].
-    told = {k: (1 + OUTCOME_VALUES[own[k]] - OUTCOME_VALUES[other[k]]) / 2 for k in shared}
-    columns = zip(first.outcomes, judge_values(first.outcomes), judge_values(second.outcomes), strict=True)
-    found = _with_labels(told, {row.row_id: (1 + a - b) / 2 for row, a, b in columns})
-    fields = {"difference": "rate", "low": "low", "high": "high", "judge_difference": "judge_rate"}
-    return {name: 2 * getattr(found, field) - 1 for name, field in fields.items()} | {"n_labels": found.n_labels}
-
-
-def _with_labels(labels: Mapping[str, float], values: Mapping[str, float]) -> PredictionPowered:
-    told, judged = zip(*((labels[row_id], value) for row_id, value in values.items() if row_id in labels), strict=True)
+    told = [(OUTCOME_VALUES[labels[row_id]], value) for row_id, value in values.items() if row_id in labels]
     further = [value for row_id, value in values.items() if row_id not in labels]
-    return prediction_powered(told, judged, further)
+    return prediction_powered(*zip(*told, strict=True), further)
 
 
 def judge_responses(
@@ -185,22 +162,15 @@ def known_score_judge(prompts: Sequence[Mapping[str, Any]]) -> GroundTruthJudge:
     return GroundTruthJudge()
 
 
-def compare_candidates(
-    results: Sequence[CandidateResult],
-    rule: Rule = "agreed",
-    human_labels: Mapping[str, Mapping[str, System]] | None = None,
-) -> list[dict[str, Any]]:
-    """The paired difference of every two candidates on the same prompts, JSON-ready, with their names.
-
-    With `human_labels`, by candidate and row_id, it also has `labelled_difference`.
-    """
-    rows = []
-    for first, second in itertools.combinations(results, 2):
-        difference: PairedDifference = paired_difference(first.outcomes, second.outcomes, rule)
-        rows.append({"candidates": [first.name, second.name], **difference.to_dict()})
-        if human_labels:
-            rows[-1]["human_labels"] = labelled_difference(first, second, human_labels)
-    return rows
+def compare_candidates(results: Sequence[CandidateResult], rule: Rule = "agreed") -> list[dict[str, Any]]:
+    """The paired difference of every two candidates on the same prompts, JSON-ready, with their names."""
+    return [
+        {
+            "candidates": [first.name, second.name],
+            **paired_difference(first.outcomes, second.outcomes, rule).to_dict(),
+        }
+        for first, second in itertools.combinations(results, 2)
+    ]
 
 
 def _arguments(responses: Sequence[Response], others: Sequence[Response]) -> dict[str, list[Any]]:

@@ -6,13 +6,11 @@ import argparse
 import hashlib
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from trl_ext.evaluation.command_line import CommandParser, at_least_one, format_interval, format_table, print_json
 from trl_ext.evaluation.judging.pairs import CallableJudge
-from trl_ext.evaluation.statistics.win_rate import System
 from trl_ext.evaluation.submissions.assets import (
     default_max_new_tokens,
     load_base,
@@ -20,7 +18,7 @@ from trl_ext.evaluation.submissions.assets import (
     token_counter,
 )
 from trl_ext.evaluation.submissions.candidates import estimate_cost, known_score_judge
-from trl_ext.evaluation.submissions.rows import Response, read_human_labels, read_responses, refuse_fatal
+from trl_ext.evaluation.submissions.rows import Response, read_responses, refuse_fatal
 from trl_ext.evaluation.submissions.submission import REWARD_MODEL, submission_file
 from trl_ext.models import resolve_model_path
 from trl_ext.names import check_choice, load_function, load_module
@@ -123,49 +121,6 @@ def add_judge_arguments(parser: argparse.ArgumentParser, *, rule: bool = True) -
             default="agreed",
             help="what counts first: rows on which both orders agree, or ties as half" + DEFAULT,
         )
-
-
-def add_label_arguments(parser: argparse.ArgumentParser, names: str) -> None:
-    """Add the flag for human labels of the systems that `names` describes."""
-    parser.add_argument(
-        "--human_labels",
-        nargs="+",
-        default=[],
-        metavar="[NAME=]FILE",
-        help=f"JSONL with row_id and outcome: candidate, base or tie; NAME is {names}",
-    )
-
-
-def load_labels(
-    options: argparse.Namespace, names: Sequence[str], row_ids: Sequence[str]
-) -> dict[str, dict[str, System]]:
-    """The labels of `--human_labels` by name, each by row_id. A single name need not be given.
-
-    Raises:
-        FileNotFoundError: a file does not exist.
-        ValueError: a name is missing, unknown or given twice, or a row is wrong.
-    """
-    found: dict[str, dict[str, System]] = {}
-    for given in options.human_labels:
-        name, equals, path = given.partition("=")
-        if not equals or Path(given).is_file():
-            name, path = names[0], given
-            if len(names) > 1:
-                raise ValueError(f"--human_labels {given}: say whose labels they are, such as {name}={given}")
-        check_choice("human_labels", name, names)
-        if name in found:
-            raise ValueError(f"--human_labels: two files for {name}: give one")
-        found[name] = read_human_labels(path, row_ids)
-    return found
-
-
-def labels_line(found: dict[str, Any]) -> str:
-    """A win rate from human labels and a judge, beside the labels' own and the judge's."""
-    return (
-        f"human labels and judge: {format_interval(found['rate'], found['low'], found['high'])}, like "
-        f"{found['effective_n']:.0f} labels; {found['n_labels']} labels alone: {interval_cell(found['labels_only'])}; "
-        f"judge alone: {found['judge_rate']:.3f} over {found['n_labels'] + found['n_unlabelled']} prompts"
-    )
 
 
 def check_judge_arguments(options: argparse.Namespace) -> None:

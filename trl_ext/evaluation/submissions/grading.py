@@ -12,7 +12,7 @@ from trl_ext.evaluation.judging.pairs import TooManyErrors
 from trl_ext.evaluation.judging.protocol import Usage
 from trl_ext.evaluation.methods.reward_models import ALL_TIED, reward_metrics
 from trl_ext.evaluation.statistics.paired import chance_below
-from trl_ext.evaluation.statistics.win_rate import RULES, Rule, System, row_credits
+from trl_ext.evaluation.statistics.win_rate import RULES, Rule, row_credits
 from trl_ext.evaluation.submissions.assets import TokenCounter, load_base, load_thresholds
 from trl_ext.evaluation.submissions.candidates import CandidateResult, judge_candidate, known_score_judge
 from trl_ext.evaluation.submissions.rows import EMPTY_FILE, Response
@@ -38,8 +38,6 @@ class FileGrade:
         figure, low, high, n: the graded rate, its Wilson 95% interval, and the rows in its denominator.
         n_total: all rows; a policy can raise its figure by turning losses into rows that do not count.
         half: the win rate with ties as half, `rate`, `low`, `high`, `n`; None for a reward model.
-        human_labels: the win rate from the judge and human labels, as `prediction_powered` returns it; None without
-            labels. It is not what the threshold is compared with.
         agreement_rate, position_bias: as in `WinRate`; None for a reward model, for which order does not matter.
         chance_below: the probability that the figure of another sample of `n` rows falls below the threshold, given
             this measurement; None without a figure.
@@ -60,7 +58,6 @@ class FileGrade:
     n: int = 0
     n_total: int = 0
     half: dict[str, Any] | None = None
-    human_labels: dict[str, Any] | None = None
     agreement_rate: float | None = None
     position_bias: float | None = None
     chance_below: float | None = None
@@ -101,7 +98,6 @@ def grade_submission(
     max_new_tokens: int | None = None,
     count_tokens: TokenCounter | None = None,
     rule: Rule = "agreed",
-    human_labels: Mapping[str, Mapping[str, System]] | None = None,
     **judging: Any,
 ) -> SubmissionGrade:
     """Grade every file that has a threshold; a missing file fails, and so does one with rows that cannot count.
@@ -117,7 +113,6 @@ def grade_submission(
         base_jsonl: the base's responses; None for the embedded ones.
         prompts_jsonl, prefs_jsonl, max_new_tokens, count_tokens: as in `PublicData.load`.
         rule: `agreed` or `half`.
-        human_labels: by method and row_id, for some of the prompts.
         judging: keyword arguments of `judge_pairs`: `cache`, `max_concurrency`, `max_error_fraction`, `progress`.
 
     Raises:
@@ -142,8 +137,7 @@ def grade_submission(
     base = load_base(data.prompts, base_jsonl, max_new_tokens=data.max_new_tokens)
 
     def judged(name: str, responses: Sequence[Response]) -> CandidateResult:
-        labels = (human_labels or {}).get(name)
-        return judge_candidate(judge, name, responses, data.prompts, base, human_labels=labels, **judging)
+        return judge_candidate(judge, name, responses, data.prompts, base, **judging)
 
     usages: list[Usage] = []
     grades = [_grade(folder, name, threshold, data, judged, rule, usages) for name, threshold in thresholds.items()]
@@ -219,6 +213,5 @@ def _grade_policy(base: dict[str, Any], result: CandidateResult, rule: Rule) -> 
         agreement_rate=result.win_rate.agreement_rate,
         position_bias=result.win_rate.position_bias,
         chance_below=chance_below(credits.count(1.0), len(credits), threshold, ties=ties),
-        human_labels=details["human_labels"],
         details=details,
     )

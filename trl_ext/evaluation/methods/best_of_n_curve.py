@@ -19,9 +19,8 @@ FIGURES = ("proxy", "gold", "oracle", "regret")
 def best_of_n_curve(samples: Sequence[Sequence[Mapping[str, Any]]], ns: Sequence[int]) -> dict[str, Any]:
     """The expected reward and quality of the best of n for each n, unbiased, with 95% intervals over prompts.
 
-    Each prompt's figure is the mean over all choices of n of its N responses (`trl_ext.evaluation.best_of_n`). Only
-    responses with a reward count. Only prompts with at least as many of them as the largest n count, so every n uses
-    the same prompts.
+    A prompt's figure is the mean over all choices of n of its responses that have a reward (`best_of_n`). Every n uses
+    the same prompts: those with at least as many rewards as the largest n.
 
     Args:
         samples: for each prompt its responses with `reward` (None for none) and, if known, `score`, the gold.
@@ -31,8 +30,8 @@ def best_of_n_curve(samples: Sequence[Sequence[Mapping[str, Any]]], ns: Sequence
         JSON-ready: `n_prompts`; `left_out`, the number of prompts with too few rewards; `curve`, one row per n in
         ascending order with `n`, `kl_bound` in nats, `proxy`, and, if gold is known, `gold`, `oracle`, `regret` and
         `gain` (gold minus that of the first n), each with `mean`, `low`, `high`; and `peak`, if gold is known: the `n`
-        with the highest gold, and `change`, gold at the largest n minus gold at the peak, with its interval. The peak
-        is chosen on the same prompts, so an interval below 0 slightly overstates the evidence.
+        with the highest gold, and `change`, gold at the largest n minus gold at the peak. The peak is chosen on the
+        same prompts, so an interval of the change below 0 slightly overstates the evidence.
 
     Raises:
         ValueError: there is no n, an n is below 1, or no prompt has enough rewards.
@@ -45,22 +44,20 @@ def best_of_n_curve(samples: Sequence[Sequence[Mapping[str, Any]]], ns: Sequence
     if not kept:
         raise ValueError(f"no prompt has {ns[-1]} responses with a reward: sample more, or ask for a smaller n")
     has_gold = all(row.get("score") is not None for group in kept for row in group)
-    proxies = [[row["reward"] for row in group] for group in kept]
-    golds = [[row["score"] for row in group] for group in kept] if has_gold else proxies
-    by_prompt = {n: [best_of_n(*pair, n) for pair in zip(proxies, golds, strict=True)] for n in ns}
-    values = {
-        n: {name: numpy.array([figure[name] for figure in figures]) for name in FIGURES}
-        for n, figures in by_prompt.items()
-    }
-    curve = []
+    names = FIGURES if has_gold else FIGURES[:1]
+    keys = ("reward", "score" if has_gold else "reward")
+    proxies, golds = ([[row[key] for row in group] for group in kept] for key in keys)
+    values = {}
     for n in ns:
-        names = FIGURES if has_gold else FIGURES[:1]
-        row = {"n": n, "kl_bound": kl_bound(n), **{name: mean_with_interval(values[n][name]) for name in names}}
-        if has_gold:
-            row["gain"] = mean_with_interval(values[n]["gold"] - values[ns[0]]["gold"], gains=True)
-        curve.append(row)
+        found = [best_of_n(*pair, n) for pair in zip(proxies, golds, strict=True)]
+        values[n] = {name: numpy.array([one[name] for one in found]) for name in names}
+    curve = [
+        {"n": n, "kl_bound": kl_bound(n), **{name: mean_with_interval(values[n][name]) for name in names}} for n in ns
+    ]
     peak = None
     if has_gold:
+        for row in curve:
+            row["gain"] = mean_with_interval(values[row["n"]]["gold"] - values[ns[0]]["gold"], gains=True)
         best = max(ns, key=lambda n: values[n]["gold"].mean())
         change = mean_with_interval(values[ns[-1]]["gold"] - values[best]["gold"], gains=True)
         peak = {"n": best, "change": change}
@@ -69,11 +66,6 @@ def best_of_n_curve(samples: Sequence[Sequence[Mapping[str, Any]]], ns: Sequence
 
 def plot_best_of_n(curve: Sequence[Mapping[str, Any]], path: str | Path, *, title: str = "") -> None:
     """Draw reward and, if known, gold and the best possible over n as a PNG, with their intervals.
-
-    Args:
-        curve: rows of `best_of_n_curve`.
-        path: output file; replaced atomically.
-        title: title above the panels.
 
     Raises:
         ImportError: matplotlib is missing; the message names the extra to install.
