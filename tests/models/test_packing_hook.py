@@ -53,25 +53,19 @@ def test_before_there_is_a_trainer():
         share_prefixes(None)
 
 
-def test_says_one_line_at_the_first_batch(caplog):
-    model = tiny_model("qwen2")
-    packing = share_prefixes(model)
-    assert "undecided until the first batch" in packing.describe() and not said(caplog)
-    forward(model, ragged())
-    forward(model, ragged())
-    assert said(caplog) == [packing.describe()]
-    assert "sdpa attention; differs from the padded forward by at most" in packing.describe()
-
-
-@pytest.mark.parametrize("rank", ["0", "1"])
-def test_other_processes_and_reference_models_are_silent(rank, caplog, monkeypatch):
-    monkeypatch.setenv("RANK", rank)
+@pytest.mark.parametrize(("rank", "lines"), [(None, 1), ("0", 1), ("1", 0)])
+def test_one_line_at_the_first_batch(rank, lines, caplog, monkeypatch):
+    """Of the policy, in the first process."""
+    if rank is not None:
+        monkeypatch.setenv("RANK", rank)
     model, reference = tiny_model("qwen2"), tiny_model("qwen2", seed=1)
-    share_prefixes(model, reference)
-    forward(reference, ragged())
-    forward(model, ragged())
-    assert packing_of(reference).packed_tokens == packing_of(model).packed_tokens == 95
-    assert len(said(caplog)) == (1 if rank == "0" else 0)
+    packing = share_prefixes(model, reference)
+    assert "undecided until the first batch" in packing.describe() and not said(caplog)
+    for each in (reference, model, model):
+        forward(each, ragged())
+    assert (packing_of(reference).packed_tokens, packing.packed_tokens) == (95, 190)
+    assert said(caplog) == [packing.describe()] * lines
+    assert "sdpa attention; differs from the padded forward by at most" in packing.describe()
 
 
 def test_second_trainer_on_the_same_model():
@@ -111,6 +105,10 @@ def test_twice_is_once_and_removed_it_is_gone():
     model.set_attn_implementation("eager")
     assert close(forward(model, batch).log_probs, expected)
     assert again.packed_tokens == 95 and again.left_padded == {"its attention was exchanged": 1}
+    # A model with adapters is one model.
+    inner = tiny_model("qwen2")
+    packing = share_prefixes(get_peft_model(inner, LoraConfig(r=2, target_modules=["q_proj"])))
+    assert packing.model is inner and packing_of(inner) is packing and share_prefixes(inner) is packing
 
 
 @pytest.mark.parametrize("hook_first", [False, True])
@@ -145,14 +143,6 @@ def test_copy_packs_by_itself():
     assert (log_probs - forward(model, batch).log_probs).abs().max() > 0.1
     packing_of(twin).remove()
     assert packing.active and not packing_of(twin).active
-
-
-def test_model_with_adapters_is_one_model():
-    inner = tiny_model("qwen2")
-    model = get_peft_model(inner, LoraConfig(r=2, target_modules=["q_proj"]))
-    packing = share_prefixes(model)
-    assert packing.model is inner and packing_of(inner) is packing
-    assert share_prefixes(inner) is packing
 
 
 # ---- What it must not touch ----
@@ -231,48 +221,40 @@ def test_eager_attention_is_refused_and_sdpa_then_taken():
 # ---- The canary ----
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_attention_that_does_more_than_it_says_is_noticed(dtype, caplog):
+def halving(module, query, key, value, attention_mask, scaling=None, **keywords):
     """An attention that halves its scores gives other values than one that does not know of it."""
+    return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=0.5 * scaling, **keywords)
 
-    def halving(module, query, key, value, attention_mask, scaling=None, **keywords):
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=0.5 * scaling, **keywords)
 
-    model, batch = tiny_model("qwen2", attn_implementation=attention_named(halving)).to(dtype), ragged()
-    expected = forward(model, batch).log_probs
+def by_column(inner):
+    """Rows laid after one another start anew by their positions; a model that counts by itself does not."""
+    return lambda states, position_ids: inner(states, torch.arange(position_ids.shape[1])[None])
+
+
+@pytest.mark.parametrize(
+    ("architecture", "dtype", "reason"),
+    [
+        ("qwen2", torch.float32, "^sdpa attention is .* off the padded forward$"),
+        ("qwen2", torch.bfloat16, "^sdpa attention is .* off the padded forward$"),
+        ("llama", torch.float32, "off the padded forward$"),
+        # A soft cap of the scores; from 5.18 on, transformers chooses eager attention for such a model.
+        ("gemma2", torch.float32, "^its attention (takes softcap|is eager)"),
+    ],
+)
+def test_a_pass_that_differs_from_the_padded_one_is_noticed(architecture, dtype, reason, caplog, monkeypatch):
+    model, batch = tiny_model(architecture).to(dtype), ragged()
+    if architecture == "qwen2":
+        model.set_attn_implementation(attention_named(halving))
+    elif architecture == "llama":
+        monkeypatch.setattr(model.model.rotary_emb, "forward", by_column(model.model.rotary_emb.forward))
+    expected, attention = forward(model, batch).log_probs, attention_of(model)
     packing = share_prefixes(model)
-    assert packing.active
     for _ in range(3):
         assert forward(model, batch).log_probs.equal(expected)
-    assert not packing.active
-    assert packing.reason.startswith("sdpa attention is ") and packing.reason.endswith(" off the padded forward")
+    assert not packing.active and re.search(reason, packing.reason)
     assert said(caplog) == [f"packing: off, rows are padded: {packing.reason}"]
     assert packing.largest_difference is None and packing.packed_tokens == 0
-    assert attention_of(model) == "tests_halving"
-
-
-def test_soft_cap_of_the_attention_scores_is_noticed():
-    model, batch = tiny_model("gemma2"), ragged()
-    expected = forward(model, batch).log_probs
-    packing = share_prefixes(model)
-    assert forward(model, batch).log_probs.equal(expected)
-    # From 5.18 on, transformers chooses eager attention for such a model.
-    assert re.match("its attention (takes softcap|is eager)", packing.reason)
-
-
-def test_model_that_ignores_its_positions_is_noticed(monkeypatch):
-    """Rows laid after one another start anew by their positions; a model that counts by itself does not."""
-    model, batch = tiny_model("llama"), ragged()
-    inner = model.model.rotary_emb.forward
-
-    def by_column(states, position_ids):
-        return inner(states, torch.arange(position_ids.shape[1])[None])
-
-    expected = forward(model, batch).log_probs
-    monkeypatch.setattr(model.model.rotary_emb, "forward", by_column)
-    packing = share_prefixes(model)
-    assert close(forward(model, batch).log_probs, expected)
-    assert "off the padded forward" in packing.reason
+    assert attention_of(model) == attention
 
 
 def test_canary_leaves_random_state_and_modes_alone():
