@@ -256,19 +256,13 @@ def test_gradient_checkpointing(architecture, reentrant):
     assert relative(values_and_gradient(model, ragged())[1], plain) < 1e-5
 
 
-def with_lora(model, **options):
-    torch.manual_seed(3)
-    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "up_proj"], init_lora_weights=False, **options)
-    return get_peft_model(model, config)
-
-
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_adapter_on_and_off(checkpointing):
+def test_adapter_on_and_off():
     """The policy with its adapter, and the reference that is the same model without it."""
-    model, batch = with_lora(tiny_model("qwen2")), ragged()
-    if checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        model.enable_input_require_grads()
+    torch.manual_seed(3)
+    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "up_proj"], init_lora_weights=False)
+    model, batch = get_peft_model(tiny_model("qwen2"), lora), ragged()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.enable_input_require_grads()
 
     def both():
         with torch.no_grad(), model.disable_adapter():

@@ -12,7 +12,7 @@ from tests.support.tiny import build_tokenizer
 from trl_ext import GRPOConfig, GRPOTrainer
 from trl_ext.rollouts import generate_responses
 from trl_ext.rollouts.sampler import fast_rollouts, hook
-from trl_ext.rollouts.stopping import cut_at_stop, end_of_stop
+from trl_ext.rollouts.stopping import cut_at_stop
 
 LIMIT = 12
 
@@ -49,6 +49,12 @@ def test_a_stop_string_that_begins_in_the_prompt_ends_nothing(fast, model, token
     assert generate_responses(model, tokenizer, prompts, max_new_tokens=LIMIT, stop=stop, fast=fast) == plain
 
 
+def cut(text: str, stop: list[str]) -> str:
+    """The text up to the first end of a stop string."""
+    ends = [text.index(one) + len(one) for one in stop if one in text]
+    return text[: min(ends, default=len(text))]
+
+
 @pytest.mark.parametrize("capacity", [None, 2])
 def test_a_stopped_response_has_no_padding(capacity, monkeypatch, model, tokenizer):
     if capacity:
@@ -62,6 +68,8 @@ def test_a_stopped_response_has_no_padding(capacity, monkeypatch, model, tokeniz
         count = len(one.response_ids)
         assert one.response_ids == whole.response_ids[:count] and len(one.log_probs) == count
         assert one.finished == (any(text in one.text for text in stop)) and (one.finished or count == LIMIT)
+        assert one.text == cut(whole.text, stop)
+        assert not any(text in tokenizer.decode(one.response_ids[:-1]) for text in stop), "no token more than it takes"
 
 
 def test_rollouts_with_a_stop_string_that_begins_in_the_prompt(tmp_path, tiny_model_path, tokenizer):
@@ -136,23 +144,3 @@ class Pieces:
 )
 def test_responses_are_cut_behind_the_first_stop_string(tokens, stop, expected):
     assert cut_at_stop(Pieces, tokens, stop) == expected
-
-
-def test_the_end_of_a_stop_string():
-    assert end_of_stop("ab</answer>c</answer>", ["</answer>"]) == 11
-    assert end_of_stop("ab", ["c"]) is None
-
-
-def test_generation_stops_and_is_otherwise_the_same(toy, additions):
-    """Greedy responses with a stop string are those without it, up to the string's end."""
-    model, tokenizer = toy
-    options = {"max_new_tokens": 48, "batch_size": 5}
-    whole = generate_responses(model, tokenizer, additions[1], **options)
-    stopped = generate_responses(model, tokenizer, additions[1], stop=["</think>"], **options)
-    assert all("</think> <answer>" in one.text for one in whole)
-    for one, other in zip(whole, stopped, strict=True):
-        assert other.text == one.text[: one.text.index("</think>") + len("</think>")]
-        assert other.response_ids == one.response_ids[: len(other.response_ids)]
-        assert tokenizer.decode(other.response_ids).startswith(other.text)
-        assert "</think>" not in tokenizer.decode(other.response_ids[:-1]), "no token more than it takes"
-        assert other.finished and not set(other.response_ids) & {tokenizer.eos_token_id, tokenizer.pad_token_id}
