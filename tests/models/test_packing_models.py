@@ -1,4 +1,4 @@
-"""Packed passes give what padded ones give: values and gradients, over architectures and precisions."""
+"""Packed passes give what padded ones give: values and gradients, by architecture, precision and attention."""
 
 from __future__ import annotations
 

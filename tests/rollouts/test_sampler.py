@@ -27,9 +27,8 @@ def seeded(model, seed: int, given: dict, **options):
     return model.generate(**given, generation_config=settings(do_sample=True, **options))
 
 
-def greedy(model, given: dict, **options):
-    own = {name: options.pop(name) for name in ("logits_processor",) if name in options}
-    return model.generate(**given, generation_config=settings(**options), **own)
+def greedy(model, given: dict, *, logits_processor=None, **options):
+    return model.generate(**given, generation_config=settings(**options), logits_processor=logits_processor)
 
 
 @pytest.mark.parametrize("capacity", [None, 5])
