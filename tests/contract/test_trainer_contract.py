@@ -14,14 +14,12 @@ import torch
 import trl
 from accelerate.data_loader import prepare_data_loader
 from transformers import AutoModelForSequenceClassification, Trainer
-from transformers.trainer_utils import SaveStrategy
 from trl.trainer import kto_trainer
 from trl.trainer.utils import add_fused_lm_head
 
 from tests.support.train_once import build
 
 RESUMABLE = "trl_ext.resilience.training.ResilientTraining"
-SELECTION = "trl_ext.held_out.reward_selection"
 REFERENCE = "trl_ext.trainers.preference.reference"
 PREFERENCE = "trl_ext.trainers.preference.trainer.PreferenceTrainer"
 POLICY = "trl_ext.trainers.policy.trainer.PolicyTrainer"
@@ -50,7 +48,6 @@ METHODS = {
     "_load_optimizer_and_scheduler": (["self", "checkpoint"], RESUMABLE),
     "_run_epoch": (EPOCH, RESUMABLE),
     "_finalize_training": (["self", "trial", "num_train_samples", "start_time"], RESUMABLE),
-    "_load_best_model": (["self"], f"{SELECTION}.CheckpointSelection.load_best"),
     "_load_from_checkpoint": (["self", "resume_from_checkpoint", "model"], "trl_ext.ExpertIterationTrainer._begin"),
     "_save": (["self", "output_dir", "state_dict"], "trl_ext.trainers.reward.trainer.RewardTrainer._save"),
     "get_batch_samples": (["self", "epoch_iterator", "num_batches", "device"], f"{PREFERENCE}.get_batch_samples"),
@@ -232,10 +229,6 @@ def test_the_device_is_what_the_arguments_hold(run):
         )
     finally:
         run.args.__dict__["_setup_devices"] = before
-
-
-def test_save_strategies_are_equal_to_their_names():
-    assert {SaveStrategy.STEPS, SaveStrategy.EPOCH} <= {"steps", "epoch"}, f"{SELECTION}._is_due compares them"
 
 
 def test_weights_that_were_read_are_marked(tiny_model_path):

@@ -63,7 +63,7 @@ class Loop:
 
     def imitate(self, rows: list[dict[str, Any]]) -> str:
         """Take one step on demonstrations."""
-        outputs = [addition_trace(row["prompt_text"], wrong_share=0.0) + self.tokenizer.eos_token for row in rows]
+        outputs = [addition_trace(row["prompt_text"]) + self.tokenizer.eos_token for row in rows]
         batch = self._tokenize(rows, outputs)
         step = self.functions.of("course.sft_microbatch_step")
         # Dividing by the mean length makes the loss a mean over tokens.

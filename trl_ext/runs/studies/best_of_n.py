@@ -54,6 +54,9 @@ class BestOfNArguments(SampledArguments):
     temperature: float = field(default=1.0, metadata={"help": "Of the sampling."})
     top_p: float = field(default=1.0, metadata={"help": "Nucleus sampling."})
     top_k: int = field(default=0, metadata={"help": "Most likely tokens to sample from; 0 for all."})
+    repetition_penalty: float = field(
+        default=1.0, metadata={"help": "Above 1 makes tokens less likely to come again."}
+    )
     empty: str = field(
         default="score",
         metadata={"help": "Responses without text: score them like others, leave_out of the picks, or refuse."},
@@ -112,6 +115,7 @@ class BestOfNArguments(SampledArguments):
             temperature=self.temperature,
             top_p=self.top_p,
             top_k=self.top_k,
+            repetition_penalty=self.repetition_penalty,
             stop=(),
             max_prompt_tokens=self.max_prompt_tokens,
             batch_size=self.generation_batch_size,
