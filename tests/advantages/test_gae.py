@@ -37,6 +37,14 @@ def test_gae_by_hand(rewards, values, gamma, lam, expected, expected_returns):
     assert returns[0].tolist() == pytest.approx(expected_returns)
 
 
+def test_gae_of_bfloat16_is_in_float32():
+    """A_t = 1 + .998 A_{t+1} over 100 tokens; bfloat16 would round .998 to .996."""
+    rewards, values, mask = torch.ones(1, 100).bfloat16(), torch.zeros(1, 100).bfloat16(), torch.ones(1, 100)
+    advantages, returns = gae(rewards, values, mask, 1.0, 0.998)
+    assert advantages.dtype == returns.dtype == torch.float32
+    assert advantages[0, 0].item() == pytest.approx((1 - 0.998**100) / 0.002, rel=1e-5)
+
+
 def ragged_batch(rows: int = 7, width: int = 9):
     generator = torch.Generator().manual_seed(3)
     lengths = [width, 1, 0, 4, 7, 2, 8][:rows]

@@ -14,14 +14,12 @@ import torch
 import trl
 from accelerate.data_loader import prepare_data_loader
 from transformers import AutoModelForSequenceClassification, Trainer
-from transformers.trainer_utils import SaveStrategy
 from trl.trainer import kto_trainer
 from trl.trainer.utils import add_fused_lm_head
 
 from tests.support.train_once import build
 
 RESUMABLE = "trl_ext.resilience.training.ResilientTraining"
-SELECTION = "trl_ext.held_out.reward_selection"
 REFERENCE = "trl_ext.trainers.preference.reference"
 PREFERENCE = "trl_ext.trainers.preference.trainer.PreferenceTrainer"
 POLICY = "trl_ext.trainers.policy.trainer.PolicyTrainer"
@@ -50,7 +48,6 @@ METHODS = {
     "_load_optimizer_and_scheduler": (["self", "checkpoint"], RESUMABLE),
     "_run_epoch": (EPOCH, RESUMABLE),
     "_finalize_training": (["self", "trial", "num_train_samples", "start_time"], RESUMABLE),
-    "_load_best_model": (["self"], f"{SELECTION}.CheckpointSelection.load_best"),
     "_load_from_checkpoint": (["self", "resume_from_checkpoint", "model"], "trl_ext.ExpertIterationTrainer._begin"),
     "_save": (["self", "output_dir", "state_dict"], "trl_ext.trainers.reward.trainer.RewardTrainer._save"),
     "get_batch_samples": (["self", "epoch_iterator", "num_batches", "device"], f"{PREFERENCE}.get_batch_samples"),
@@ -170,16 +167,11 @@ def run(tiny_model_path, tmp_path_factory):
         def _get_output_dir(self, trial):
             return str(elsewhere)
 
-        def _get_train_sampler(self, *args, **kwargs):
-            self.seen["sampler"] = super()._get_train_sampler(*args, **kwargs)
-            return self.seen["sampler"]
-
         def _save(self, output_dir=None, state_dict=None):
             self.seen["saved"] = output_dir
             super()._save(output_dir, state_dict)
 
     arguments = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1, "logging_steps": 1}
-    arguments["train_sampling_strategy"] = "random"
     spec = {"model": tiny_model_path, "trainer": "trl.DPOTrainer", "args": arguments}
     trainer = build(spec, str(tmp_path_factory.mktemp("run")), trainer_class=Recording)
     trainer.elsewhere, trainer.output = elsewhere, trainer.train()
@@ -239,17 +231,13 @@ def test_the_device_is_what_the_arguments_hold(run):
         run.args.__dict__["_setup_devices"] = before
 
 
-def test_save_strategies_are_equal_to_their_names():
-    assert {SaveStrategy.STEPS, SaveStrategy.EPOCH} <= {"steps", "epoch"}, f"{SELECTION}._is_due compares them"
-
-
 def test_weights_that_were_read_are_marked(tiny_model_path):
     """A language model's files hold no score head, which is random then."""
     model = AutoModelForSequenceClassification.from_pretrained(tiny_model_path, num_labels=1)
     marked = {name: getattr(weight, "_is_hf_initialized", False) for name, weight in model.named_parameters()}
     assert [name for name, read in marked.items() if not read] == ["score.weight"], (
         "from_pretrained no longer marks exactly the weights of the files with _is_hf_initialized: "
-        "trl_ext.doctor.setup.reward_model_untrained finds a random score head so"
+        "trl_ext.doctor.setup.reward_model finds a random score head so"
     )
 
 

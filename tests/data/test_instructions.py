@@ -9,11 +9,11 @@ from itertools import islice
 import pytest
 
 from tests.support.files import read_rows
+from tools.instruction_pairs import pair_up
+from tools.instruction_prompts import PROMPT_ROWS, build_rows, read_topics
 from trl_ext import load_benchmark, toy
 from trl_ext.data.benchmark import known_score
 from trl_ext.instructions import DATA_DIR, requirements_met, score, score_parts, score_row
-from trl_ext.instructions.build import PROMPT_ROWS, build_rows, read_topics
-from trl_ext.instructions.pairs import build_pairs, pair_up
 from trl_ext.instructions.requirements import (
     AVOIDED,
     INCLUDED,
@@ -275,38 +275,16 @@ def sampled(*rewards: float, cut: tuple[int, ...] = (), tokens: tuple[int, ...] 
     ("samples", "expected"),
     [
         (sampled(0.5, 1.0, 0.0, 0.5), [(1, 2), (0, 2), (1, 0)]),
-        (sampled(1.0, 0.0), [(0, 1)]),
         (sampled(0.5, 0.5, 0.5), []),
         (sampled(1.0, 0.5, 0.0, cut=(0,)), [(1, 2)]),
-        (sampled(0.0, 1.0, 0.5, cut=(0,)), [(1, 2)]),
         (sampled(1.0, 0.0, 0.5, tokens=(40, 19, 25)), [(0, 2), (2, 1)]),
     ],
-    ids=[
-        "widest differences",
-        "one pair",
-        "ties",
-        "a cut response is not chosen",
-        "a cut response is not rejected",
-        "length does not tell the chosen response",
-    ],
+    ids=["widest differences", "ties", "a cut response is left out", "length does not tell the chosen response"],
 )
 def test_samples_are_paired_by_their_difference(samples, expected):
     numbers = {sample["response_text"]: number for number, sample in enumerate(samples)}
     pairs = pair_up(samples)
     assert [tuple(numbers[one["response_text"]] for one in pair) for pair in pairs] == expected
-
-
-def test_equal_responses_make_one_pair():
-    samples = sampled(1.0, 0.0, 0.0)
-    samples[2]["response_text"] = samples[1]["response_text"]
-    assert len(pair_up(samples)) == 1
-
-
-def test_samples_of_another_split_are_refused():
-    known = {"row_id": "a", "prompt_messages": [], "prompt_text": "Say a word."}
-    assert [row["chosen_text"] for row in build_pairs(sampled(0.0, 1.0), [known])] == ["text 1"]
-    with pytest.raises(ValueError, match="row_id b is of no prompt of this split"):
-        list(build_pairs(sampled(0.0, 1.0, row_id="b"), [known]))
 
 
 @pytest.mark.parametrize(("split", "least"), [("train", 800), ("validation", 50), ("test", 100)])

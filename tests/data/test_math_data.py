@@ -203,10 +203,8 @@ class TestTheEmbeddedAdditions:
                 assert len(steps) == 2
                 assert all(sum(map(int, left.split("+"))) == int(right) for left, right in steps)
 
-    def test_shares(self):
+    def test_traces_without_a_mistake(self):
         prompts = [row["prompt_text"] for row in load_math("toy", "test")]
-        for share, expected in ((0.0, 1.0), (1.0, 0.0)):
-            assert {float(score(p, addition_trace(p, wrong_share=share)) == 1) for p in prompts} == {expected}
-        assert [addition_trace(p) for p in prompts] == [addition_trace(p) for p in prompts]
+        assert {float(score(prompt, addition_trace(prompt))) for prompt in prompts} == {1.0}
         with pytest.raises(ValueError, match="no addition"):
             addition_trace("Say happy three times.")

@@ -28,7 +28,7 @@ TRAINING = "torch transformers trl datasets"
         ("trl_ext", f"{TRAINING} peft accelerate pydantic numpy"),
         ("trl_ext.course", "trl transformers datasets pydantic peft"),
         ("trl_ext.data, trl_ext.evaluation", f"{TRAINING} matplotlib openai pydantic httpx2"),
-        ("trl_ext.toy, trl_ext.instructions.build", TRAINING),
+        ("trl_ext.toy, trl_ext.instructions", TRAINING),
         ("trl_ext.models.tokenization", "trl transformers datasets"),
     ],
 )
@@ -111,7 +111,7 @@ def test_nothing_experimental_and_trl_only_where_it_belongs():
 # From the bottom of the house to its top; a room imports from its own level and below.
 ROOMS = (
     "names files processes settings registry losses advantages algorithms toy instructions word_problems data models "
-    "rewards rollouts resilience evaluation published trainers held_out doctor runs course assignment cli __main__"
+    "rewards rollouts resilience evaluation trainers held_out doctor runs course assignment cli __main__"
 )
 
 
@@ -120,7 +120,8 @@ def test_imports_point_down():
     for path in SOURCES:
         if path.parent == PACKAGE and path.stem == "__init__":
             continue
-        room = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        # A command stands above the room whose file it is.
+        room = "cli" if path.name == "cli.py" else path.relative_to(PACKAGE).parts[0].removesuffix(".py")
         for module in _imports(path):
             parts = module.split(".")
             if parts[0] == "trl_ext" and len(parts) > 1:

@@ -76,8 +76,10 @@ def _check_command(command, tmp_path, monkeypatch) -> None:
         _check_installed(words[1:], tmp_path, monkeypatch)
     elif words[:2] == ["python", "-m"]:
         _check_module(words[2], words[3:], monkeypatch)
-    elif words[0] == "python" and Path(words[1]).stem in ("compare", "rlhf", "sweep"):
+    elif words[0] == "python" and Path(words[1]).stem in ("compare", "rlhf"):
         _check_study(Path(words[1]).stem, words[2:], tmp_path, monkeypatch)
+    elif words[0] == "python" and words[1].startswith("tools/"):
+        assert (REPOSITORY / words[1]).is_file()
     elif words[0] == "python":
         _check_launch(words[1:], tmp_path, monkeypatch)
     else:
@@ -124,15 +126,16 @@ def _check_study(script: str, given: list[str], tmp_path, monkeypatch) -> None:
     if script == "rlhf":
         recipes.parse(monkeypatch, script, *given)
         return
-    assert script in ("sweep", "compare")
-    # In a fresh clone, published runs are there to be compared, and no others, nor adapters that a stage would read.
-    at = given.index("--runs") if "--runs" in given else len(given)
-    are_published = at < len(given) and Path(given[at + 1]).is_dir()
-    given = [*given, "--output_dir", str(tmp_path)] if are_published else given[:at]
+    assert script == "compare"
     if "--output_dir" in given:
         at = given.index("--output_dir")
         given = [*given[:at], "--output_dir", str(tmp_path), *given[at + 2 :]]
-    importlib.import_module(f"trl_ext.runs.studies.{script}").main([*given, "--dry_run"])
+    from trl_ext.runs.studies import compare
+
+    if "--runs" in given:  # Of finished runs, which a fresh clone has not.
+        compare.read_plan(compare._parse(given))
+    else:
+        compare.main([*given, "--dry_run"])
 
 
 def _check_launch(words: list[str], tmp_path, monkeypatch) -> None:
@@ -145,7 +148,8 @@ def _check_launch(words: list[str], tmp_path, monkeypatch) -> None:
     _check_launcher(words[:at])
     _write_own_functions(tmp_path)
     monkeypatch.chdir(tmp_path)
-    arguments = [str(REPOSITORY / word) if word.startswith("recipes/configs/") else word for word in words[at + 1 :]]
+    of_clone = ("recipes/configs/", "recipes/own/")
+    arguments = [str(REPOSITORY / word) if word.startswith(of_clone) else word for word in words[at + 1 :]]
     script = words[at].removeprefix("recipes/").removesuffix(".py")
     assert (recipes.RECIPES / f"{script}.py").is_file()
     if script.startswith(("one_file/", "own/")):
@@ -161,11 +165,10 @@ def test_yaml_blocks_are_configurations(tmp_path, monkeypatch):
 def _check_yaml(block, tmp_path, monkeypatch) -> None:
     _forget_names_afterwards(monkeypatch)
     settings = yaml.safe_load(block)
-    if "methods" in settings or "recipe" in settings:
+    if "methods" in settings:
         path = tmp_path / "settings.yaml"
         path.write_text(block)
-        script, flag = ("compare", "--config") if "methods" in settings else ("sweep", "--study")
-        _check_study(script, [flag, str(path)], tmp_path, monkeypatch)
+        _check_study("compare", ["--config", str(path)], tmp_path, monkeypatch)
         return
     _write_own_functions(tmp_path)
     monkeypatch.chdir(tmp_path)
@@ -282,8 +285,6 @@ def test_links_lead_somewhere():
 
 # Named on a page, and by no docstring.
 ONLY_NAMED = {"2203.14465", "2304.06767", "2403.08635"}
-# Of the assignments' texts.
-OF_ASSIGNMENTS = {"2009.03300", "2404.03683", "2501.12948"}
 
 
 def _paper_ids(text: str) -> set[str]:
@@ -294,7 +295,7 @@ def test_the_index_has_every_paper():
     files = [path for folder in ("trl_ext", "recipes") for path in (REPOSITORY / folder).rglob("*.py")]
     of_code = set().union(*(_paper_ids(path.read_text()) for path in files))
     index = _paper_ids(TEXTS["docs/papers.md"])
-    assert index == of_code - OF_ASSIGNMENTS | ONLY_NAMED
+    assert index == of_code | ONLY_NAMED
     assert _paper_ids(TEXT) == index
 
 
@@ -307,8 +308,6 @@ NUMBERS = {
     18: "eighteen",
     19: "nineteen",
     20: "twenty",
-    29: "twenty-nine",
-    30: "thirty",
 }
 
 
@@ -396,7 +395,7 @@ def test_every_recipe_and_folder_of_configurations_is_listed():
 def test_intervals_of_the_readmes_are_measured():
     """Each interval in a table of the README and the list of recipes is one of the measurements' pages."""
     interval = re.compile(r"[-+]?\d+\.\d+ \[[-+]?\d+\.\d+, [-+]?\d+\.\d+\]")
-    # The tables of published runs escape brackets.
+    # The tables of docs/results.md escape brackets.
     pages = [text.replace("\\", "") for name, text in TEXTS.items() if name.startswith("docs/")]
     measured = set().union(*map(interval.findall, pages))
     for name in ("README.md", "recipes/README.md"):

@@ -171,3 +171,14 @@ def test_what_was_kept_is_no_benchmark(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         recipes.run(monkeypatch, "rlhf_sft", "--dataset_name", str(path), "--output_dir", str(tmp_path / "run"))
     assert f"holds prompts and completions: give it as --demonstrations {path}" in capsys.readouterr().err
+
+
+def test_the_configuration_of_part_two(monkeypatch):
+    """With the settings of the course's search over decoding."""
+    path = recipes.RECIPES / "configs" / "wildchat" / "part2" / "best_of_n.yaml"
+    flags = ["--n", "1", "--temperature", "0.5", "--top_p", "0.9", "--repetition_penalty", "1.1"]
+    arguments, model = recipes.parse(monkeypatch, "best_of_n", "--config", str(path), *flags)
+    assert arguments.judge == "none" and model.model_name_or_path == "Qwen/Qwen2.5-1.5B-Instruct"
+    settings = arguments.settings()
+    assert (settings.max_prompt_tokens, settings.max_new_tokens) == (700, 256)
+    assert (settings.temperature, settings.top_p, settings.repetition_penalty) == (0.5, 0.9, 1.1)

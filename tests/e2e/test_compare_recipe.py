@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from tests.support import recipes
-from tests.support.files import read_rows, write_rows
+from tests.support.files import write_rows
 
 CONFIGS = recipes.RECIPES / "configs" / "compare"
 # What each method adds to the score of a prompt, and each learning rate.
@@ -177,56 +177,6 @@ def test_what_was_begun_is_taken_up(compare):
     assert summary()["comparisons"][0]["paired_seeds"] == [0, 1, 2]
 
 
-def test_settings_are_chosen_on_the_validation_split(compare):
-    grid = {"seeds": [7], "grid": {"learning_rate": [0.1, 0.2]}, "methods": {"ipo": {"beta": [1, 2]}}}
-    Path("settings.yaml").write_text(yaml.safe_dump(grid))
-    compare.main("--methods", "dpo,ipo,grpo", "--seeds", "0-1", "--sweep", "settings.yaml")
-    tried = [call for call in compare.calls if "/sweep/" in call[1]["output_dir"]]
-    assert len(tried) == 2 + 4 + 2
-    assert {given["prompt_split"] for _, given in tried} == {"validation_gen"}
-    assert {given["seed"] for _, given in tried} == {"7"}
-    assert {recipe for recipe, given in tried if "eval_split" in given} == {"dpo", "ipo"}, "online recipes have none"
-    rewards = [given["seed"] for recipe, given in compare.calls if recipe == "reward_model"]
-    assert rewards == ["0", "1", "7"]
-    # A learning rate of 0.2 is worth 0.05 in every score; beta changes nothing, and the first of equals is taken.
-    found = summary()
-    assert {name: (one["tried"], one["chosen"]) for name, one in found["tuning"].items()} == {
-        "dpo": (2, {"learning_rate": 0.2}),
-        "ipo": (4, {"learning_rate": 0.2, "beta": 1}),
-        "grpo": (2, {"learning_rate": 0.2}),
-    }
-    last = compare.calls[-1][1]
-    assert last["learning_rate"] == "0.2" and "prompt_split" not in last
-    assert "Unequal tuning, settings tried: 2 (dpo), 4 (ipo), 2 (grpo)." in found["notes"]
-    assert "| ipo | 4 | learning_rate 0.2, beta 1 |" in Path("runs/compare/compare.md").read_text()
-
-
-def test_a_setting_that_fails_on_hard_prompts_does_not_win(compare, capsys):
-    """The scores of easy prompts are higher by about 0.15 than those of hard ones, and the mean over the easy alone by
-    half of it; the other learning rate is better by 0.05 on each prompt."""
-    Path("settings.yaml").write_text(yaml.safe_dump({"seeds": [7], "grid": {"learning_rate": [0.1, 0.2]}}))
-    Path("fails-0.1").touch()
-    compare.main("--methods", "dpo,ipo", "--seeds", "0-1", "--sweep", "settings.yaml")
-    easy = [prompt for prompt in range(PROMPTS) if not fails("0.1", prompt)]
-    by_rate = {rate: [score("dpo", prompt, "7", rate) for prompt in range(PROMPTS)] for rate in ("0.1", "0.2")}
-    of_easy = {rate: sum(own[prompt] for prompt in easy) / len(easy) for rate, own in by_rate.items()}
-    assert of_easy["0.1"] > sum(by_rate["0.2"]) / PROMPTS + 0.01, "what it scored looks better than all of the other's"
-    found = summary()
-    dpo = found["tuning"]["dpo"]
-    assert (dpo["chosen"], dpo["left_out"]) == ({"learning_rate": 0.2}, PROMPTS - len(easy))
-    assert dpo["value"] == pytest.approx(of_easy["0.2"])
-    note = f"{PROMPTS - len(easy)} prompts of the validation split lack a value in some setting of dpo: its settings"
-    assert any(line.startswith(note) for line in found["notes"])
-
-    # The two learning rates have no prompt in common.
-    for path in Path("runs/compare/sweep").glob("dpo-1-*/generations.jsonl"):
-        rows = read_rows(path)
-        kept = [{**row, "score": None} if place in easy else row for place, row in enumerate(rows)]
-        write_rows(path, kept)
-    assert stopped(compare, "--methods", "dpo,ipo", "--seeds", "0-1", "--sweep", "settings.yaml") == 2
-    assert "the settings of dpo cannot be compared: no prompt has a score in every run" in capsys.readouterr().err
-
-
 def test_finished_runs_of_a_folder_are_compared_and_none_is_run(compare):
     """Their names, one of them a recipe that is evaluated on other data, do not matter."""
     for name in ("sft", "mine"):
@@ -265,9 +215,7 @@ def test_runs_that_are_not_alike_are_refused(about, given, expected, compare, ca
 def test_a_dry_run_prints_and_runs_nothing(compare, capsys):
     compare.main("--methods", "dpo,grpo", "--seeds", "0-1", "--dry_run")
     lines = capsys.readouterr().out.splitlines()
-    names = [
-        f"{name}-{seed}" for name in ("reward_models, reward_model", "runs, dpo", "runs, grpo") for seed in (0, 1)
-    ]
+    names = [f"{name}-{seed}" for name in ("reward_model", "dpo", "grpo") for seed in (0, 1)]
     assert lines[0::2] == [f"# {name}: new" for name in names]
     assert not compare.calls and not Path("runs").exists()
 
@@ -275,40 +223,27 @@ def test_a_dry_run_prints_and_runs_nothing(compare, capsys):
 def test_methods_with_a_reward_function_need_no_reward_model_and_no_pairs(compare, capsys):
     Path("own.yaml").write_text("reward_function: [rewards.py:short]\n")
     Path("methods.yaml").write_text("methods: {grpo: {config: own.yaml}, rloo: {config: own.yaml}}\n")
-    Path("settings.yaml").write_text("grid: {learning_rate: [0.1, 0.2]}\n")
-    compare.main("--config", "methods.yaml", "--seeds", "0", "--sweep", "settings.yaml", "--dry_run")
+    compare.main("--config", "methods.yaml", "--seeds", "0", "--dry_run")
     printed = capsys.readouterr().out
-    assert all(f"# sweep, {name}-1-100: new" in printed for name in ("grpo", "rloo"))
+    assert all(f"# {name}-0: new" in printed for name in ("grpo", "rloo"))
     assert "reward_model" not in printed and "eval_split" not in printed
 
 
-def test_the_slurm_script_runs_the_stages_after_each_other(compare, capsys, tmp_path, monkeypatch):
-    """A stand-in for sbatch notes what it is given; its wrapped commands, run in turn, leave the report."""
-    Path("settings.yaml").write_text("seeds: [7]\ngrid: {learning_rate: [0.1, 0.2]}\n")
-    words = ["--methods", "dpo,grpo", "--seeds", "0-2", "--sweep", "settings.yaml"]
+def test_the_slurm_script_has_a_job_for_each_seed(compare, capsys):
+    words = ["--methods", "dpo,grpo", "--seeds", "0-2"]
     compare.main(*words, "--slurm")
-    sbatch = tmp_path / "bin" / "sbatch"
-    sbatch.parent.mkdir()
-    sbatch.write_text(
-        f'#!/bin/bash\nprintf "%s\\n" "$@" END >> {tmp_path}/jobs\necho "$(wc -l < {tmp_path}/jobs);c"\n'
-    )
-    sbatch.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{sbatch.parent}:/usr/bin:/bin")
-    subprocess.run(["bash"], input=capsys.readouterr().out, text=True, check=True, stdout=subprocess.DEVNULL)
-    jobs = [job.strip().splitlines() for job in Path("jobs").read_text().split("END\n")[:-1]]
-    arrays = [word.removeprefix("--array=") for job in jobs for word in job if word.startswith("--array=")]
-    # Reward models of seeds 0, 1, 2 and 7; two settings of two methods on one seed; two methods on three seeds.
-    assert arrays == ["0-3", "0-3", "0-5"]
-    after = [[word for word in job if word.startswith("--dependency")] for job in jobs]
-    ends = [sum(len(job) + 1 for job in jobs[: count + 1]) for count in range(3)]
-    assert after == [[], *([f"--dependency=afterany:{end}"] for end in ends)]
-    for job, count in zip(jobs, (4, 4, 6, 1), strict=True):
-        for index in range(count):
-            command = shlex.split(job[-1].replace("$SLURM_ARRAY_TASK_ID", str(index)))
-            assert command[1] == str(recipes.RECIPES / "compare.py")
-            compare.main(*command[2:])
-    assert len(compare.calls) == 4 + 4 + 6, "the last job only reports"
-    assert summary()["comparisons"][0]["verdict"] == "higher"
+    script = capsys.readouterr().out
+    assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
+    assert "#SBATCH --array=0-2" in script
+    for index in range(3):
+        command = shlex.split(script.splitlines()[-1].replace("$SLURM_ARRAY_TASK_ID", str(index)))
+        assert command[1] == str(recipes.RECIPES / "compare.py")
+        compare.main(*command[2:])
+        names = [Path(given["output_dir"]).name for _, given in compare.calls[3 * index :]]
+        assert names == [f"{name}-{index}" for name in ("reward_model", "dpo", "grpo")]
+    assert not Path("runs/compare/compare.json").exists(), "jobs that run at the same time do not report"
+    compare.main(*words)
+    assert len(compare.calls) == 9 and summary()["comparisons"][0]["verdict"] == "higher"
 
 
 @pytest.mark.parametrize(
@@ -316,26 +251,13 @@ def test_the_slurm_script_runs_the_stages_after_each_other(compare, capsys, tmp_
     [
         (["--methods", "dpi"], None, "no method 'dpi'; did you mean 'dpo'?"),
         (["--methods", "sft,dpo"], None, "sft is evaluated on problems with known answers and dpo on prompts"),
-        (["--methods", "sft", "--sweep", "file.yaml"], {"validation": {"eval_split": "test"}}, "is the one that sft"),
         (["--config", "file.yaml", "--methods", "mne"], {"methods": {"mine": {"recipe": "dpo"}}}, "mean 'mine'?"),
         (["--methods", "dpo", "--baseline", "ipo"], None, "the baseline 'ipo' is not among the methods: dpo"),
         (["--methods", "dpo", "--seeds", "0-x"], None, "--seeds 0-x: give numbers from 0"),
         ([], None, "no methods: name some"),
-        (["--methods", "dpo", "--stage", "runs", "--array_index", "5"], None, "there are 5 runs, numbered from 0"),
+        (["--methods", "dpo", "--array_index", "5"], None, "there are 5 seeds, numbered from 0"),
         (["--config", "file.yaml"], {"method": {}}, "unknown key 'method'; did you mean 'methods'?"),
         (["--config", "file.yaml"], {"methods": {"dpo": {"config": "no.yaml"}}}, "no configuration file 'no.yaml'"),
-        (["--methods", "dpo", "--sweep", "file.yaml"], {"grid": {"beta": 1}}, "beta must be a list of values, got 1"),
-        (["--methods", "dpo", "--sweep", "file.yaml"], {"seeds": [4]}, "settings are chosen on other seeds"),
-        (
-            ["--methods", "dpo", "--sweep", "file.yaml"],
-            {"validation": {"prompt_split": "test_gen"}},
-            "prompt_split is the one that dpo is compared on",
-        ),
-        (
-            ["--methods", "dpo", "--sweep", "file.yaml", "--stage", "runs"],
-            {"grid": {"beta": [1, 2]}},
-            "no setting of dpo was tried to its end",
-        ),
     ],
 )
 def test_what_is_refused(words, content, expected, compare, capsys):
@@ -347,28 +269,22 @@ def test_what_is_refused(words, content, expected, compare, capsys):
     assert not compare.calls
 
 
-@pytest.mark.parametrize("how", [[], ["--slurm"]])
-def test_prompts_without_a_judge_need_a_metric(how, compare, capsys):
+def test_prompts_without_a_judge_need_a_metric(compare, capsys):
     """Before anything runs: runs on another benchmark than the embedded one leave no score and no outcome."""
     Path("config.yaml").write_text("dataset_name: ./wildchat_benchmark\n")
     Path("file.yaml").write_text(yaml.safe_dump({"methods": {"dpo": {"config": "config.yaml"}}}))
-    assert stopped(compare, "--config", "file.yaml", *how) == 2
+    assert stopped(compare, "--config", "file.yaml") == 2
     error = capsys.readouterr().err
     assert "./wildchat_benchmark comes with no judge" in error and error.count("\n") == 1 and not compare.calls
     compare.main("--config", "file.yaml", "--dry_run")
-    compare.main("--config", "file.yaml", "--stage", "runs", "--seeds", "0")
+    compare.main("--config", "file.yaml", "--seeds", "0", "--array_index", "0")
     compare.main("--config", "file.yaml", "--seeds", "0-1", "--metric", "score", "--baseline", "dpo")
     assert [call["seed"] for _, call in compare.calls] == ["0", "1"]
 
 
 def test_methods_of_reasoning_are_compared_by_their_accuracy(compare, capsys):
-    """The better by 0.3, with noise of up to 0.01 on each side. Settings are chosen on the validation split, which
-    `eval_split` names there, and no reward model is trained."""
-    Path("tune.yaml").write_text(yaml.safe_dump({"seeds": [7], "grid": {"learning_rate": [0.1, 0.2]}}))
-    words = ["--methods", "sft,grpo_math", "--seeds", "0-1", "--sweep", "tune.yaml"]
-    compare.main(*words)
-    splits = [given.get("eval_split") for _, given in compare.calls]
-    assert splits == ["validation"] * 4 + [None] * 4
+    """The better by 0.3, with noise of up to 0.01 on each side; no reward model is trained."""
+    compare.main("--methods", "sft,grpo_math", "--seeds", "0-1")
     assert {recipe for recipe, _ in compare.calls} == {"sft", "grpo_math"}
     found = summary()
     assert found["metric"] == "score"
@@ -386,14 +302,7 @@ def test_a_files_baseline_may_be_none_of_the_chosen_methods(compare):
 @pytest.mark.slow
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_run_of_the_files_has_arguments_that_its_recipe_takes(path, compare, monkeypatch):
-    if "grid" in yaml.safe_load(path.read_text()):
-        words = ["--methods", "dpo,ipo,aot", "--sweep", str(path)]
-    else:
-        words = ["--config", str(path), "--seeds", "3"]
-    plan = compare.module.read_plan(compare.module._parse(words))
-    for stage in compare.module.STAGES:
-        for run in compare.module.stage_runs(plan, stage):
-            arguments, _, training = recipes.parse(monkeypatch, run.recipe, *run.flags())
-            assert training.seed == run.arguments["seed"]
-            if stage == "sweep":
-                assert (arguments.prompt_split, arguments.eval_split) == ("validation_gen", "validation_prefs")
+    plan = compare.module.read_plan(compare.module._parse(["--config", str(path), "--seeds", "3"]))
+    for run in compare.module.planned_runs(plan):
+        arguments, _, training = recipes.parse(monkeypatch, run.recipe, *run.flags())
+        assert training.seed == 3

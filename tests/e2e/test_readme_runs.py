@@ -39,7 +39,6 @@ SHORT = f"{STEPS} --num_eval_prompts 4 --generation_eval_every 0 --eval_strategy
 ROLLOUT = "--generation_batch_size 8 --max_completion_length 16"
 # What cuts a command short, by how it begins or by the recipe's name; the first that fits.
 FLAGS = {
-    "accelerate launch recipes/aot.py --print_plan": "",
     "trl-ext train --list": "",
     "expert_iteration": "--n_steps 1 --questions_per_step 32 --num_validation_prompts 4 --num_eval_prompts 8",
     "evaluate_math": "--num_eval_prompts 8",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -28,6 +27,10 @@ SHORT = [
 ]
 
 
+BEST = ["--load_best_model_at_end=true", "--metric_for_best_model=accuracy"]
+BEST += ["--eval_strategy=steps", "--save_strategy=steps"]
+
+
 @pytest.fixture(scope="module")
 def toy_run(tmp_path_factory) -> Path:
     """The folder of a short `accelerate launch recipes/reward_model.py`, which keeps as few checkpoints as it may."""
@@ -50,7 +53,7 @@ class TestARun:
         for name in ("config.yaml", "metrics.jsonl", "scores.jsonl", "reward_mistakes.jsonl", "results.json"):
             assert (run / name).stat().st_size > 0, name
         assert (run / "report.png").read_bytes().startswith(b"\x89PNG")
-        assert not list(run.glob(".*")) and not (run / "best.partial").exists(), "a temporary file was left"
+        assert not list(run.glob(".*")), "a temporary file was left"
         printed = (toy_run / "stdout.txt").read_text()
         for name in (
             "accuracy",
@@ -62,8 +65,7 @@ class TestARun:
             "ECE, 10 bins",
         ):
             assert name in printed
-        assert "checkpoints by accuracy on 200 pairs of validation_prefs" in printed
-        assert printed.count("<- kept in best/") == 1
+        assert "on 200 pairs of validation_prefs" in printed
 
     def test_results_are_those_of_the_scores(self, toy_run):
         from trl_ext import load_benchmark, toy
@@ -95,21 +97,15 @@ class TestARun:
 
     def test_best_checkpoint_is_kept_and_is_the_run(self, toy_run):
         run = toy_run / "runs" / "reward-model-toy"
-        selection, results = read(run / "best", "selection.json"), read(run, "results.json")
-        assert selection == results["selection"]
-        assert (selection["criterion"], selection["split"], selection["n"]) == ("accuracy", "validation_prefs", 200)
-        checkpoints = selection["checkpoints"]
-        assert [entry["step"] for entry in checkpoints] == [2, 4, 6]
-        best = max(entry["accuracy"] for entry in checkpoints)
-        assert selection["step"] == next(entry["step"] for entry in checkpoints if entry["accuracy"] == best)
+        results = read(run, "results.json")
+        selection = results["selection"]
+        assert (selection["metric"], selection["split"], selection["n"]) == ("accuracy", "validation_prefs", 200)
+        logged = {row["step"]: row["eval_accuracy"] for row in read(run, "metrics.jsonl") if "eval_accuracy" in row}
+        assert [*logged] == [2, 4, 6]
+        assert selection["value"] == logged[selection["step"]] == max(logged.values())
         assert results["run"]["weights"] == f"checkpoint-{selection['step']}"
-        logged = [row for row in read(run, "metrics.jsonl") if "selection/accuracy" in row]
-        assert [(row["step"], row["selection/accuracy"]) for row in logged] == [
-            (entry["step"], entry["accuracy"]) for entry in checkpoints
-        ]
         # One checkpoint beside the newest may stay, and the best one does.
-        assert largest_difference(run / "best", run / f"checkpoint-{selection['step']}") == 0.0
-        assert largest_difference(run / "best", run) == 0.0
+        assert largest_difference(run, run / f"checkpoint-{selection['step']}") == 0.0
 
     def test_saved_model_gives_the_scores_of_the_run(self, toy_run):
         from trl_ext import load_benchmark
@@ -132,25 +128,6 @@ class TestARun:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("criterion", ["calibration", "best_of_n"])
-def test_resumed_run_chooses_as_the_straight_one(criterion, tmp_path, monkeypatch):
-    """Resumed from its first checkpoint, of which only the state was saved and not yet the figures."""
-    straight, broken = tmp_path / "straight", tmp_path / "broken"
-    arguments = [*SHORT, f"--select_best={criterion}", "--eval_strategy=no", "--save_total_limit=3"]
-    arguments += ["--samples_per_prompt=2", "--best_of_n=2"]
-    recipes.run(monkeypatch, "reward_model", *arguments, f"--output_dir={straight}")
-    expected = read(straight / "best", "selection.json")
-    name, sign = {"calibration": ("nll", -1), "best_of_n": ("best_of_n", 1)}[criterion]
-    assert expected["figure"] == name
-    best = max(expected["checkpoints"], key=lambda entry: sign * entry[name])
-    assert expected["step"] == best["step"]
-    shutil.copytree(straight / "checkpoint-2", broken / "checkpoint-2")
-    recipes.run(monkeypatch, "reward_model", *arguments, f"--output_dir={broken}", "--resume_from_checkpoint")
-    assert read(broken / "best", "selection.json") == expected
-    assert largest_difference(straight, broken) == 0.0
-
-
-@pytest.mark.slow
 def test_wildchat_pairs_with_a_tiny_model(tmp_path, tiny_model_path, monkeypatch, wildchat, caplog):
     """Real text through an adapter, with margins from a column; the choice falls back on the held-out split."""
     run = tmp_path / "run"
@@ -169,7 +146,7 @@ def test_wildchat_pairs_with_a_tiny_model(tmp_path, tiny_model_path, monkeypatch
         *["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
         *SHORT,
         "--max_steps=4",
-        "--eval_strategy=no",
+        *BEST,
         "--learning_rate=1e-2",
     )
     assert "no split 'validation_prefs': the checkpoint is chosen on test_prefs" in caplog.text
@@ -199,13 +176,13 @@ def test_pairs_alone_train_without_a_choice(tmp_path, monkeypatch, tiny_model_pa
     data = write_pairs(tmp_path / "pairs.jsonl")
     monkeypatch.chdir(tmp_path)
     model = f"--model_name_or_path={tiny_model_path}"
-    steps = ["--max_steps=2", "--per_device_train_batch_size=4", "--eval_strategy=steps", "--eval_steps=1"]
+    steps = [*BEST, "--max_steps=2", "--per_device_train_batch_size=4", "--eval_steps=1"]
     recipes.run(monkeypatch, "reward_model", data, model, *steps)
     run = tmp_path / "runs" / "reward-model-pairs"
     results = read(run, "results.json")
     assert results["run"]["weights"] == "last"
     assert results["selection"] is results["pairs"] is results["true_order"] is None
-    assert (run / "model.safetensors").is_file() and not (run / "best").exists()
+    assert (run / "model.safetensors").is_file()
     assert "no split 'test_prefs': held-out pairs will not be evaluated" in caplog.text
     assert "there are no pairs to choose a checkpoint by: the last weights are kept" in caplog.text
 
@@ -215,7 +192,6 @@ def test_pairs_alone_train_without_a_choice(tmp_path, monkeypatch, tiny_model_pa
     [
         (["--max_length=64"], "max_length is not used by RewardConfig"),
         (["--label_smoothing=0.5"], "label_smoothing must lie in [0, 0.5), got 0.5"),
-        (["--select_best=acc"], "select_best must be one of accuracy"),
         (["--margin_column=strength"], "margin_column 'strength' is not in the train dataset"),
         (["--train_split=train_gen"], "train_dataset holds prompts and no pairs"),
         (["--train_split=nothing"], "toy has no split 'nothing' to train on"),
@@ -223,7 +199,6 @@ def test_pairs_alone_train_without_a_choice(tmp_path, monkeypatch, tiny_model_pa
         (["--eval_split=test_gen"], "eval_dataset holds prompts and no pairs"),
         (["--selection_split=nothing"], "toy has no split 'nothing' to choose a checkpoint by"),
         (["--selection_split=test_gen"], "selection_split holds prompts and no pairs"),
-        (["--best_of_n=9"], "best_of_n must lie between 1 and samples_per_prompt 8, got 9"),
         (["--lerning_rate=1"], "unknown flag --lerning_rate; did you mean 'learning_rate'?"),
         (["--model_name_or_path=./none"], "no model folder './none'"),
     ],
@@ -232,15 +207,6 @@ def test_one_line_before_any_training(arguments, message, tmp_path, monkeypatch,
     monkeypatch.chdir(tmp_path)
     assert message in refused(monkeypatch, capsys, "reward_model", *arguments)
     assert not (tmp_path / "runs").exists()
-
-
-def test_best_of_n_needs_known_scores(tmp_path, monkeypatch, tiny_model_path, capsys):
-    data = write_pairs(tmp_path / "pairs.jsonl")
-    monkeypatch.chdir(tmp_path)
-    split = ["--selection_split=train_prefs", "--select_best=best_of_n", "--save_strategy=steps"]
-    with pytest.raises(SystemExit):
-        recipes.run(monkeypatch, "reward_model", data, f"--model_name_or_path={tiny_model_path}", *split)
-    assert "best_of_n needs a known score of every response, which only the embedded" in capsys.readouterr().err
 
 
 def test_an_empty_file(tmp_path, monkeypatch, capsys):
@@ -257,7 +223,8 @@ def test_the_course_run(monkeypatch):
     assert (model.use_peft, model.lora_r, model.lora_alpha, model.lora_dropout) == (True, 32, 64, 0.05)
     assert (training.learning_rate, training.num_train_epochs) == (3e-5, 3)
     assert (training.per_device_train_batch_size, training.gradient_accumulation_steps) == (8, 4)
-    assert (training.eval_steps, training.save_steps, training.select_best) == (25, 50, "accuracy")
+    assert (training.eval_steps, training.save_steps) == (25, 25)
+    assert (training.load_best_model_at_end, training.metric_for_best_model) == (True, "accuracy")
     assert (training.max_prompt_tokens, training.max_response_tokens) == (700, 512)
     assert training.disable_dropout is False
     assert arguments.eval_split == "test_prefs" and arguments.selection_split is None
@@ -267,9 +234,9 @@ def test_the_course_run(monkeypatch):
 def test_switched_off_is_written_as_such(monkeypatch, tmp_path):
     """An explicit `none` must not come back as the default."""
 
-    parsed = recipes.parse(monkeypatch, "reward_model", "--select_best=none", "--max_response_tokens=9")
+    parsed = recipes.parse(monkeypatch, "reward_model", "--load_best_model_at_end=false", "--max_response_tokens=9")
     text = config_text(*parsed)
     (tmp_path / "again.yaml").write_text(text)
     _, _, again = recipes.parse(monkeypatch, "reward_model", "--config", str(tmp_path / "again.yaml"))
-    assert again.select_best is None and again.max_response_tokens == 9
-    assert yaml.safe_load(text)["select_best"] is None
+    assert again.load_best_model_at_end is False and again.max_response_tokens == 9
+    assert yaml.safe_load(text)["load_best_model_at_end"] is False

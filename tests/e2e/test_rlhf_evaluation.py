@@ -1,4 +1,4 @@
-"""The pipeline's data and evaluation: demonstrations, noisy labels, patterns of mistakes, and the report."""
+"""The pipeline's data and evaluation: demonstrations, noisy labels, and the report."""
 
 from __future__ import annotations
 
@@ -9,66 +9,15 @@ from types import SimpleNamespace
 import pytest
 from datasets import Dataset
 
-from tests.support.files import write_rows
 from trl_ext.data import load_benchmark
 from trl_ext.evaluation.report import write_report
 from trl_ext.evaluation.reporting.tables import Cell, Table
 from trl_ext.evaluation.submissions.assets import load_prompts
 from trl_ext.runs.offline import demonstrations, shared_prompts
 from trl_ext.runs.reward import training_pairs
-from trl_ext.runs.studies.pipeline_evaluation import describe_pair, find_adversarial, mistakes_of, pattern_statistics
+from trl_ext.runs.studies.pipeline_evaluation import find_adversarial
 from trl_ext.runs.studies.pipeline_report import pareto_points
 from trl_ext.toy.prompts import parse, pool_of
-
-
-def test_patterns_of_pairs_by_hand():
-    """The words a b c against a b d e: 2 of 5 are shared (0.4), and they part after 2 of the shorter's 3 words.
-
-    The model prefers the rejected one, of one word more. Of its truth, 1 for an `e`, the label has it wrong.
-    """
-
-    def truth(prompt, response):
-        return float("e" in response)
-
-    wrong = describe_pair("p", "a b c", "A b, d e!", -1.0, truth)
-    assert wrong == {"length": 1, "overlap": 0.4, "position": pytest.approx(2 / 3), "label_wrong": True}
-    # The model prefers the shorter: one word less; one begins with the other.
-    other = describe_pair("p", "a", "a b", 0.5, truth)
-    assert other == {"length": -1, "overlap": 0.5, "position": 1.0, "label_wrong": None}
-    assert describe_pair("p", "a", "b c", 0.0)["length"] == 0, "it prefers neither"
-    assert pattern_statistics([wrong, other]) == {
-        "n": 2,
-        "length": 0.0,
-        "longer": 0.5,
-        "overlap": pytest.approx(0.45),
-        "position": pytest.approx(5 / 6),
-        "label_wrong": 1.0,
-    }
-    assert pattern_statistics([])["longer"] is None
-
-
-def test_mistakes_are_read_from_the_scores_of_a_run(tmp_path):
-    rows = [("one", "a b", "a c d", 1.0, 2.5), ("two", "x", "y", 3.0, 0.0), ("three", "u v", "u", 0.0, 0.25)]
-    pairs = [{"row_id": name, "prompt": "p", "chosen": c, "rejected": r} for name, c, r, _, _ in rows]
-    keys = ("row_id", "chosen_score", "rejected_score")
-    scores = [dict(zip(keys, (name, c, r), strict=True)) for name, _, _, c, r in rows]
-    write_rows(tmp_path / "scores.jsonl", scores)
-    found = mistakes_of(pairs, tmp_path / "scores.jsonl", count=1)
-    assert found["n"] == 3
-    assert [row["row_id"] for row in found["worst"]] == ["one"], "the margin of -1.5 is worse than that of -0.25"
-    assert (found["worst"][0]["margin"], found["worst"][0]["length"]) == (-1.5, 1)
-    # Wrong: one (+1 word) and three (-1); right: two (no difference, nothing shared).
-    assert found["patterns"]["wrong"]["n"] == 2 and found["patterns"]["wrong"]["longer"] == 0.5
-    assert found["patterns"]["right"] == {
-        "n": 1,
-        "length": 0.0,
-        "longer": None,
-        "overlap": 0.0,
-        "position": 0.0,
-        "label_wrong": None,
-    }
-    with pytest.raises(ValueError, match="no score of row_id four"):
-        mistakes_of([{**pairs[0], "row_id": "four"}], tmp_path / "scores.jsonl", count=1)
 
 
 def test_the_front_of_reward_against_kl():

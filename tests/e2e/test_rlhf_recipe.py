@@ -181,7 +181,7 @@ def test_a_stage_with_other_settings_is_refused(recipe, capsys, tmp_path):
         (["--policy_methods", "ppo:weak", "--weak_reward_model", "{}"], "only beside weak_reward_model"),
         (["--sft", "{"], "sft must be a JSON object"),
         (["--methods", '{"pppo": {"beta": 1}}'], "methods: no method 'pppo'"),
-        (["--policy", '{"output_dir": "x"}'], "output_dir is set by the sweep"),
+        (["--policy", '{"output_dir": "x"}'], "output_dir is set by the study"),
         (["--sft", '{"learning_rat": 1}'], "unknown flag --learning_rat"),
         (["--configs", "nowhere"], "no configuration nowhere/rlhf_sft.yaml"),
         (["--prompt_split", "nope"], "no file nope.jsonl for the split 'nope'"),
@@ -273,7 +273,7 @@ def test_a_notice_to_the_pipeline_ends_its_stage_with_a_checkpoint(recipe, tmp_p
     pipeline.send_signal(signal.SIGTERM)
     said, _ = pipeline.communicate(timeout=120)
     assert not [one for one in stage if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
-    assert pipeline.returncode == 75 and "received SIGTERM; the same command goes on from this run" in said
+    assert pipeline.returncode == 75 and "received SIGTERM; the same command resumes this run" in said
     (checkpoint,) = folder.glob("checkpoint-*/trainer_state.json")
     assert 0 < json.loads(checkpoint.read_text())["global_step"] < 500 and not (folder / "results.json").exists()
     capfd.readouterr()
@@ -317,7 +317,7 @@ def check_outputs(out: Path, models: list[str]) -> None:
     weak = json.loads((out / "reward_model_weak" / "results.json").read_text())["run"]
     assert (weak["train_pairs"], weak["label_noise"]) == (40, 0.2) and "label noise 0.2" in weak["objective"]
     page = (out / "report.html").read_text()
-    assert 'src="data:image/png;base64,' in page and "Worst mistakes, with their patterns" in page
+    assert 'src="data:image/png;base64,' in page and "Worst mistakes of the reward models" in page
 
 
 @pytest.mark.slow

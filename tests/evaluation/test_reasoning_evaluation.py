@@ -96,7 +96,7 @@ TAGS = "so </think> <answer> {} </answer>"
         ("gsm8k", "7", ["so 7", "it is 7", "10", "so 10", "$10"], 0.0, ["7", "7", "10", "10", "10"]),
         # In a box and without it, 4 is 4: two to one.
         ("r1_zero", "5", [TAGS.format(r"\boxed{4}"), TAGS.format("4"), TAGS.format("5")], 0.0, [r"4", " 4 ", " 5 "]),
-        ("question_only", "5", [r"\boxed{4}", r"is \boxed{4}.", r"\boxed{5}"], 0.0, ["4", "4", "5"]),
+        ("question_only", "5", [r"\boxed{4}", r"is \boxed{4}, not 5.", r"\boxed{5}"], 0.0, ["4", "4", "5"]),
         ("r1_zero", "5", [*map(TAGS.format, (r"\boxed{4", r"\boxed{5", "5"))], 1.0, [None, None, " 5 "]),
         ("countdown", "10", [*map(TAGS.format, ("4 + 7", "4+7", "4+6"))], 1 / 3, [" 4 + 7 ", " 4+7 ", " 4+6 "]),
     ],

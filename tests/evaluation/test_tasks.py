@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support import REPOSITORY, recipes
 from tests.support.refusals import assert_one_line, assert_refused
@@ -119,6 +120,12 @@ class TestChecks:
         answer = "42" if check == "gsm8k" else "forty two"
         task = Task(data="", prompt="", check=check, answer="{a}")
         assert make_check(task, [])([{"answer": answer}], [said(text)]) == [expected]
+
+    def test_pairs_in_sum_and_per_token(self):
+        """Chosen -1 -1 -1 and rejected -2: less likely in sum, likelier per token."""
+        check = make_check(Task(data="", prompt="", check="pairs"), [])
+        pair = torch.tensor([-1.0, -1.0, -1.0]), torch.tensor([-2.0])
+        assert check([{}], [pair]) == [{"summed": 0.0, "per token": 1.0}]
 
     def test_a_function_of_a_file(self, tmp_path):
         (tmp_path / "own.py").write_text("def short(text, row):\n    return len(text) < row['limit']\n")

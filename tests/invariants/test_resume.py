@@ -16,7 +16,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from safetensors.torch import load_file
 
 from tests.support import recipes
 from tests.support.files import read_rows
@@ -44,8 +43,7 @@ LIVES = {
     },
     "preference_moving": {"with a reference that has moved": [["step_end", 7]]},
     "reward": {
-        "before a checkpoint is scored": [["renamed", 6]],
-        "when it is": [["saved", 6]],
+        "with its best checkpoint behind it": [["step_end", 8]],
         "asked to end off the schedule": [["notice", 3], ["interrupt", 7]],
     },
     # 4 updates to a rollout and 8 to an epoch; checkpoints at 4, 8 and 12 of 14.
@@ -88,18 +86,6 @@ def assert_same(one: Path, other: Path) -> None:
 @pytest.mark.parametrize(("kind", "case"), [(kind, case) for kind, cases in LIVES.items() for case in cases])
 def test_a_broken_run_ends_as_the_straight_one(kind, case, runs):
     assert_same(runs / kind, runs / named(kind, case))
-
-
-@pytest.mark.parametrize("case", LIVES["reward"])
-def test_the_same_checkpoint_is_chosen(case, runs):
-    choices = [runs / name / "run" / "best" for name in ("reward", named("reward", case))]
-    straight, broken = (json.loads((folder / "selection.json").read_text()) for folder in choices)
-    assert straight == broken
-    # All are equally accurate, and the first of them stays, which `save_total_limit` 1 would delete otherwise.
-    assert straight["step"] == 3
-    assert [entry["step"] for entry in straight["checkpoints"]] == [3, 6, 9, 11]
-    straight, broken = (load_file(folder / "model.safetensors") for folder in choices)
-    assert all(straight[name].equal(broken[name]) for name in straight)
 
 
 def test_the_same_checkpoints_are_left(runs):

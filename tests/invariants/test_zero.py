@@ -127,7 +127,7 @@ def test_packed_training_is_that_of_data_parallelism(name, sharded, plain):
 
 
 def test_the_engine_is_foreseen(sharded, plain):
-    """What a plan says before a model is loaded is what accelerate then has."""
+    """What is checked before a model is loaded is what accelerate then has."""
     assert {run.facts["engine"] for run in plain.values()} == {"DDP"}
     (engine,) = {run.facts["engine"] for run in sharded.values()}
     assert engine == f"ZeRO-{sharded['dpo'].facts['zero_stage']}"
@@ -243,7 +243,3 @@ def test_fsdp_on_a_cpu_is_refused_and_not_trained(tmp_path):
     assert refused.returncode != 0
     assert "error: FSDP2 was asked for" in refused.stderr and "--allow_engine_fallback" in refused.stderr
     assert not (tmp_path / "run").exists()
-    planned = launch("fsdp2", [*script, "--print_plan=json"], tmp_path)
-    assert planned.returncode == 0, planned.stderr[-3000:]
-    engine = json.loads(planned.stdout.splitlines()[-1])["engine"]
-    assert engine["asked"] == "FSDP2" and engine["name"] in ("DDP", "none")

@@ -40,7 +40,7 @@ def shape(values, *steps, **columns) -> list[float | None]:
         ({"kind": "center_reference", "value": 0.5}, [1.5, 0.5, -0.5, -1.5, 2.5]),
         ({"kind": "sigmoid", "reference": 1}, [0.731059, 0.5, 0.268941, 0.119203, 0.880797]),
         ({"kind": "log_sigmoid", "reference": 1}, [-0.313262, -0.693147, -1.313262, -2.126928, -0.126928]),
-        ({"kind": "clip", "limit": 1.5}, [1.5, 1, 0, -1, 1.5]),
+        ({"kind": "clip", "limit": 0.5}, [0.5, 0.5, 0, -0.5, 0.5]),
         ("center", [1, 0, -1, -2, 2]),
     ],
     ids=str,
@@ -141,6 +141,14 @@ def test_calibration_is_at_its_place():
         assert not shaped.needs_calibration
         assert shaped.state_dict()["steps"][steps.index("center_reference")]["value"] == value
         assert shaped(["p"], ["high"]) == [expected]
+
+
+def test_calibration_leaves_running_statistics():
+    """A running mean of nothing is 0: references of mean 2 stay so, and the first reward is its own mean."""
+    shaped = ShapedReward(given([1.0, 3.0]), ["center", "center_reference"])
+    shaped.calibrate(["p", "p"], ["c", "c"])
+    assert shaped.state_dict()["steps"][0] == {"kind": "center", "count": 0, "mean": 0}
+    assert shaped(["p"], ["c"]) == [-2]
 
 
 def test_references_of_each_prompt_are_scored_once():

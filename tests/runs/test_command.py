@@ -47,7 +47,7 @@ def test_every_recipe_is_listed_and_only_recipes(capsys):
         for path in recipes.RECIPES.glob("*.py")
         if any(isinstance(node, ast.If) and "__main__" in ast.dump(node) for node in ast.parse(path.read_text()).body)
     }
-    assert set(cli.recipes()) == scripts - {"sweep", "compare"}
+    assert set(cli.recipes()) == scripts - {"compare"}
     assert {"aot", "ppo", "kto", "sft", "reward_model"} <= scripts
     cli.main(["train", "--list"])
     shown = capsys.readouterr().out
@@ -80,10 +80,10 @@ def test_configurations_that_come_along_are_found(given, found, ran, tmp_path, m
 
 
 def test_studies_are_commands(ran):
-    cli.main(["sweep", "--study", "sweeps/toy_sft.yaml", "--dry_run"])
-    cli.main(["compare", "--methods", "dpo,ipo"])
-    assert [path for path, _, _ in ran] == [str(recipes.RECIPES / name) for name in ("sweep.py", "compare.py")]
-    assert ran[0][2][1:] == ["--study", str(cli.CONFIGS / "sweeps" / "toy_sft.yaml"), "--dry_run"]
+    cli.main(["compare", "--config", "compare/toy_sft.yaml", "--dry_run"])
+    ((path, _, words),) = ran
+    assert path == str(recipes.RECIPES / "compare.py")
+    assert words[1:] == ["--config", str(cli.CONFIGS / "compare" / "toy_sft.yaml"), "--dry_run"]
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_help_of_a_module_names_the_command():
     [
         (["trian"], "no command 'trian'; did you mean 'train'?"),
         (["train", "aott"], "no recipe 'aott'; did you mean 'aot'?"),
-        (["train", "sweep"], "no recipe 'sweep'"),
+        (["train", "compare"], "no recipe 'compare'"),
         (["train", "common"], "no recipe 'common'"),
         (["train", "../evil"], "no recipe '../evil'"),
         (["train", "aot", "--config", "toy/aott.yaml"], "no file 'toy/aott.yaml'"),
@@ -125,7 +125,7 @@ def test_configs_prints_paths_for_other_programs(capsys, tmp_path, monkeypatch):
     assert capsys.readouterr().out == f"{REPOSITORY / 'accelerate_configs' / 'cpu.yaml'}\n"
     cli.main(["configs"])
     shown = {line.strip() for line in capsys.readouterr().out.splitlines()}
-    assert {"toy/aot.yaml", "sweeps/toy_sft.yaml", "accelerate_configs/multi_gpu.yaml"} <= shown
+    assert {"toy/aot.yaml", "compare/toy_sft.yaml", "accelerate_configs/multi_gpu.yaml"} <= shown
 
 
 def test_help_and_version(capsys):

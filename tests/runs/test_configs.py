@@ -13,7 +13,7 @@ from transformers import get_scheduler
 from tests.support import REPOSITORY, recipes
 
 CONFIGS = sorted((recipes.RECIPES / "configs").glob("**/*.yaml"))
-CONFIGS = [path for path in CONFIGS if path.parent.name not in ("compare", "sweeps")]
+CONFIGS = [path for path in CONFIGS if path.parent.name != "compare"]
 COMMAND = re.compile(r"^# .*recipes/(\w+)\.py --config (\S+)$", re.MULTILINE)
 ACCELERATE_CONFIGS = sorted((REPOSITORY / "accelerate_configs").glob("*.yaml"))
 

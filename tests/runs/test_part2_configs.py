@@ -13,9 +13,8 @@ from safetensors.torch import load_file
 from tests.support import REPOSITORY, recipes
 
 CONFIGS = recipes.RECIPES / "configs" / "wildchat"
-# Nothing is trained by these.
-OF_SAMPLING = {"best_of_n", "sweep_generation"}
-FILES = sorted(path for path in (CONFIGS / "part2").glob("*.yaml") if path.stem not in OF_SAMPLING)
+# Nothing is trained by best_of_n.
+FILES = sorted(path for path in (CONFIGS / "part2").glob("*.yaml") if path.stem != "best_of_n")
 HEAD = re.compile(
     r"(# .+\n)+#   accelerate launch recipes/(?P<recipe>\w+)\.py --config (?P<path>\S+)\n"
     r"# Baseline: recipes/configs/wildchat/(?P<baseline>\S+)\.yaml\n"

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from trl_ext import processes
-from trl_ext.runs import arguments, folder, plan, training_run
+from trl_ext.runs import arguments, engine, folder, training_run
 from trl_ext.runs.folder import check_same_settings, settings_digest
 from trl_ext.trainers import callbacks
 
@@ -25,7 +25,7 @@ def run_folder(monkeypatch):
 
 def begin(run_folder, monkeypatch, told: list, folder) -> str | None:
     training = SimpleNamespace(output_dir=str(folder), resume_from_checkpoint="last", report_to=[], push_to_hub=False)
-    parsed = SimpleNamespace(overwrite_output_dir=False), None, training, SimpleNamespace(print_plan=None)
+    parsed = SimpleNamespace(overwrite_output_dir=False), None, training, SimpleNamespace()
     monkeypatch.setattr(run_folder, "parse_arguments", lambda *_, **__: parsed)
     monkeypatch.setattr(run_folder, "check_launch", lambda *_: None)
     monkeypatch.setattr(run_folder.sys, "argv", ["recipe.py"])
@@ -89,7 +89,7 @@ num_completions_to_print
 save_steps save_strategy save_total_limit save_only_model save_on_each_node max_hours eval_steps eval_strategy
 eval_on_start eval_delay eval_split eval_every eval_packing eval_accumulation_steps eval_do_concat_batches
 eval_use_gather_object batch_eval_metrics do_train do_eval do_predict prediction_loss_only bf16_full_eval
-fp16_full_eval num_eval_prompts num_kl_prompts num_generation_prompts generation_eval_every base_responses
+fp16_full_eval num_eval_prompts num_kl_prompts num_generation_prompts generation_eval_every
 generation_eval_batch_size per_device_eval_batch_size
 
 per_device_train_batch_size gradient_accumulation_steps gradient_checkpointing gradient_checkpointing_kwargs
@@ -115,7 +115,7 @@ load_best_model_at_end ignore_data_skip average_tokens_across_devices max_length
 def test_each_field_of_each_recipe(tmp_path, check):
     """Refused, unless it is one of those above; a field of a later TRL or transformers is therefore refused."""
     classes = {kind for recipe in arguments._TYPES for kind in arguments.argument_types(recipe)}
-    classes -= {plan.LaunchArguments}
+    classes -= {engine.LaunchArguments}
     names = {field.name for kind in classes for field in dataclasses.fields(kind)}
     names -= {*folder._NOT_OF_THE_RUN, *folder._LENGTHS}
     allowed = set()

@@ -25,7 +25,6 @@ SCRIPTS = {"online_preference_replay": "online_preference"}
 OTHERS = {
     "evaluate_math": "studies.evaluate_math:EvaluationArguments",
     "best_of_n": "studies.best_of_n:BestOfNArguments",
-    "sweep_generation": "studies.generation_sweep:SweepArguments",
     "rlhf": "studies.pipeline:RLHFArguments",
 }
 

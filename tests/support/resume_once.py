@@ -53,6 +53,7 @@ del ROLLOUTS["train_sampling_strategy"]
 BATCH = "reinforce_plus_plus_baseline"
 LORA = {"lora": True, "lora_dropout": 0.2}
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 3}
+BEST = {"load_best_model_at_end": True, "metric_for_best_model": "accuracy"}
 # 8 pairs, 2 steps of 4: epochs end at steps 2, 4, ..., and 9 pairs end them with a short step.
 KINDS: dict[str, dict[str, Any]] = {
     "preference": {"trainer": "PreferenceTrainer", "pairs": 16, "args": {**PAIRS, **EVALUATED, "loss": "dpo"}},
@@ -65,7 +66,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "reward": {
         "trainer": "RewardTrainer",
         "pairs": 16,
-        "args": {**PAIRS, **EVALUATED, "select_best": "accuracy", "save_total_limit": 1},
+        "args": {**PAIRS, **EVALUATED, **BEST, "save_total_limit": 1},
     },
     "policy": {
         "trainer": "PolicyTrainer",
@@ -107,11 +108,6 @@ def build(kind: str, models: Path, folder: Path):
         )
     # As the recipes do: first the file of metrics, then what logs.
     trainer.add_callback(MetricsFileCallback(folder / "run" / "metrics.jsonl"))
-    if spec["trainer"] == "RewardTrainer":
-        from trl_ext.held_out.reward_selection import CheckpointSelection
-
-        trainer.selection = CheckpointSelection(trainer, _held_out())
-        trainer.add_callback(trainer.selection)
     return trainer
 
 
@@ -227,8 +223,6 @@ def live(kind: str, models: Path, folder: Path, kill: list | None = None) -> Non
         PLACES[kill[0]](trainer, kill[1])
     (folder / "began").touch()
     trainer.train(resume_from_checkpoint=bool(checkpoints_in(folder / "run")))
-    if kind == "reward":
-        trainer.selection.load_best(split="held out")
     if trainer.accelerator.is_main_process:
         write_end(trainer, folder / "end.safetensors")
 

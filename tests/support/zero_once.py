@@ -153,7 +153,7 @@ def trained_parameters(trainer, kind: str) -> dict:
 def told(trainer) -> dict[str, Any]:
     """`logs` and `facts` of a run."""
     from trl_ext.models.packing import packing_of
-    from trl_ext.runs.plan import engine_in_force
+    from trl_ext.runs.engine import engine_in_force
 
     plugin, packing = trainer.accelerator.state.deepspeed_plugin, trainer.packing
     facts = {

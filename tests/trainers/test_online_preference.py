@@ -31,7 +31,7 @@ from trl_ext.losses import PreferenceObjective, PreferenceScores, aot, dpo, ipo,
 from trl_ext.rollouts.replay import importance_weights
 from trl_ext.trainers.online_preference import trainer as online_preference
 from trl_ext.trainers.policy.scoring import ScoringTemperature
-from trl_ext.trainers.preference.pair_batches import SampledPairMetrics
+from trl_ext.trainers.preference.pair_batches import SampledPairMetrics, deal_pairs
 
 pytestmark = pytest.mark.usefixtures("in_float64")
 
@@ -325,6 +325,12 @@ def check_equal(run, expected, policy_path: str) -> None:
         names += ["entropy", "kl"]
         expected_log = {key: other[key] for key in names}
         assert {key: entry[key] for key in names} == pytest.approx(expected_log, rel=1e-8, abs=1e-9)
+
+
+def test_pairs_are_dealt_in_order():
+    """5 pairs, 2 processes of 2 micro-batches: 4 places each, so that 3 of the second are filled."""
+    assert deal_pairs("abcde", "x", 2, 0, 2) == (list("abcd"), [True] * 4)
+    assert deal_pairs("abcde", "x", 2, 1, 2) == (list("exxx"), [True, False, False, False])
 
 
 @pytest.mark.slow

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from tests.support.rollout_once import online_preference_specification, train
 from tests.support.train_once import largest_difference, result
-from trl_ext import OnlinePreferenceConfig
+from trl_ext import OnlinePreferenceConfig, OnlinePreferenceTrainer
 from trl_ext.evaluation.judging.protocol import JudgeError
 from trl_ext.resilience.reward_guard import RewardError, RewardGuard
 from trl_ext.trainers.online_preference.judge_rewards import JudgeRewards
@@ -41,6 +42,20 @@ def test_a_judge_ranks_as_the_reward_that_it_stands_for(policy_path, tmp_path):
     assert judged.losses == rewarded.losses
     assert largest_difference(judged.parameters, rewarded.parameters) == 0
     assert judged.logs[0]["pairs/reward_margin"] > 0.5, "the best wins more than half of its comparisons"
+
+
+def test_a_judge_of_the_order_prefers_no_response():
+    config = OnlinePreferenceConfig("unused", per_device_train_batch_size=6, num_generations=3, use_cpu=True)
+    function = JudgeRewards(lambda *_: "A", lambda: 3, config)
+    assert function(prompts=["p"] * 3, completions=["c", "bad", "ab"]) == [0.5, 0.5, 0.5]
+
+
+def test_what_the_judge_could_not_compare_has_no_reward():
+    """Whatever another function, the first, gives for it."""
+    trainer = OnlinePreferenceTrainer.__new__(OnlinePreferenceTrainer)
+    trainer._has_judge, trainer.reward_weights = True, torch.tensor([1.0, 2.0])
+    total = trainer._weighted_sum(torch.tensor([[1.0, 0.5], [1.0, float("nan")]]))
+    assert total[0] == 2 and total[1].isnan()
 
 
 class Failing:

@@ -134,6 +134,17 @@ def test_computing_it_in_advance_gives_the_same(tiny_model_path, tmp_path):
     assert abs(logs[0][2] - math.log(2)) > 1e-3
 
 
+def test_computing_it_in_advance_draws_no_random_numbers(tiny_model_path, tmp_path):
+    """Otherwise dropout would depend on whether the reference is computed ahead, found on disk, or neither."""
+    states = []
+    for name, ahead in (("later", False), ("computed", True), ("found", True)):
+        model = AutoModelForCausalLM.from_pretrained(tiny_model_path)
+        settings = {"loss": "dpo", "precompute_ref_log_probs": ahead}
+        build("PreferenceTrainer", model, tiny_model_path, tmp_path / name, settings).get_train_dataloader()
+        states.append(torch.get_rng_state())
+    assert states[0].equal(states[1]) and states[0].equal(states[2])
+
+
 ADAPTERS = {
     "plain": ({}, None),
     "gaussian": ({"init_lora_weights": "gaussian"}, None),

@@ -7,13 +7,12 @@ import math
 
 import pytest
 import torch
-from datasets import Dataset
 from peft import get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
 from tests.support.reward_once import THREE_STEPS, build, lora, scores_one_by_one, train
-from tests.support.tiny import pairs, token_ids
+from tests.support.tiny import pairs
 from tests.support.train_once import largest_difference, parameters, result
 
 # ---- Adapters ----
@@ -118,67 +117,32 @@ def test_resuming_equals_the_straight_run(tiny_model_path, tmp_path):
 # ---- The best checkpoint ----
 
 
-def select(model, folder, criterion: str, limit: int | None, **arguments):
-    """Four steps with a checkpoint after each, chosen by the criterion on six other pairs."""
-    from trl_ext.held_out.reward_selection import CheckpointSelection, ScoredSamples
-
-    rows = pairs(6, seed=8)
-    arguments = {"max_steps": 4, "learning_rate": 0.3, "per_device_train_batch_size": 4, **arguments}
-    saving = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": limit, "select_best": criterion}
-    trainer = build(model, folder, **saving, **arguments)
-    prompts = [token_ids(trainer.processing_class, row) for row in rows]
-    sequences = [[prompt + chosen, prompt + rejected] for prompt, chosen, rejected in prompts]
-    samples = ScoredSamples(sequences, gold=[[0.1 * i, 1 - 0.2 * i] for i in range(6)], n=2)
-    selection = CheckpointSelection(trainer, Dataset.from_list(rows), samples=samples)
-    trainer.add_callback(selection)
-    trainer.train()
-    return trainer, selection.load_best(split="six")
-
-
 FIGURES = {
     "accuracy": (lambda margins: sum(m > 0 for m in margins) / 6, 1),
     "margin": (lambda margins: sum(margins) / 6, 1),
-    "calibration": (lambda margins: -sum(math.log1p(math.exp(-m)) for m in margins) / 6, -1),
-    # Of two samples, the chosen response (.1 i) is picked where its score is higher, else the rejected (1 - .2 i).
-    "best_of_n": (lambda margins: sum(0.1 * i if m > 0 else 1 - 0.2 * i for i, m in enumerate(margins)) / 6, 1),
+    "loss": (lambda margins: sum(math.log1p(math.exp(-m)) for m in margins) / 6, -1),
 }
 
 
-@pytest.mark.parametrize("criterion", FIGURES)
-def test_the_best_checkpoint_by_scores_taken_singly(criterion, tiny_model_path, tmp_path):
-    """Figures of every checkpoint from its files alone; the first best one is what is loaded, and lies in best/."""
-    trainer, selection = select(tiny_model_path, tmp_path, criterion, None)
-    figure, sign = FIGURES[criterion]
-    tokenizer, rows = trainer.processing_class, pairs(6, seed=8)
+@pytest.mark.parametrize("metric", FIGURES)
+def test_the_best_checkpoint_by_scores_taken_singly(metric, tiny_model_path, tmp_path):
+    """Four steps with a checkpoint after each, whose figures on six other pairs follow from its files alone."""
+    rows = pairs(6, seed=8)
+    arguments = {"max_steps": 4, "learning_rate": 0.3, "per_device_train_batch_size": 4}
+    arguments |= {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
+    arguments |= {"load_best_model_at_end": True, "metric_for_best_model": metric}
+    trainer = build(tiny_model_path, tmp_path, eval_rows=rows, **arguments)
+    trainer.train()
+    figure, sign = FIGURES[metric]
     expected = []
     for step in (1, 2, 3, 4):
         model = AutoModelForSequenceClassification.from_pretrained(tmp_path / f"checkpoint-{step}")
-        expected.append(figure([c - r for c, r in scores_one_by_one(model, tokenizer, rows)]))
+        scores = scores_one_by_one(model, trainer.processing_class, rows)
+        expected.append(figure([chosen - rejected for chosen, rejected in scores]))
     assert len(set(expected)) > 1, "checkpoints that are all alike show nothing"
-    assert [entry["step"] for entry in selection["checkpoints"]] == [1, 2, 3, 4]
-    assert [sign * entry[selection["figure"]] for entry in selection["checkpoints"]] == pytest.approx(
-        expected, rel=1e-4
-    )
-    assert selection["step"] == 1 + expected.index(max(expected))
-    assert json.loads((tmp_path / "best" / "selection.json").read_text()) == selection
-    best, checkpoint = (
-        load_file(tmp_path / n / "model.safetensors") for n in ("best", f"checkpoint-{selection['step']}")
-    )
-    assert largest_difference(best, checkpoint) == 0.0
-    assert largest_difference(parameters(trainer), checkpoint) == 0.0
-
-
-def test_selection_that_cannot_be(tiny_model_path, tmp_path):
-    from trl_ext.held_out.reward_selection import CheckpointSelection
-
-    rows = Dataset.from_list(pairs(2))
-    for arguments, message in (
-        ({"select_best": None}, "select_best is none"),
-        ({"save_strategy": "no"}, "select_best needs checkpoints: set save_strategy"),
-        ({"save_strategy": "steps", "select_best": "best_of_n"}, "best_of_n needs samples of known quality"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            CheckpointSelection(build(tiny_model_path, tmp_path, **arguments), rows)
-    trainer = build(tiny_model_path, tmp_path, save_strategy="steps", save_steps=9)
-    with pytest.raises(ValueError, match="no checkpoint was saved to choose from: lower save_steps"):
-        CheckpointSelection(trainer, rows).load_best(split="two")
+    logged = [entry[f"eval_{metric}"] for entry in trainer.state.log_history if f"eval_{metric}" in entry]
+    assert logged == pytest.approx(expected, rel=1e-4)
+    best = 1 + expected.index(max(expected, key=lambda value: sign * value))
+    assert trainer.state.best_model_checkpoint == str(tmp_path / f"checkpoint-{best}")
+    kept = load_file(tmp_path / f"checkpoint-{best}" / "model.safetensors")
+    assert largest_difference(parameters(trainer), kept) == 0.0

@@ -93,7 +93,6 @@ def demonstration(row: Mapping[str, Any], template: str | None, *, boxed: bool =
 def _load_toy(split: str) -> list[Row]:
     from trl_ext.toy import DATA_DIR
     from trl_ext.toy.prompts import parse, prompt_pool
-    from trl_ext.toy.traces import addition_trace
 
     split = split.removesuffix("_math")
     _check_split("toy", split)
@@ -103,8 +102,7 @@ def _load_toy(split: str) -> list[Row]:
             {"row_id": f"validation:{number}", "prompt_text": prompt, "answer": str(sum(parse(prompt).numbers))}
             for number, prompt in enumerate(prompts, start=1)
         ]
-    rows = _checked(read_jsonl(DATA_DIR / f"{split}_math.jsonl"))
-    return [{**row, "response": addition_trace(row["prompt_text"])} for row in rows] if split == "train" else rows
+    return _checked(read_jsonl(DATA_DIR / f"{split}_math.jsonl"))
 
 
 def _load_word_problems(split: str) -> list[Row]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,11 +11,10 @@ from accelerate.utils import broadcast_object_list
 
 from trl_ext.evaluation.methods.generations import PolicyComparison, compare_generations
 from trl_ext.evaluation.methods.preferences import approximate_kl, join_pair_scores, preference_metrics
-from trl_ext.held_out.base_responses import with_kept_responses
 from trl_ext.losses import PreferenceScores
 from trl_ext.models import score_responses
 from trl_ext.rollouts import Generation, generate_responses, map_over_ranks
-from trl_ext.rollouts.generation import end_token_ids, prompt_tokens, recorded_log_probs
+from trl_ext.rollouts.generation import recorded_log_probs
 from trl_ext.trainers.context import check_generations
 from trl_ext.trainers.policies import base_policy, trained_policy
 
@@ -76,7 +74,6 @@ class GenerationEvaluation:
         score_function: a known quality of a response; None for none.
         reward_columns: `f(rows, responses, finished, completion_ids) -> {name: rewards}`, the values of reward
             functions; None for none. It also scores the prompts' `reference_response_text`.
-        base_responses: folder where greedy responses of the base are kept for later runs; None to keep none.
     """
 
     def __init__(
@@ -88,7 +85,6 @@ class GenerationEvaluation:
         judge: PairwiseJudge | None = None,
         score_function: Callable[..., float] | None = None,
         reward_columns: Callable[..., dict[str, list[float | None]]] | None = None,
-        base_responses: str | Path | None = None,
     ):
         self.trainer = trainer
         self.prompts = list(prompts)
@@ -98,7 +94,6 @@ class GenerationEvaluation:
         self.judge = judge
         self.score_function = score_function
         self.reward_columns = reward_columns
-        self.base_responses = base_responses
         self._base_generations: list[Generation] = []
         self._base_probe: torch.Tensor | None = None
         self._sampled: _Sampled | None = None
@@ -134,7 +129,7 @@ class GenerationEvaluation:
         temperature, step = self.settings.temperature, self.trainer.state.global_step
         if missing := prompts[len(self._base_generations) :]:
             with base_policy(self.trainer) as base:
-                self._base_generations += self._generate_base(base, missing, progress)
+                self._base_generations += self._generate(base, missing, temperature, "base responses", progress)
         first = self._base_generations[:1]
         if self._base_probe is None:
             with base_policy(self.trainer) as base:
@@ -207,20 +202,6 @@ class GenerationEvaluation:
             )
 
         return map_over_ranks(generate, prompts, accelerator)
-
-    def _generate_base(self, base, prompts: list, progress: bool) -> list[Generation]:
-        settings, tokenizer = self.settings, self.trainer.processing_class
-
-        def generate(missing: Sequence[int]) -> list[Generation]:
-            asked = [prompts[index] for index in missing]
-            return self._generate(base, asked, settings.temperature, "base responses", progress)
-
-        # Under FSDP, no process has the whole weights to hash.
-        if self.base_responses is None or settings.temperature > 0 or self.trainer.is_fsdp_enabled:
-            return generate(range(len(prompts)))
-        prompt_ids = [prompt_tokens(tokenizer, prompt, settings.max_prompt_tokens) for prompt in prompts]
-        about = {"max_new_tokens": settings.max_new_tokens, "end_ids": sorted(end_token_ids(base, tokenizer))}
-        return with_kept_responses(self.base_responses, base, prompt_ids, about, generate)
 
     def _score(self, model, generations: list[Generation], label: str, progress: bool) -> list:
         rows = [(generation.prompt_ids, generation.response_ids) for generation in generations]

@@ -56,7 +56,7 @@ class GenerationTableCallback(TrainerCallback):
             _send_table(trainer, comparison.rows, trainer.state.global_step)
 
 
-def log_held_out(trainer, figures: dict[str, float], rows: list[dict[str, Any]] | None = None) -> None:
+def log_held_out(trainer, figures: dict[str, float], rows: list[dict[str, Any]]) -> None:
     """Log figures at the trainer's step, and write `rows` to `{output_dir}/samples/step_{step}.jsonl`.
 
     Every process must call this. What the trainer has collected of its own metrics is left for its own log.
@@ -66,7 +66,7 @@ def log_held_out(trainer, figures: dict[str, float], rows: list[dict[str, Any]] 
     should_log = trainer.control.should_log
     Trainer.log(trainer, figures)
     trainer.control.should_log = should_log
-    if rows is not None and trainer.accelerator.is_main_process:
+    if trainer.accelerator.is_main_process:
         step = trainer.state.global_step
         path = Path(trainer.args.output_dir) / "samples" / f"step_{step:06d}.jsonl"
         write_json_lines(path, [{"step": step, **row} for row in rows])

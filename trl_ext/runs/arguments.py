@@ -272,7 +272,7 @@ def argument_types(recipe: str) -> tuple[type, ...] | None:
     if recipe not in _TYPES:
         return None
     own, config = (_find(name) for name in _TYPES[recipe])
-    return own, ModelArguments, config, _find("plan:LaunchArguments")
+    return own, ModelArguments, config, _find("engine:LaunchArguments")
 
 
 def _find(name: str) -> type:

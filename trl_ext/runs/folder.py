@@ -161,7 +161,7 @@ _MAY_CHANGE = frozenset(
     + ("eval_steps", "eval_strategy", "eval_on_start", "eval_delay", "eval_split", "eval_every", "eval_packing")
     + ("eval_accumulation_steps", "eval_do_concat_batches", "eval_use_gather_object", "batch_eval_metrics")
     + ("do_train", "do_eval", "do_predict", "prediction_loss_only", "bf16_full_eval", "fp16_full_eval")
-    + ("num_eval_prompts", "num_kl_prompts", "num_generation_prompts", "generation_eval_every", "base_responses")
+    + ("num_eval_prompts", "num_kl_prompts", "num_generation_prompts", "generation_eval_every")
     + ("generation_eval_batch_size", "per_device_eval_batch_size")
     # How an optimizer batch is split, and how memory is saved.
     + ("per_device_train_batch_size", "gradient_accumulation_steps", "gradient_checkpointing")

@@ -61,10 +61,6 @@ class EvaluatedArguments:
     generation_temperature: float = field(
         default=0.0, metadata={"help": "Of the held-out responses; 0 for greedy decoding."}
     )
-    base_responses: str | None = field(
-        default=None,
-        metadata={"help": "Folder where greedy responses of the untrained model are kept for other runs to read."},
-    )
 
     def __post_init__(self):
         counts = ("num_generation_prompts", "num_eval_prompts", "num_kl_prompts")
@@ -242,9 +238,6 @@ def evaluate_generations(
     # Only the embedded benchmarks have a known quality for every response.
     score_function = known_score(arguments.dataset_name)
     judge = GroundTruthJudge(score_function) if score_function else None
-    if arguments.base_responses:
-        Path(arguments.base_responses).mkdir(parents=True, exist_ok=True)
-        options["base_responses"] = arguments.base_responses
     return GenerationEvaluation(trainer, prompts, settings, judge=judge, score_function=score_function, **options)
 
 

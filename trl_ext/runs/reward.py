@@ -5,23 +5,17 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoModelForCausalLM
-
-from trl_ext.data import encode_turn
-from trl_ext.data.benchmark import EMBEDDED, known_score
+from trl_ext.data.benchmark import known_score
 from trl_ext.evaluation import plot_reward_run, reward_metrics, reward_mistakes, true_order_metrics
 from trl_ext.evaluation.command_line import format_table
 from trl_ext.evaluation.judging.protocol import last_user_text
 from trl_ext.files import write_json_lines
-from trl_ext.held_out.reward_selection import CheckpointSelection, ScoredSamples
-from trl_ext.models import resolve_model_path
-from trl_ext.processes import is_main_process, warn_once_per_run
-from trl_ext.rollouts import end_processes, generate_responses
-from trl_ext.runs.arguments import ModelArguments, one_line_errors
+from trl_ext.processes import warn_once_per_run
+from trl_ext.rollouts import end_processes
+from trl_ext.runs.arguments import one_line_errors
 from trl_ext.runs.loading import EVAL_FRACTION, can_be_resumed, check_fraction, load_rows, optional_split
 from trl_ext.runs.results import describe_run, estimate, write_results
 from trl_ext.runs.training_run import begin_run
@@ -48,12 +42,6 @@ class RewardArguments:
             "else eval_split."
         },
     )
-    best_of_n: int = field(
-        default=4, metadata={"help": "From how many samples the model picks, for select_best best_of_n."}
-    )
-    samples_per_prompt: int = field(
-        default=8, metadata={"help": "Responses sampled for each prompt, for select_best best_of_n."}
-    )
     num_train_pairs: int | None = field(
         default=None, metadata={"help": "Train on the first so many pairs. Default: all."}
     )
@@ -66,10 +54,6 @@ class RewardArguments:
     overwrite_output_dir: bool = field(default=False, metadata={"help": "Replace an earlier run in output_dir."})
 
     def __post_init__(self):
-        if not 1 <= self.best_of_n <= self.samples_per_prompt:
-            raise ValueError(
-                f"best_of_n must lie between 1 and samples_per_prompt {self.samples_per_prompt}, got {self.best_of_n}"
-            )
         check_at_least(self, {"num_mistakes": 0, "num_train_pairs": 1})
         check_fraction(self.eval_fraction)
         if not 0 <= self.label_noise <= 1:
@@ -90,26 +74,23 @@ def main() -> None:
         arguments, training = run.arguments, run.training
         benchmark = load_rows(arguments, training.seed)
         held_out = optional_split(benchmark, "eval_split", arguments, "held-out pairs will not be evaluated")
+        if held_out is not None:
+            check_dataset("eval_dataset", held_out, PAIRS)
         selection_split = _selection_split(benchmark, arguments, training)
         train = training_pairs(benchmark[arguments.train_split], arguments, training.seed)
-        trainer = run.load_trainer(RewardTrainer, train_dataset=train, eval_dataset=held_out)
-        selection = None
+        evaluated = held_out if selection_split is None else benchmark[selection_split]
+        trainer = run.load_trainer(RewardTrainer, train_dataset=train, eval_dataset=evaluated)
+        pairs = trainer.eval_dataset
         if selection_split is not None:
-            pairs = benchmark[selection_split]
-            samples = _samples(trainer, pairs, arguments, run.model) if training.select_best == "best_of_n" else None
-            selection = CheckpointSelection(trainer, pairs, samples=samples)
+            prepare, about = trainer._prepare_dataset, (trainer.processing_class, training, "eval")
+            pairs = None if held_out is None else prepare(held_out, *about)
     run.open(trainer)
-    if selection is not None:
-        trainer.add_callback(selection)
-
-    run.train(trainer, save=False)
-    with one_line_errors():
-        selected = None if selection is None else selection.load_best(split=selection_split)
-    trainer.save_model(training.output_dir)
+    run.train(trainer)
+    selected = None if selection_split is None else _selection(trainer, selection_split)
 
     scores = None
-    if held_out is not None:
-        scores = trainer.score_pairs(trainer.eval_dataset, progress="held-out pairs")
+    if pairs is not None:
+        scores = trainer.score_pairs(pairs, progress="held-out pairs")
     if trainer.accelerator.is_main_process:
         described = run.describe(
             objective=_objective(training, arguments),
@@ -156,71 +137,40 @@ def training_pairs(pairs, arguments: RewardArguments, seed: int):
 
 def _selection_split(benchmark, arguments: RewardArguments, training: RewardConfig) -> str | None:
     """The name of the split for choosing a checkpoint; None, with the reason printed, if none is chosen."""
-    if training.select_best is None:
+    if not training.load_best_model_at_end:
         return None
-    if training.save_strategy == "no":
-        warn_once_per_run("save_strategy is no, so there are no checkpoints to choose from: the last weights are kept")
-        return None
-    if arguments.selection_split is not None:
-        if arguments.selection_split not in benchmark:
-            raise ValueError(
-                f"{arguments.dataset_name} has no split {arguments.selection_split!r} to choose a checkpoint by: it "
-                f"has {', '.join(benchmark)}; name one with --selection_split"
-            )
-        check_dataset("selection_split", benchmark[arguments.selection_split], PAIRS)
-        return arguments.selection_split
-    if DEFAULT_SELECTION_SPLIT in benchmark:
-        return DEFAULT_SELECTION_SPLIT
-    if arguments.eval_split in benchmark:
-        warn_once_per_run(
-            f"{arguments.dataset_name} has no split {DEFAULT_SELECTION_SPLIT!r}: the checkpoint is chosen on "
-            f"{arguments.eval_split}, whose figures are therefore no longer held out, but a little too good"
-        )
-        return arguments.eval_split
-    warn_once_per_run("there are no pairs to choose a checkpoint by: the last weights are kept")
-    return None
-
-
-def _samples(trainer: RewardTrainer, pairs, arguments: RewardArguments, model: ModelArguments) -> ScoredSamples:
-    """Responses of the base model to the prompts of the pairs, with their known scores."""
-    score = known_score(arguments.dataset_name)
-    if score is None:
+    name = arguments.selection_split
+    if name is not None and name not in benchmark:
         raise ValueError(
-            "select_best best_of_n needs a known score of every response, which only the embedded benchmarks have: "
-            "choose accuracy, margin or calibration"
+            f"{arguments.dataset_name} has no split {name!r} to choose a checkpoint by: it has "
+            f"{', '.join(benchmark)}; name one with --selection_split"
         )
-    generator = AutoModelForCausalLM.from_pretrained(resolve_model_path(model.model_name_or_path), dtype="float32")
-    generator.to(trainer.accelerator.device)
-    count, tokenizer = arguments.samples_per_prompt, trainer.processing_class
-    prompts = [prompt for prompt in pairs["prompt"] for _ in range(count)]
-    responses = generate_responses(
-        generator,
-        tokenizer,
-        prompts,
-        max_new_tokens=import_module(EMBEDDED[arguments.dataset_name]).MAX_NEW_TOKENS,
-        temperature=1.0,
-        batch_size=100,
-        seed=trainer.args.seed,
-        progress="samples for the selection" if is_main_process() else None,
-    )
-    sequences, gold = [], []
-    for prompt, response in zip(prompts, responses, strict=True):
-        ids = encode_turn(
-            tokenizer,
-            prompt,
-            response.text,
-            finished=response.finished,
-            max_prompt_tokens=trainer.args.max_prompt_tokens,
-            max_response_tokens=trainer.args.max_response_tokens,
+    if name is None and DEFAULT_SELECTION_SPLIT in benchmark:
+        name = DEFAULT_SELECTION_SPLIT
+    elif name is None and arguments.eval_split in benchmark:
+        name = arguments.eval_split
+        warn_once_per_run(
+            f"{arguments.dataset_name} has no split {DEFAULT_SELECTION_SPLIT!r}: the checkpoint is chosen on {name}, "
+            "whose figures are therefore no longer held out, but a little too good"
         )
-        sequences.append([*ids[0], *ids[1]])
-        gold.append(score(last_user_text(prompt), response.text, finished=response.finished))
-    starts = range(0, len(prompts), count)
-    return ScoredSamples(
-        sequences=[sequences[start : start + count] for start in starts],
-        gold=[gold[start : start + count] for start in starts],
-        n=arguments.best_of_n,
+    if name is None:
+        training.load_best_model_at_end = False
+        warn_once_per_run("there are no pairs to choose a checkpoint by: the last weights are kept")
+    else:
+        check_dataset("selection_split", benchmark[name], PAIRS)
+    return name
+
+
+def _selection(trainer: RewardTrainer, split: str) -> dict[str, Any] | None:
+    """The checkpoint whose weights the trainer has loaded; None if no checkpoint was saved at an evaluation."""
+    state, metric = trainer.state, trainer.args.metric_for_best_model
+    if state.best_model_checkpoint is None:
+        return None
+    step = int(Path(state.best_model_checkpoint).name.rpartition("-")[2])
+    value = next(
+        entry[f"eval_{metric}"] for entry in state.log_history if entry["step"] == step and f"eval_{metric}" in entry
     )
+    return {"step": step, "metric": metric, "value": value, "split": split, "n": len(trainer.eval_dataset)}
 
 
 def _objective(training: RewardConfig, arguments: RewardArguments) -> str:
@@ -278,18 +228,11 @@ def _true_scores(rows, true_score: Callable[[str, str], float]) -> tuple[list[fl
 
 
 def _show(results: dict[str, Any]) -> None:
-    """Print the compared checkpoints, and the figures of the one that was kept."""
-    run, selection, pairs, order = (results[name] for name in ("run", "selection", "pairs", "true_order"))
-    if selection is not None:
-        criterion = selection["criterion"]
-        criterion += " (lowest negative log-likelihood)" if criterion == "calibration" else ""
-        print(f"\ncheckpoints by {criterion} on {selection['n']} pairs of {selection['split']}")
-        names = list(selection["checkpoints"][0])
-        rows = [
-            [*entry.values(), "<- kept in best/" if entry["step"] == selection["step"] else ""]
-            for entry in selection["checkpoints"]
-        ]
-        print(format_table([*names, ""], rows))
+    """Print which checkpoint was kept, and its figures."""
+    run, selected, pairs, order = (results[name] for name in ("run", "selection", "pairs", "true_order"))
+    if selected is not None:
+        kept = "step {step}, by {metric} {value:.3f} on {n} pairs of {split}".format(**selected)
+        print(f"\nkept the checkpoint of {kept}")
     if pairs is None:
         return
     ties = f", {pairs['ties']} ties" if pairs["ties"] else ""

@@ -23,6 +23,7 @@ from trl_ext.processes import is_main_process, world_size
 from trl_ext.resilience.preemption import Preemption
 from trl_ext.resilience.secrets import arguments_without_secrets
 from trl_ext.runs.arguments import MENDABLE_IN_TRAINING, ModelArguments, one_line_errors, parse_arguments, toy_config
+from trl_ext.runs.engine import LaunchArguments, check_launch, print_batch
 from trl_ext.runs.folder import (
     check_same_settings,
     clear_run_folder,
@@ -31,7 +32,6 @@ from trl_ext.runs.folder import (
     settings_digest,
 )
 from trl_ext.runs.loading import load_trainer
-from trl_ext.runs.plan import LaunchArguments, check_launch, end_with_plan
 from trl_ext.trainers.callbacks import MetricsFileCallback, StepLineCallback, TimeBudgetCallback, read_metrics
 
 
@@ -87,7 +87,6 @@ class TrainingRun:
                     "with --eval_split, or leave it out to keep the last"
                 )
             self.training.eval_strategy = IntervalStrategy.NO
-        end_with_plan(self.launch, self.model, self.training, datasets)
         trainer = load_trainer(trainer_class, self.model, self.training, **datasets)
         if self.checkpoint is not None:
             trainer.check_optimizer_batch(self.checkpoint)
@@ -117,18 +116,16 @@ class TrainingRun:
             trainer.add_callback(metrics)
         self.metrics = metrics
         StepLineCallback.show_in(trainer)
+        print_batch(self.training)
         if self.launch.doctor == "on" and self.checkpoint is None:
             report_before_training(trainer)
         return metrics
 
-    def train(
-        self, trainer, *, save: bool = True, mendable: tuple[type[Exception], ...] = MENDABLE_IN_TRAINING
-    ) -> None:
+    def train(self, trainer, *, mendable: tuple[type[Exception], ...] = MENDABLE_IN_TRAINING) -> None:
         """Train, from the checkpoint if there is one, and save the model into the folder.
 
         Args:
             trainer: this run's trainer.
-            save: False if the recipe first chooses a checkpoint and saves it itself.
             mendable: errors that end the run with one line.
         """
         with one_line_errors(mendable), logging_redirect_tqdm():
@@ -136,8 +133,7 @@ class TrainingRun:
             trainer.add_callback(Preemption(trainer))
             trainer.train(resume_from_checkpoint=self.checkpoint)
         self.training_seconds = self.metrics.seconds
-        if save:
-            trainer.save_model(self.training.output_dir)
+        trainer.save_model(self.training.output_dir)
 
     def describe(self, **own: Any) -> dict[str, Any]:
         """The description of the run for results.json: common entries and `own`; the total time ends now."""
@@ -198,16 +194,13 @@ def begin_run(
         training.output_dir = f"runs/{name(training)}-{Path(arguments.dataset_name).absolute().stem}"
     check_launch(launch, training)
 
-    checkpoint = None
-    # A plan writes nothing.
-    if launch.print_plan is None:
-        checkpoint = of_first_process(
-            lambda: open_run_folder(
-                training.output_dir,
-                overwrite=arguments.overwrite_output_dir,
-                resume_from_checkpoint=training.resume_from_checkpoint,
-            )
+    checkpoint = of_first_process(
+        lambda: open_run_folder(
+            training.output_dir,
+            overwrite=arguments.overwrite_output_dir,
+            resume_from_checkpoint=training.resume_from_checkpoint,
         )
+    )
     check_trackers(training.report_to)
     check_hub(training)
     return TrainingRun(arguments, model, training, launch, checkpoint, started)

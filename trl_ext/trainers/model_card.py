@@ -57,11 +57,7 @@ class WritesModelCard:
         if self.is_world_process_zero():
             tags = [tags] if isinstance(tags, str) else tags or []
             folder = Path(self.args.output_dir)
-            card = _card(self, model_name, dataset_name, tags)
-            write_text(folder / CARD_NAME, card)
-            # The selected checkpoint of a reward model is a copy of the model.
-            if (folder / "best" / "selection.json").is_file():
-                write_text(folder / "best" / CARD_NAME, card)
+            write_text(folder / CARD_NAME, _card(self, model_name, dataset_name, tags))
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         super()._save(output_dir, state_dict)

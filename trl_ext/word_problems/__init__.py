@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-from trl_ext.word_problems.worked import number_text, work_out
-
 DATA_DIR = Path(__file__).parent / "data"
 
-__all__ = ["DATA_DIR", "number_text", "work_out"]
+__all__ = ["DATA_DIR"]

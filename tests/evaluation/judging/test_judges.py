@@ -22,7 +22,7 @@ from trl_ext.evaluation import (
     compare,
     judge_pairs,
 )
-from trl_ext.evaluation.judging.openai_format import SCHEMA, question_text, read_answer
+from trl_ext.evaluation.judging.openai_format import SCHEMA, question_text, read_answer, read_reply
 
 QUESTION = ("user: q", "longer", "short")
 
@@ -68,6 +68,12 @@ class TestAnswer:
         assert list(schema["properties"])[0] == "reason"
         strength = {"title": "Strength", "type": "integer", "minimum": 1, "maximum": 5}
         assert schema["properties"]["strength"] == strength
+
+    def test_a_truncated_reply_of_chat_is_no_answer(self):
+        """Even where the text happens to be whole."""
+        message = {"content": json.dumps(loopback_answer(QUESTION))}
+        reply = read_reply({"choices": [{"message": message, "finish_reason": "length"}]}, "chat")
+        assert (reply.text, reply.problem) == ("", "the answer was cut at max_output_tokens: raise it")
 
 
 class TestQuestion:

@@ -34,7 +34,7 @@ class TestWhatTheLibraryWrites:
             {"pairs": PAIRS, "true_order": true_order_metrics([2.0], [1.0], [1.0], [1.0]), "selection": None},
             {"pairs": None, "true_order": None},
             dict.fromkeys(("win_rate", "score", "rewards", "preferences", "kl", "generations")),
-            {"sweep": [{"setting": {}, "win_rate": None}], "best": None, "sft": {}, "best_of_n": {"curve": []}},
+            {"best": None, "sft": {}, "best_of_n": {"curve": []}},
             {"score": {"policy": 0.5}, "rewards": {"rm": {"policy": None, "reference": 1.5}}},
         ],
     )

@@ -283,39 +283,3 @@ class TestBasePolicy:
             next(trainer.model.parameters()).mul_(1.5)
         summary, made = called(4)
         assert made == [(4, 0.0), (3, 1.0)] and summary["kl"]["n"] == 3
-
-    def test_a_later_run_reads_the_responses_of_an_equal_base(self, tiny_model_path, tmp_path, monkeypatch):
-        folder, full = tmp_path / "base", {"trainer": "DPOTrainer"}
-        prompts = [{"row_id": row["row_id"], "prompt": row["prompt"]} for row in pairs(4)]
-
-        def responses(spec, *, count, changed=False, tokens=6, kept_in=folder):
-            trainer = build({**spec, "model": tiny_model_path, "args": {"learning_rate": 0.05}}, str(tmp_path / "run"))
-            if changed:
-                with torch.no_grad():
-                    next(trainer.ref_model.parameters()).mul_(1.5)
-            remember_base(trainer)
-            settings = GenerationSettings(max_prompt_tokens=None, max_new_tokens=tokens)
-            evaluation = GenerationEvaluation(trainer, prompts, settings, base_responses=kept_in)
-            made = []
-            generate = evaluation._generate
-
-            def counted(model, asked, temperature, label, progress):
-                made.append((label, len(asked)))
-                return generate(model, asked, temperature, label, progress)
-
-            monkeypatch.setattr(evaluation, "_generate", counted)
-            trainer.train()
-            evaluation.compare(count)
-            of_base = sum(asked for label, asked in made if label == "base responses")
-            return of_base, [one.response_ids for one in evaluation._base_generations]
-
-        made, first = responses(full, count=2)
-        assert made == 2
-        made, whole = responses(full, count=4)
-        assert made == 2 and whole[:2] == first, "two new ones"
-        assert responses(full, count=4, kept_in=None) == (4, whole), "as without the folder"
-        assert responses({**full, "lora": True}, count=4) == (0, whole), "the weights without the adapter"
-        assert responses(full, count=4, tokens=5)[0] == 4
-        made, other = responses(full, count=4, changed=True)
-        assert made == 4 and other != whole
-        assert len(list(folder.iterdir())) == 3

@@ -11,6 +11,7 @@ import numpy
 import pytest
 from scipy.stats import t
 
+from tests.support.files import write_rows
 from tests.support.refusals import assert_refused
 from trl_ext.evaluation.methods.runs import inequalities, read_method_run
 from trl_ext.evaluation.statistics.crossed import (
@@ -22,7 +23,7 @@ from trl_ext.evaluation.statistics.crossed import (
     mixed_critical_value,
     verdict,
 )
-from trl_ext.published import study_folder
+from trl_ext.files import write_json
 
 
 class Variances(NamedTuple):
@@ -235,8 +236,14 @@ def test_methods_against_a_baseline():
     assert found["itself"].p_value == 1.0
 
 
-def test_runs_of_another_precision_are_named():
-    runs = [read_method_run(study_folder("smollm2-instructions") / f"{name}-0", name, 0) for name in ("dpo", "kto")]
+def test_runs_of_another_precision_are_named(tmp_path):
+    runs = []
+    for name, device in (("dpo", "cpu"), ("kto", "cuda")):
+        run = {"objective": name, "model": "toy", "dataset": "toy", "seed": 0, "device": device}
+        (tmp_path / name).mkdir()
+        write_json(tmp_path / name / "results.json", {"run": run})
+        write_rows(tmp_path / name / "generations.jsonl", [])
+        runs.append(read_method_run(tmp_path / name, name, 0))
     assert inequalities({}, runs) == ["Not all runs have the same device: cpu and cuda."]
     runs[1].settings["bf16"] = True
     assert "Not all runs have the same precision: bfloat16 and float32." in inequalities({}, runs)

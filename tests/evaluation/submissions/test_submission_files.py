@@ -87,8 +87,8 @@ class TestReadScores:
             '{"row_id": "d", "chosen_score": Infinity}\n'
             '{"row_id": "e", "chosen_score": 2, "rejected_score": 3}\n'
         )
-        scores, problems = read_pair_scores(path, list("abcde"))
-        assert scores == ([1, 2], [-0.5, 3])
+        scores, problems = read_pair_scores(path, list("eabcd"))
+        assert scores == ([2, 1], [3, -0.5])
         assert [str(problem) for problem in problems] == [
             f"{path}: row_id a: chosen_score: Input should be a finite number, got nan",
             f"{path}: row_id c: rejected_score: Input should be a valid number, got '1'",

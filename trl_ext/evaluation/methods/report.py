@@ -39,7 +39,6 @@ def compare_runs(
     baseline: str,
     *,
     metric: str | None = None,
-    tuning: Mapping[str, Any] | None = None,
     notes: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Compare finished runs, as JSON-ready figures.
@@ -48,7 +47,6 @@ def compare_runs(
         runs: runs of all methods and seeds; methods are reported in this order.
         baseline: the method with which each other method is compared, on the seeds that both have.
         metric: `score`, `win_rate` (ties as half) or a number in generations.jsonl; None for the first available one.
-        tuning: how hyperparameters were chosen, by method, with `tried` and `chosen`.
         notes: additional sentences.
 
     Raises:
@@ -94,10 +92,9 @@ def compare_runs(
             {"method": method, "paired_seeds": shared[method], **dataclasses.asdict(difference)}
             for method, difference in differences.items()
         ],
-        "tuning": None if tuning is None else dict(tuning),
         "notes": [
             *notes,
-            *([] if tuning else [_UNTUNED]),
+            _UNTUNED,
             *_notes(by_method, shared),
             *([f"{left_out} prompts lack a value in some run, and are left out for all."] if left_out else []),
             *inequalities(budgets, runs),
@@ -126,8 +123,6 @@ def render(summary: Mapping[str, Any]) -> str:
     if summary["comparisons"]:
         parts += [f"## Against {summary['baseline']}", markdown_table(*difference_table(summary))]
         parts.append("\n".join(f"- {sentence(one, summary)}" for one in summary["comparisons"]))
-    if summary["tuning"]:
-        parts += ["## Hyperparameters, chosen on the validation split alone", _tuning_table(summary["tuning"])]
     if summary["notes"]:
         parts += ["## To keep in mind", "\n".join(f"- {note}" for note in summary["notes"])]
     return "\n\n".join(part.strip() for part in [*parts, _WHAT_IT_SAYS]) + "\n"
@@ -208,14 +203,6 @@ def _notes(by_method: Mapping[str, Mapping[int, Any]], shared: Mapping[str, Sequ
         notes.append(f"Methods do not have the same seeds ({seeds}); each is compared on those it shares.")
     alone = [method for method, seeds in shared.items() if not seeds]
     return notes + [f"{method} shares no seed with the baseline and is not compared." for method in alone]
-
-
-def _tuning_table(tuning: Mapping[str, Any]) -> str:
-    rows = [
-        [method, one["tried"], ", ".join(f"{name} {value}" for name, value in one["chosen"].items()), one["value"]]
-        for method, one in tuning.items()
-    ]
-    return markdown_table(["method", "settings tried", "chosen", "on the validation split"], rows)
 
 
 def _metric(summary: Mapping[str, Any]) -> str:

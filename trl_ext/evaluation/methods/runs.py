@@ -17,17 +17,13 @@ from trl_ext.files import read_yaml
 # The value of a row of generations.jsonl for a win rate, with ties as half.
 CREDITS = {"candidate": 1.0, "tie": 0.5, "base": 0.0}
 METRICS = ("score", "win_rate")
-# Published runs have the values of all prompts here, and texts of a few in generations.jsonl.
-PROMPTS_NAME = "prompts.jsonl"
 # Settings that differ between runs of one method over several seeds.
 OF_THE_SEED = ("seed", "data_seed", "output_dir", "run_name", "reward_model")
-# How settings begin that say where a run wrote and where it reported. Published runs do not have them.
-OF_REPORTING = (
-    *("output_dir", "base_responses", "run_name", "logging_dir"),
-    *("report_to", "hub_", "push_to_hub", "project", "trackio_"),
-)
 # How settings begin that change neither what is learned nor the responses.
-WITHOUT_EFFECT = (*OF_REPORTING, "generation_eval_every", "logging_", "num_kl_prompts", "save_")
+WITHOUT_EFFECT = (
+    *("output_dir", "run_name", "logging_dir", "report_to", "hub_", "push_to_hub", "project", "trackio_"),
+    *("generation_eval_every", "logging_", "num_kl_prompts", "save_"),
+)
 # The number of samples that a run learned from, and their unit.
 _SAMPLES = {"sampled_responses": "sampled responses", "train_pairs": "pairs", "train_responses": "labelled responses"}
 
@@ -41,7 +37,7 @@ class MethodRun:
         folder: its folder.
         results: its results.json.
         settings: its config.yaml; empty if missing.
-        rows: its generations.jsonl, or a published run's prompts.jsonl, by row_id.
+        rows: its generations.jsonl, by row_id.
     """
 
     method: str
@@ -60,9 +56,7 @@ def read_method_run(folder: str | Path, method: str, seed: int) -> MethodRun:
         ValueError: the run has another seed.
     """
     folder = Path(folder)
-    config, generations = folder / "config.yaml", folder / PROMPTS_NAME
-    if not generations.is_file():
-        generations = folder / "generations.jsonl"
+    config, generations = folder / "config.yaml", folder / "generations.jsonl"
     results = read_results(folder / "results.json")
     if results.run.seed != seed:
         raise ValueError(f"{folder}: results.json is of seed {results.run.seed}, not {seed}")

@@ -43,13 +43,8 @@ ONLINE_PANELS = {
 }
 REWARD_PANELS = {
     "Loss": {"train": "loss", "held out": "eval_loss"},
-    "Accuracy": {"train": "accuracy", "held out": "eval_accuracy", "selection split": "selection/accuracy"},
-    "Margin (chosen minus rejected)": {
-        "train": "margin",
-        "held out": "eval_margin",
-        "selection split": "selection/margin",
-    },
-    "Negative log-likelihood (nats)": {"selection split": "selection/nll"},
+    "Accuracy": {"train": "accuracy", "held out": "eval_accuracy"},
+    "Margin (chosen minus rejected)": {"train": "margin", "held out": "eval_margin"},
 }
 # Drawn if an ensemble logs it.
 _ENSEMBLE_PANEL = {"Disagreement of the ensemble (std)": {"rollouts": "ensemble_std"}}

@@ -66,19 +66,6 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float]:
     return mean - error * transformed(t), mean - error * transformed(-t)
 
 
-def prediction_interval(values: Sequence[float]) -> tuple[float, float] | None:
-    """The 95% interval of one further value: mean -+ t s sqrt(1 + 1/n), with the sample standard deviation s.
-
-    Student's t has n - 1 degrees of freedom, and the values are taken as normal. None for fewer than two values.
-    """
-    values = _array(values)
-    n = len(values)
-    if n < 2:
-        return None
-    half_width = critical_value(n - 1) * float(values.std(ddof=1)) * math.sqrt(1 + 1 / n)
-    return float(values.mean()) - half_width, float(values.mean()) + half_width
-
-
 def wilson_interval(successes: float, n: float, confidence: float = CONFIDENCE) -> tuple[float, float]:
     """The Wilson score interval of a proportion (Wilson, 1927).
 

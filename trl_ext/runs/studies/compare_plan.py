@@ -10,7 +10,7 @@ from typing import Any
 from trl_ext.data.benchmark import EMBEDDED
 from trl_ext.files import brief, read_yaml
 from trl_ext.registry import nearest
-from trl_ext.runs.studies import sweep
+from trl_ext.runs import SCRIPTS
 from trl_ext.runs.studies.processes import launcher_options
 
 PAIR_RECIPES = ("aot", "dpo", "ipo", "kto", "preference")
@@ -22,14 +22,6 @@ ONLINE_RECIPES = ("dr_grpo", "grpo", "gspo", "online_preference", "policy", "ppo
 REASONING_RECIPES = ("expert_iteration", "grpo_math", "sft")
 RECIPES = (*PAIR_RECIPES, *DEMONSTRATION_RECIPES, *ONLINE_RECIPES, *REASONING_RECIPES)
 CONFIG_KEYS = ("baseline", "common", "reward_model", "methods")
-SWEEP_KEYS = ("seeds", "validation", "grid", "methods")
-# The split on which settings are chosen, by kind of evaluation.
-VALIDATION = {
-    "prompts": {"prompt_split": "validation_gen", "eval_split": "validation_prefs"},
-    "problems": {"eval_split": "validation"},
-}
-# The data on which a method is compared: its flag, and the default.
-COMPARED_ON = {"prompts": ("prompt_split", "test_gen"), "problems": ("eval_split", "test")}
 
 
 @dataclass(frozen=True)
@@ -58,15 +50,6 @@ class Method:
 
 
 @dataclass(frozen=True)
-class Tuning:
-    """The settings tried for each method, on separate seeds and on the validation split."""
-
-    settings: dict[str, list[dict[str, Any]]]
-    seeds: list[int]
-    validation: dict[str, Any]
-
-
-@dataclass(frozen=True)
 class Plan:
     """A comparison as requested; the runs of all methods share one folder."""
 
@@ -75,7 +58,6 @@ class Plan:
     seeds: list[int]
     folder: Path
     reward_model: dict[str, Any] = field(default_factory=dict)
-    tuning: Tuning | None = None
     launcher: list[str] = field(default_factory=list)
     metric: str | None = None
 
@@ -88,11 +70,11 @@ def read_plan(given) -> Plan:
         ValueError: a file is malformed, a method is unknown, or seeds are not numbers.
     """
     path = Path(given.config or "--methods")
-    content = sweep.read_keys(given.config, CONFIG_KEYS) if given.config else {}
+    content = read_keys(given.config, CONFIG_KEYS) if given.config else {}
     known = content.get("methods") or {}
     if not isinstance(known, dict):
         raise ValueError(f"{path}: methods must hold `name: arguments` lines")
-    common = sweep.read_arguments(path, "common", content.get("common") or {})
+    common = read_arguments(path, "common", content.get("common") or {})
     if given.max_steps is not None:
         common = {**common, "max_steps": given.max_steps}
     names = given.methods.split(",") if given.methods else list(known)
@@ -108,15 +90,13 @@ def read_plan(given) -> Plan:
     choices = names if given.baseline else list(dict.fromkeys([*known, *names]))
     if baseline not in choices:
         raise ValueError(f"the baseline {baseline!r} is not among the methods: {', '.join(choices)}")
-    reward_model = sweep.read_arguments(path, "common", content.get("reward_model") or {})
-    seeds = read_seeds(given.seeds)
+    reward_model = read_arguments(path, "common", content.get("reward_model") or {})
     return Plan(
         methods,
         baseline if baseline in names else names[0],  # A file's baseline may be none of those that --methods chose.
-        seeds,
+        read_seeds(given.seeds),
         Path(given.output_dir),
-        reward_model=sweep.with_config_found(path, reward_model),
-        tuning=read_tuning(given.sweep, methods, seeds) if given.sweep else None,
+        reward_model=with_config_found(path, reward_model),
         launcher=launcher_options(given.accelerate_config),
         metric=given.metric,
     )
@@ -137,38 +117,6 @@ def read_seeds(text: str) -> list[int]:
     if not seeds or len(set(seeds)) < len(seeds):
         raise ValueError(f"--seeds {text}: {'a seed is given twice' if seeds else 'no seed is given'}")
     return seeds
-
-
-def read_tuning(path: str, methods: Sequence[Method], seeds: Sequence[int]) -> Tuning:
-    """The settings to choose from.
-
-    Raises:
-        FileNotFoundError: the file does not exist.
-        ValueError: the file is malformed, or would choose on the comparison's own seeds or prompts.
-    """
-    content = sweep.read_keys(path, SWEEP_KEYS)
-    own = content.get("methods") or {}
-    grid = sweep.read_arguments(Path(path), "common", content.get("grid") or {})
-    names = [method.name for method in methods]
-    if not isinstance(own, dict):
-        raise ValueError(f"{path}: methods must hold `name: grid` lines")
-    for name in own:
-        sweep.read_arguments(Path(path), f"methods, {name}", own[name])
-        if name not in (*names, *RECIPES):
-            raise ValueError(f"{path}: methods: no method {brief(name)!r}{nearest(brief(name), names)}")
-    tuning_seeds = content.get("seeds", [100])
-    if not isinstance(tuning_seeds, list) or not all(isinstance(seed, int) for seed in tuning_seeds):
-        raise ValueError(f"{path}: seeds must be a list of numbers, got {brief(repr(tuning_seeds))}")
-    if set(tuning_seeds) & set(seeds):
-        raise ValueError(f"{path}: seeds: settings are chosen on other seeds than --seeds, which would flatter them")
-    kind = methods[0].evaluated_on
-    validation = {**VALIDATION[kind], **sweep.read_arguments(Path(path), "common", content.get("validation") or {})}
-    split, default = COMPARED_ON[kind]
-    for method in methods:
-        if validation[split] == method.arguments.get(split, default):
-            raise ValueError(f"{path}: validation: {split} is the one that {method.name} is compared on")
-    settings = {name: sweep.combinations(Path(path), {**grid, **own.get(name, {})}) for name in names}
-    return Tuning(settings, tuning_seeds, validation)
 
 
 def _check_one_kind(methods: Sequence[Method]) -> None:
@@ -193,8 +141,8 @@ def check_metric(plan: Plan) -> None:
         if plan.metric is None and method.evaluated_on == "prompts" and named not in EMBEDDED:
             raise ValueError(
                 f"{named} comes with no judge, so that runs on it leave no score and no outcome to compare: name a "
-                "number in their generations.jsonl with --metric, or make the runs alone, with --stage reward_models "
-                "and --stage runs, and judge their responses with python -m public_eval.judge"
+                "number in their generations.jsonl with --metric, or make the runs of each seed alone, with "
+                "--array_index, and judge their responses with python -m public_eval.judge"
             )
 
 
@@ -202,10 +150,64 @@ def _method(path: Path, name: str, known: dict[str, Any], common: dict[str, Any]
     if not name.isidentifier():
         raise ValueError(f"{name!r} cannot be a method's name: it is part of its folders'")
     own = known.get(name) or {}
-    arguments = sweep.read_arguments(path, f"methods, {name}", own) if own else {}
-    recipe = str(arguments.get("recipe", name))
+    arguments = {**common, **(read_arguments(path, f"methods, {name}", own) if own else {})}
+    recipe = str(arguments.pop("recipe", name))
     if to_run and recipe not in RECIPES:
         choices = list(RECIPES) if own else list(dict.fromkeys([*known, *RECIPES]))
         raise ValueError(f"no method {recipe!r}{nearest(recipe, choices)} Known: {', '.join(choices)}")
-    arguments = {key: value for key, value in arguments.items() if key != "recipe"}
-    return Method(name, recipe, sweep.with_config_found(path, {**common, **arguments}))
+    return Method(name, recipe, with_config_found(path, arguments))
+
+
+# ---- Files ----
+
+
+def read_keys(path: str | Path, keys: Sequence[str]) -> dict[str, Any]:
+    """The mapping in a YAML file.
+
+    Raises:
+        FileNotFoundError: the file does not exist.
+        ValueError: it holds something else, or a key that is not among these.
+    """
+    content = read_yaml(path)
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold `key: value` lines")
+    for key in content:
+        if key not in keys:
+            raise ValueError(f"{path}: unknown key {brief(key)!r}{nearest(brief(key), keys)} Known: {', '.join(keys)}")
+    return content
+
+
+def read_arguments(path: Path, what: str, value: Any) -> dict[str, Any]:
+    """A mapping of a recipe's arguments, without those that a study sets itself.
+
+    Raises:
+        ValueError: the value is not a mapping; the message names `path` and `what`.
+    """
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: {what} must hold `argument: value` lines, got {brief(repr(value), 100)}")
+    for name in value:
+        if not isinstance(name, str) or not name.isidentifier():
+            raise ValueError(f"{path}: {what}: {brief(repr(name))} is no argument")
+        if name in ("output_dir", "overwrite_output_dir", "resume_from_checkpoint"):
+            raise ValueError(f"{path}: {what}: {name} is set by the study: leave it out")
+    return value
+
+
+def with_config_found(path: Path, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments with the path of their configuration resolved by `find_shipped`."""
+    if "config" not in arguments:
+        return arguments
+    what = f"{path}: no configuration file {str(arguments['config'])!r}"
+    return {**arguments, "config": str(find_shipped(arguments["config"], what))}
+
+
+def find_shipped(name: str | Path, missing: str) -> Path:
+    """Find a file relative to the working directory, or to the parent of the recipes' folder.
+
+    Raises:
+        FileNotFoundError: the file is in neither; `missing` is the message.
+    """
+    found = next((place for place in (Path(name), SCRIPTS / name) if place.is_file()), None)
+    if found is None:
+        raise FileNotFoundError(missing)
+    return found

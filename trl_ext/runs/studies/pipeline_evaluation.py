@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
-import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -12,41 +10,30 @@ from typing import Any
 
 from trl_ext.data import load_benchmark
 from trl_ext.data.benchmark import known_score
-from trl_ext.evaluation.judging.protocol import last_user_text
-from trl_ext.evaluation.methods.reward_models import reward_mistakes
 from trl_ext.evaluation.stages import compare_stages, mean_and_std
 from trl_ext.evaluation.submissions.assets import load_prompts
 from trl_ext.files import write_json, write_json_lines
 from trl_ext.rewards import RewardModel
 from trl_ext.runs.loading import optional_split
+from trl_ext.runs.studies.compare_plan import find_shipped
 from trl_ext.runs.studies.pipeline import REWARD_MODEL, SFT, Pipeline, RLHFArguments
-from trl_ext.runs.studies.sweep import find_shipped
 
 FOLDER = "evaluation"
 HELD_OUT, ADVERSARIAL = "held_out", "adversarial"
-# Statistic -> its description in the report.
-PATTERNS = {
-    "length": "words of the response that the model prefers minus those of the other, mean",
-    "longer": "share of the pairs of unequal length in which it prefers the longer",
-    "overlap": "words in both responses / words in either (Jaccard), mean",
-    "position": "words before the two part / words of the shorter, mean; 1 where one begins with the other",
-    "label_wrong": "share of the pairs whose label contradicts the true order; ties of it left out",
-}
 
 
 def evaluate_pipeline(given: RLHFArguments, pipeline: Pipeline) -> dict[str, Any]:
     """Sample, score and measure; write the samples and evaluation.json.
 
     Returns:
-        `prompts`: for each set of prompts, its `models` and, for the adversarial set, its `families`; and `mistakes`
-        by reward model.
+        `prompts`: for each set of prompts, its `models` and, for the adversarial set, its `families`; and `mistakes`,
+        the worst of each reward model on held-out pairs.
 
     Raises:
-        FileNotFoundError: prompts or pairs do not exist.
+        FileNotFoundError: prompts do not exist.
         ValueError: prompts are malformed or have no family.
     """
     folder = Path(given.output_dir) / FOLDER
-    benchmark = load_benchmark(given.dataset_name)
     # Some datasets have no file of prompts.
     prompts = list(load_benchmark(given.dataset_name, splits=given.prompt_split)[given.prompt_split])
     rows = [{"row_id": row["row_id"], "prompt": row["prompt"]} for row in prompts[: given.num_eval_prompts]]
@@ -55,15 +42,17 @@ def evaluate_pipeline(given: RLHFArguments, pipeline: Pipeline) -> dict[str, Any
     if given.adversarial_prompts:
         files[ADVERSARIAL] = find_adversarial(given.adversarial_prompts)
     found = {name: _evaluate_prompts(given, pipeline, name, path, folder) for name, path in files.items()}
-    summary: dict[str, Any] = {"prompts": found}
-    if given.eval_split in benchmark:
-        pairs, known = list(benchmark[given.eval_split]), known_score(given.dataset_name)
-        summary["mistakes"] = {
-            name: mistakes_of(pairs, Path(path) / "scores.jsonl", count=given.num_mistakes, true_score=known)
-            for name, path in pipeline.reward_models.items()
-        }
+    mistakes = {name: _mistakes(Path(path), given.num_mistakes) for name, path in pipeline.reward_models.items()}
+    summary = {"prompts": found, "mistakes": mistakes}
     write_json(folder / "evaluation.json", summary)
     return summary
+
+
+def _mistakes(folder: Path, count: int) -> list[dict[str, Any]]:
+    """The first rows of a reward model's reward_mistakes.jsonl, which it writes if there are held-out pairs."""
+    path = folder / "reward_mistakes.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    return [json.loads(line) for line in lines[:count]]
 
 
 def check_evaluation(given: RLHFArguments) -> None:
@@ -169,92 +158,3 @@ def _means(samples: list[dict[str, Any]]) -> dict[str, Any]:
         "true_score": {**mean_and_std(scores), "n": len(scores)} if scores else None,
         "tokens": mean_and_std(lengths),
     }
-
-
-# ---- Mistakes of the reward models ----
-
-
-def mistakes_of(
-    pairs: Sequence[Mapping[str, Any]],
-    scores: str | Path,
-    *,
-    count: int,
-    true_score: Callable[[str, str], float] | None = None,
-) -> dict[str, Any]:
-    """The worst mistakes of a reward model on held-out pairs, and how they differ from the other pairs.
-
-    Args:
-        pairs: rows with `row_id`, `prompt`, `chosen` and `rejected`.
-        scores: scores.jsonl of the reward model's run, for these pairs.
-        count: maximum number of mistakes to return.
-        true_score: `f(prompt_text, response)`, a known quality; None for none.
-
-    Returns:
-        `n`, the number of pairs; `patterns`, statistics of the `wrong` and the `right` pairs from
-        `pattern_statistics`; and `worst`, the worst mistakes from `reward_mistakes`, each with its own statistics.
-
-    Raises:
-        FileNotFoundError: the score file does not exist.
-        ValueError: the scores belong to other pairs.
-    """
-    path = Path(scores)
-    if not path.is_file():
-        raise FileNotFoundError(f"no file {path}: the reward model was not evaluated on held-out pairs")
-    rows = map(json.loads, path.read_text(encoding="utf-8").splitlines())
-    found = {row["row_id"]: (row["chosen_score"], row["rejected_score"]) for row in rows}
-    missing = next((row["row_id"] for row in pairs if row["row_id"] not in found), None)
-    if missing is not None:
-        raise ValueError(f"{scores}: no score of row_id {missing}: the reward model was evaluated on other pairs")
-    chosen, rejected = zip(*(found[row["row_id"]] for row in pairs), strict=True)
-    every = reward_mistakes(pairs, chosen, rejected)
-    wrong_ids = {row["row_id"] for row in every}
-    described = {
-        row["row_id"]: describe_pair(
-            last_user_text(row["prompt"]), _text(row["chosen"]), _text(row["rejected"]), c - r, true_score
-        )
-        for row, c, r in zip(pairs, chosen, rejected, strict=True)
-    }
-    groups: dict[str, list[dict[str, Any]]] = {"wrong": [], "right": []}
-    for row_id, one in described.items():
-        groups["wrong" if row_id in wrong_ids else "right"].append(one)
-    return {
-        "n": len(pairs),
-        "patterns": {name: pattern_statistics(group) for name, group in groups.items()},
-        "worst": [{**row, **described[row["row_id"]]} for row in every[:count]],
-    }
-
-
-def describe_pair(
-    prompt: str, chosen: str, rejected: str, margin: float, true_score: Callable[[str, str], float] | None = None
-) -> dict[str, Any]:
-    """Properties of a pair: `length`, `overlap` and `position` as defined in `PATTERNS`, and `label_wrong`.
-
-    At a `margin` (chosen score minus rejected score) of 0 the model prefers neither, and `length` is 0. Without a
-    `true_score`, or if both responses are equally good, `label_wrong` is None.
-    """
-    one, other = (re.findall(r"\w+", text.lower()) for text in (chosen, rejected))
-    sign = (margin > 0) - (margin < 0)
-    shared = 0
-    while shared < min(len(one), len(other)) and one[shared] == other[shared]:
-        shared += 1
-    either = set(one) | set(other)
-    truth = 0.0 if true_score is None else true_score(prompt, chosen) - true_score(prompt, rejected)
-    return {
-        "length": sign * (len(one) - len(other)),
-        "overlap": len(set(one) & set(other)) / len(either) if either else 1.0,
-        "position": shared / min(len(one), len(other)) if one and other else 0.0,
-        "label_wrong": None if truth == 0 else truth < 0,
-    }
-
-
-def pattern_statistics(described: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """`n`, the number of pairs, and the statistics of `PATTERNS`; None for one that no pair has."""
-    values = {name: [one[name] for one in described] for name in ("length", "overlap", "position", "label_wrong")}
-    values["longer"] = [length > 0 for length in values["length"] if length]
-    known = {name: [value for value in values[name] if value is not None] for name in PATTERNS}
-    means = {name: math.fsum(own) / len(own) if own else None for name, own in known.items()}
-    return {"n": len(described), **means}
-
-
-def _text(response: Sequence[Mapping[str, Any]] | str) -> str:
-    return response if isinstance(response, str) else response[-1]["content"]

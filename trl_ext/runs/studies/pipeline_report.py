@@ -14,7 +14,7 @@ from trl_ext.evaluation.reporting.tables import Cell, Table, count, estimate, fi
 from trl_ext.files import read_json
 from trl_ext.runs.results import drawing
 from trl_ext.runs.studies.pipeline import SFT, Pipeline, RLHFArguments
-from trl_ext.runs.studies.pipeline_evaluation import ADVERSARIAL, HELD_OUT, PATTERNS
+from trl_ext.runs.studies.pipeline_evaluation import ADVERSARIAL, HELD_OUT
 
 TITLES = {HELD_OUT: "Held-out prompts", ADVERSARIAL: "Adversarial prompts"}
 TRUE_SCORE = "true score"
@@ -33,15 +33,15 @@ def write_pipeline_report(given: RLHFArguments, pipeline: Pipeline, summary: Map
     with drawing(PICTURE_NAME):
         plot_pareto(summary, folder / PICTURE_NAME)
         pictures["Reward against KL from the SFT model, held-out prompts"] = (folder / PICTURE_NAME).read_bytes()
-    tables = [*_model_tables(summary), *_mistake_tables(summary), *_sample_tables(summary), _stage_table(pipeline)]
+    tables = [*_model_tables(summary), _mistake_table(summary), *_sample_tables(summary), _stage_table(pipeline)]
     runs = [stage.folder for stage in pipeline.stages]
     write_report(runs, folder / "report.html", stages=tables, pictures=pictures)
     return ["report.html", "report.md", *([PICTURE_NAME] if pictures else []), "evaluation/"]
 
 
 def print_tables(summary: Mapping[str, Any]) -> None:
-    """Print the models' figures on both sets of prompts, and the patterns of the reward models' mistakes."""
-    for table in [*_model_tables(summary), *_mistake_tables(summary)[:1]]:
+    """Print the models' figures on both sets of prompts."""
+    for table in _model_tables(summary):
         # Families are too many for a terminal.
         if table.name == FAMILIES:
             continue
@@ -85,35 +85,19 @@ def _figures(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[
     return [*cells, figure(row["tokens"]["mean"], 1)]
 
 
-def _mistake_tables(summary: Mapping[str, Any]) -> list[Table]:
-    mistakes = summary.get("mistakes", {})
-    patterns = [
-        [Cell(name), Cell(group), count(row["n"]), *(figure(row[key], 2) for key in PATTERNS)]
-        for name, found in mistakes.items()
-        for group, row in found["patterns"].items()
-    ]
-    note = "Held-out pairs that a reward model ranks against their label (wrong), and the others (right). "
-    note += "; ".join(f"{name}: {what}" for name, what in PATTERNS.items()) + "."
-    columns = ["reward model", "pairs", "n", *PATTERNS]
-    worst = [
+def _mistake_table(summary: Mapping[str, Any]) -> Table:
+    rows = [
         [
             Cell(name),
             figure(row["margin"], 2),
             *(Cell(row[key], prose=True) for key in ("prompt_text", "chosen_text", "rejected_text")),
-            count(row["length"]),
-            figure(row["overlap"], 2),
-            figure(row["position"], 2),
-            Cell({None: "-", True: "yes", False: "no"}[row["label_wrong"]]),
         ]
-        for name, found in mistakes.items()
-        for row in found["worst"]
+        for name, found in summary["mistakes"].items()
+        for row in found
     ]
-    titles = ["reward model", "margin", "prompt", "chosen", "rejected", *PATTERNS]
-    titles.remove("longer")
-    return [
-        Table("stages-patterns", "What the reward models' mistakes have in common", note, columns, patterns),
-        Table("stages-mistakes", "Worst mistakes, with their patterns", note, titles, worst),
-    ]
+    note = "Held-out pairs that a reward model ranks most clearly against their label."
+    columns = ["reward model", "margin", "prompt", "chosen", "rejected"]
+    return Table("stages-mistakes", "Worst mistakes of the reward models", note, columns, rows)
 
 
 def _sample_tables(summary: Mapping[str, Any]) -> list[Table]:

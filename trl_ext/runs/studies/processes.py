@@ -11,7 +11,7 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -236,20 +236,20 @@ def run_in_session(command: Sequence[str]) -> tuple[int, signal.Signals | None]:
     launcher = psutil.Popen(command, start_new_session=True)
     workers: list[psutil.Process] = []
     told: set[psutil.Process] = set()
-    with _Received() as received:
+    with _received_signals() as received:
         while (code := launcher.poll()) is None or any(map(_runs, workers)):
             with contextlib.suppress(psutil.Error):
                 workers = launcher.children() or workers
-            if received.again:
+            if len(received) > 1:
                 _send([launcher, *workers], signal.SIGKILL)
-            elif received.first is not None:
-                number = signal.SIGINT if received.first == signal.SIGINT else signal.SIGUSR1
+            elif received:
+                number = signal.SIGINT if received[0] == signal.SIGINT else signal.SIGUSR1
                 # A launcher that has not started any process has nothing to save.
                 untold = [process for process in workers or [launcher] if process not in told]
                 _send(untold, number if workers else signal.SIGTERM)
                 told.update(untold)
             time.sleep(POLL_SECONDS)
-    return code, received.first
+    return code, received[0] if received else None
 
 
 def run_or_stop(command: Sequence[str]) -> int:
@@ -263,34 +263,30 @@ def run_or_stop(command: Sequence[str]) -> int:
         raise KeyboardInterrupt
     if received is not None:
         code = os.EX_TEMPFAIL
-        print(f"\nreceived {received.name}; the same command goes on from this run (exit code {code})")
+        print(f"\nreceived {received.name}; the same command resumes this run (exit code {code})")
         raise SystemExit(code)
     return status
 
 
-class _Received:
-    """Records the signals that arrive within a `with` block, except ignored ones, as under nohup."""
+@contextlib.contextmanager
+def _received_signals() -> Iterator[list[signal.Signals]]:
+    """The signals that arrive within the block, except ignored ones, as under nohup."""
+    received: list[signal.Signals] = []
+    last = -SAME_SIGNAL_SECONDS
 
-    def __init__(self):
-        self.first: signal.Signals | None = None
-        self.again = False
-        self._first_at = 0.0
+    def on_signal(number: int, frame) -> None:
+        nonlocal last
+        if time.monotonic() - last >= SAME_SIGNAL_SECONDS:
+            received.append(signal.Signals(number))
+            last = time.monotonic()
 
-    def __enter__(self) -> _Received:
-        heard = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
-        self._before = {number: signal.signal(number, self._on_signal) for number in heard}
-        return self
-
-    def __exit__(self, *_) -> None:
-        for number, handler in self._before.items():
+    heard = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, on_signal) for number in heard}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
             signal.signal(number, handler)
-
-    def _on_signal(self, number: int, frame) -> None:
-        now = time.monotonic()
-        if self.first is None:
-            self.first, self._first_at = signal.Signals(number), now
-        elif now - self._first_at >= SAME_SIGNAL_SECONDS:
-            self.again = True
 
 
 def _runs(process: psutil.Process) -> bool:

@@ -1,0 +1,108 @@
+"""How a run is launched: flags that are no part of its settings, and a check of its parallel engine."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+
+from trl_ext.processes import is_main_process, warn_once_per_run
+
+
+@dataclass
+class LaunchArguments:
+    """How a run is launched."""
+
+    allow_engine_fallback: bool = field(
+        default=False,
+        metadata={"help": "Train on where FSDP was asked for and accelerate puts DDP or nothing in its place."},
+    )
+
+    doctor: str = field(
+        default="on",
+        metadata={"help": "Examine data, model and configuration before training, without a step; off to leave it."},
+    )
+
+    def __post_init__(self):
+        # YAML reads a plain on or off as a truth value.
+        self.doctor = {"True": "on", "False": "off"}.get(self.doctor, self.doctor)
+        if self.doctor not in ("on", "off"):
+            raise ValueError(f"doctor must be on or off, got {self.doctor!r}")
+
+
+@dataclass(frozen=True)
+class Engine:
+    """How the processes of a run share the work.
+
+    Attributes:
+        name: none, DDP, DataParallel, FSDP1, FSDP2, or ZeRO-0 to ZeRO-3, as it will actually run.
+        asked: the engine that the launcher or the configuration requested.
+        processes: their number.
+        device: this process's device, such as cuda:0.
+        mixed_precision: no, bf16 or fp16.
+    """
+
+    name: str
+    asked: str
+    processes: int
+    device: str
+    mixed_precision: str
+
+
+def engine_in_force(args) -> Engine:
+    """The engine that the trainer will get from a configuration."""
+    kind = args.distributed_state.distributed_type.value
+    plain = "DDP" if kind != "NO" else "DataParallel" if args.n_gpu > 1 else "none"
+    name = asked = plain
+    if args.deepspeed_plugin is not None:
+        name = asked = f"ZeRO-{args.deepspeed_plugin.zero_stage}"
+    elif args.fsdp_plugin_args is not None or os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":
+        version = (args.fsdp_plugin_args or {}).get("fsdp_version", os.environ.get("FSDP_VERSION", "1"))
+        asked = f"FSDP{version}"
+        # Accelerate enables FSDP only for processes on accelerators, and then changes their kind.
+        shards = kind == "FSDP" or (kind.startswith("MULTI_") and kind not in ("MULTI_CPU", "MULTI_NEURON"))
+        name = asked if shards else plain
+    precision = "bf16" if args.bf16 else "fp16" if args.fp16 else "no"
+    return Engine(name, asked, args.world_size, str(args.device), precision)
+
+
+def check_engine(engine: Engine, *, allow_fallback: bool) -> str | None:
+    """A warning if the engine is not the requested one, else None.
+
+    Raises:
+        ValueError: FSDP was requested and accelerate silently uses something else; or one process sees several GPUs,
+            where DataParallel would multiply the batch and split groups.
+    """
+    if engine.name == "DataParallel":
+        raise ValueError(
+            "one process sees several GPUs: start it with `accelerate launch --config_file "
+            "accelerate_configs/multi_gpu.yaml --num_processes N`, or choose one GPU with CUDA_VISIBLE_DEVICES=0"
+        )
+    if engine.name == engine.asked:
+        return None
+    place = "a CPU" if engine.device.startswith("cpu") else "one process without a launcher"
+    instead = {"none": "nothing is sharded", "DDP": "DDP trains instead, with all weights in every process"}
+    found = f"{engine.asked} was asked for, and on {place} {instead[engine.name]}"
+    if not allow_fallback:
+        raise ValueError(
+            f"{found}: launch with accelerate_configs/multi_gpu.yaml or cpu.yaml, use zero2.yaml or zero3.yaml, which "
+            "shard on a CPU as well, or give --allow_engine_fallback"
+        )
+    return found
+
+
+def check_launch(launch: LaunchArguments, training) -> None:
+    """Raise an error if the engine is not the requested one, or print a warning if a fallback is allowed."""
+    fallback = check_engine(engine_in_force(training), allow_fallback=launch.allow_engine_fallback)
+    if fallback is not None:
+        warn_once_per_run(fallback)
+
+
+def print_batch(training) -> None:
+    """Print what one update is computed on."""
+    engine = engine_in_force(training)
+    rows, accumulation = training.train_batch_size, training.gradient_accumulation_steps
+    if is_main_process():
+        print(
+            f"batch of {rows * accumulation * engine.processes} = {rows} per device x {accumulation} accumulated x "
+            f"{engine.processes} processes (engine: {engine.name})"
+        )
