@@ -139,7 +139,7 @@ class TestJudgePairs:
             (CountingJudge(), ["b", "b"], {"max_concurrency": 0}, ["max_concurrency", "at least 1", "0"]),
             (CountingJudge(), ["b", "b"], {"max_error_fraction": 10}, ["max_error_fraction", "between 0 and 1", "10"]),
             (CountingJudge(), ["b", "b"], {"cache": "x.sqlite"}, ["needs a judge with an attribute `identity`"]),
-            (lambda *_: "first", ["b", "b"], {}, ["row_id r0", "'A', 'B' or 'tie'", "'first'"]),
+            (lambda *_: "first", ["b", "b"], {}, ["row_id r", "'A', 'B' or 'tie'", "'first'"]),
         ],
     )
     def test_refusals(self, judge, base, options, words):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from statistics import NormalDist
 from typing import NamedTuple
 
 import numpy
@@ -149,19 +148,6 @@ def test_intervals_cover_the_truth(variances, seeds):
 def test_intervals_of_two_seeds_cover_the_truth(variances):
     """4,000 studies of 50 prompts: nearly all without an effect of seeds, and about 95% with one."""
     assert 0.93 < 1 - rejected(studies(variances, 50, 2, 4000)) < 0.995
-
-
-def test_intervals_over_prompts_alone_do_not():
-    """What the two-way interval is for: with seeds that differ, averaging over seeds and resampling prompts gives a
-    variance of (prompt + rest / 3) / 40 = 0.0108, and the mean has 0.0108 + 0.1 / 3 = 0.0442. Its 95% interval covers
-    P(|Z| < 1.96 sqrt(0.0108 / 0.0442)) = 0.667."""
-    values = studies(Variances(0.1, 0.1, 1), 40, 3, 4000)
-    by_prompt = values.mean(-1)
-    error = by_prompt.std(-1, ddof=1) / math.sqrt(40)
-    covered = (abs(by_prompt.mean(-1)) < 1.96 * error).mean()
-    normal = NormalDist()
-    assert covered == pytest.approx(2 * normal.cdf(1.96 * math.sqrt(0.0108333 / 0.0441667)) - 1, abs=0.03)
-    assert covered < 0.7
 
 
 # ---- Many comparisons ----
