@@ -98,6 +98,12 @@ class TestJudge:
             assert len(server.calls) == asked, "grading reads the same cache"
             grade = next(g for g in json.loads(out)["grades"] if g["method"] == "aot")
             assert grade["figure"] == pytest.approx(5 / 7)
+        # Where every verdict is in the cache no key is needed, and no server. Its address is part of no key of the
+        # cache, only that it is one's own: OPENAI_BASE_URL says so too.
+        monkeypatch.delenv("OPENAI_API_KEY")
+        monkeypatch.setenv("OPENAI_BASE_URL", server.url)
+        code, out, _ = run("judge", "--candidate", path, *course["judging"], *options[:4], "--json")
+        assert (code, json.loads(out)["usage"]["cached"]) == (0, 14)
         assert "sk-test" not in (tmp_path / "judge_cache.sqlite").read_bytes().decode("latin-1") + out + err
 
     def test_settings_of_the_judge(self, run, course, tmp_path, monkeypatch):
@@ -200,17 +206,6 @@ class TestJudge:
         assert credits[5:8] == [0.5] * 3 and set(credits) == {0.0, 0.5, 1.0}
         figures = json.loads(out)["candidates"][0]["win_rate"]
         assert figures["half"]["rate"] == pytest.approx(sum(credits) / 10)
-
-    def test_no_key_is_needed_where_every_verdict_is_in_the_cache(self, run, course, tmp_path, monkeypatch):
-        """The server's address is part of no key, only that it is one's own: OPENAI_BASE_URL says so too."""
-        monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-        path = write_policy(tmp_path, "aot", response_rows(plan(win=10)))
-        options = ("--judge", "openai", "--model", "gpt-5.4", "--json")
-        with LoopbackServer() as server:
-            assert run("judge", "--candidate", path, *course["judging"], *options, "--base_url", server.url)[0] == 0
-        monkeypatch.setenv("OPENAI_BASE_URL", server.url)
-        code, out, _ = run("judge", "--candidate", path, *course["judging"], *options)
-        assert (code, json.loads(out)["usage"]["cached"]) == (0, 20)
 
     def test_an_interrupt(self, run, course, tmp_path, monkeypatch):
         """Before the first verdict: none of 20 is there, which it says."""
