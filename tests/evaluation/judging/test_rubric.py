@@ -157,15 +157,14 @@ def test_arguments_of_reward_functions_are_known_before_sampling():
     def decorated(completions, **columns):
         return lines(completions, columns)
 
-    check_arguments([decorated, max, functools.partial(lines, steps=[])], ["prompt"], False)
-    check_arguments([lines], ["prompt"], True)
-    check_arguments([reward_with(Server()), torch.nn.Linear(1, 1)], ["prompt", "rubric"], False)
+    check_arguments([decorated, max, functools.partial(lines, steps=[])], ["prompt"])
+    check_arguments([reward_with(Server()), torch.nn.Linear(1, 1)], ["prompt", "rubric"])
     for function, columns, words in (
-        (lines, ["prompt"], ["'lines' takes the steps of responses", "choose an --advantage of steps"]),
+        (lines, ["prompt"], ["'lines' takes 'steps'", "no such column"]),
         (lambda completion: [1.0], ["prompt", "completion"], ["takes 'completion'", "did you mean 'completions'"]),
         (reward_with(Server()), ["prompt", "rubic"], ["'rubric_explicit' takes 'rubric'", "did you mean 'rubic'"]),
     ):
-        assert_refused(lambda f=function, c=columns: check_arguments([f], c, False), *words)
+        assert_refused(lambda f=function, c=columns: check_arguments([f], c), *words)
 
 
 def test_refusals(monkeypatch):
