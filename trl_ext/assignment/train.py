@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +49,11 @@ def main(arguments: list[str] | None = None) -> None:
             raise ValueError(f"no recipe {options.recipe!r}: there are {', '.join(assignment['recipes'])}")
         recipe = assignment["recipes"][options.recipe]
         out = options.output_dir or Path("runs") / options.recipe
-        settings, names = COMMON | recipe["settings"] | {"output_dir": str(out)}, recipe["functions"]
-        build, measure = KINDS[recipe["kind"]]
+        names, (build, measure) = recipe["functions"], KINDS[recipe["kind"]]
+        read = partial(read_config, COMMON | recipe["settings"] | {"output_dir": str(out)}, flags)
         try:
             functions = students_functions(assignment["package"], names)
-            trainer = build(settings, flags, *functions, **recipe.get("arguments", {}))
+            trainer = build(read, *functions, **recipe.get("arguments", {}))
             if options.eval_prompts:
                 remember_base(trainer)
             trainer.train()
@@ -82,13 +83,9 @@ class _Parser(HfArgumentParser):
         raise ValueError(message)
 
 
-def read_config(config_class: type, settings: dict[str, Any], flags: list[str]) -> Any:
-    """A configuration from settings and from flags, which take precedence.
-
-    Raises:
-        ValueError: the configuration does not have a setting, or does not accept a value.
-    """
-    given = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
+def read_config(settings: dict[str, Any], flags: list[str], config_class: type, **own: Any) -> Any:
+    """A configuration from settings and from flags, which take precedence. ValueError for what it does not accept."""
+    given = [part for name, value in (settings | own).items() for part in (f"--{name}", str(value))]
     parser = _Parser(config_class, allow_abbrev=False)
     config, unknown = parser.parse_args_into_dataclasses([*given, *flags], return_remaining_strings=True)
     if unknown:
@@ -99,30 +96,26 @@ def read_config(config_class: type, settings: dict[str, Any], flags: list[str]) 
 # ---- A trainer on the student's functions, for each kind of recipe ----
 
 
-def preference(settings: dict[str, Any], flags: list[str], loss: Callable, **traits: Any) -> PreferenceTrainer:
+def preference(read: Callable, loss: Callable, **traits: Any) -> PreferenceTrainer:
     """For a loss of each pair."""
     name = f"{loss.__module__}.{loss.__name__}"
     preference_loss(name, **traits)(loss)
-    config = read_config(PreferenceConfig, settings | {"loss": name}, flags)
-    return PreferenceTrainer(resolve_model_path("toy"), args=config, train_dataset=load_benchmark()["train_prefs"])
+    data = load_benchmark()["train_prefs"]
+    return PreferenceTrainer(resolve_model_path("toy"), args=read(PreferenceConfig, loss=name), train_dataset=data)
 
 
-def policy(settings: dict[str, Any], flags: list[str], loss: Callable, advantage: Callable, **given: Any):
+def policy(read: Callable, loss: Callable, advantage: Callable, **given: Any) -> PolicyTrainer:
     """For a whole loss and an advantage, on the benchmark's prompts."""
 
     def of_batch(scores: PolicyScores) -> Tensor:
         log_probs = scores.log_probs, scores.old_log_probs, scores.old_log_probs
         return loss(*log_probs, scores.mask, scores.advantages[:, 0], kl_coef=0.0, **given)
 
-    rows = load_benchmark()["train_gen"]
-    return _policy_trainer(settings, flags, loss, of_batch, advantage, known_score, rows)
+    return _policy_trainer(read, loss, of_batch, advantage, known_score, load_benchmark()["train_gen"])
 
 
-def policy_step(
-    settings: dict[str, Any], flags: list[str], step: Callable, group: Callable, parse: Callable, **given: Any
-) -> PolicyTrainer:
+def policy_step(read, step: Callable, group: Callable, parse: Callable, *, normalize_by_std, **given) -> PolicyTrainer:
     """For a micro-batch step, rewards in groups and a parser, on the embedded additions."""
-    divided = given.pop("normalize_by_std")
 
     def of_batch(scores: PolicyScores) -> Tensor:
         drawn = {"old_log_probs": scores.old_log_probs, "advantages": scores.advantages}
@@ -131,16 +124,16 @@ def policy_step(
     def advantage(rewards: Tensor, group_size: int) -> Tensor:
         # The trainer knows the rewards already: they take the place of the responses.
         known = rewards.tolist(), [""] * len(rewards), group_size
-        return group(lambda reward, truth: {"reward": reward}, *known, 1e-6, divided)[0].to(rewards)
+        return group(lambda reward, truth: {"reward": reward}, *known, 1e-6, normalize_by_std)[0].to(rewards)
 
     def solved(completions: list, answer: list[str], **columns: Any) -> list[float]:
         return [float(parse(completion_text(text)) == truth) for text, truth in zip(completions, answer, strict=True)]
 
     rows = [{"prompt": math_prompt(row, None), "answer": row["answer"]} for row in load_math("toy", "train")]
-    return _policy_trainer(settings, flags, step, of_batch, advantage, solved, Dataset.from_list(rows))
+    return _policy_trainer(read, step, of_batch, advantage, solved, Dataset.from_list(rows))
 
 
-def _policy_trainer(settings, flags, loss, of_batch, advantage, reward, rows) -> PolicyTrainer:
+def _policy_trainer(read, loss, of_batch, advantage, reward, rows) -> PolicyTrainer:
     def student(scores: PolicyScores) -> Tensor:
         """The student's scalar for every response, as an algorithm returns one loss per response."""
         return of_batch(scores).reshape(1, 1).expand(len(scores.mask), 1)
@@ -148,7 +141,7 @@ def _policy_trainer(settings, flags, loss, of_batch, advantage, reward, rows) ->
     name = f"{loss.__module__}.{loss.__name__}"
     own = {"advantage": advantage, "ratio": "token", "aggregation": "sequence_mean", "beta": 0.0}
     policy_algorithm(name, **own)(student)
-    config = read_config(PolicyConfig, settings | {"algorithm": name}, flags)
+    config = read(PolicyConfig, algorithm=name)
     return PolicyTrainer(resolve_model_path("toy"), [reward], args=config, train_dataset=rows)
 
 
@@ -158,9 +151,7 @@ def known_score(prompts: list, completions: list, **columns: Any) -> list[float]
     return [score(prompt[-1]["content"], completion_text(text)) for prompt, text in pairs]
 
 
-def sft_step(
-    settings: dict[str, Any], flags: list[str], tokenize: Callable, log_probs: Callable, step: Callable
-) -> SFTTrainer:
+def sft_step(read: Callable, tokenize: Callable, log_probs: Callable, step: Callable) -> SFTTrainer:
     """For batches of tokens, their log-probabilities and a micro-batch step, on worked additions."""
 
     class StudentTrainer(SFTTrainer):
@@ -175,7 +166,7 @@ def sft_step(
         texts = tokenizer.apply_chat_template(prompts, tokenize=False, add_generation_prompt=True)
         return tokenize(texts, [addition_trace(row["prompt_text"]) + tokenizer.eos_token for row in rows], tokenizer)
 
-    config, rows = read_config(SFTConfig, settings, flags), Dataset.from_list(load_math("toy", "train"))
+    config, rows = read(SFTConfig), Dataset.from_list(load_math("toy", "train"))
     config.dataset_kwargs, config.remove_unused_columns = {"skip_prepare_dataset": True}, False
     trainer = StudentTrainer(resolve_model_path("toy"), config, train_dataset=rows, data_collator=collate)
     return trainer
@@ -210,9 +201,5 @@ def solves(trainer, count: int) -> dict[str, Any]:
     return {"accuracy": sum(right) / len(right)}
 
 
-KINDS = {
-    "preference": (preference, wins),
-    "policy": (policy, wins),
-    "policy_step": (policy_step, solves),
-    "sft_step": (sft_step, solves),
-}
+KINDS = {"preference": (preference, wins), "policy": (policy, wins)}
+KINDS |= {"policy_step": (policy_step, solves), "sft_step": (sft_step, solves)}
