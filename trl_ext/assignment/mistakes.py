@@ -107,7 +107,7 @@ MISTAKES: dict[str, Callable[[Callable, SimpleNamespace], Any]] = {
     "dr_grpo_loss: the sums are divided by the responses' lengths (that is GRPO)": given(reduction="sequence_mean"),
     "gspo_loss: each token has its own ratio (that is GRPO)": given(ratio=lambda new, old, mask: new - old),
     "sequence_log_probs: logits and tokens are not shifted: the logits are about the next token":
-        lambda f, a: f(logits=a.logits.roll(1, dims=1)),
+        lambda f, a: f(logits=a.logits.roll(-1, dims=1)),
     f"sequence_log_probs: {MASK}: the prompt and the padding count": ones("response_mask"),
     "split_minibatches: the last minibatch, which is not full, is dropped":
         lambda f, a: [each for each in f() if len(each["rewards"]) == a.minibatch_size],
