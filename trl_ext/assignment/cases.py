@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trl_ext import advantages, course, losses, models
 from trl_ext.assignment.checking import call, verdict
-from trl_ext.assignment.mistakes import mistakes_of
+from trl_ext.assignment.mistakes import REWARDS, mistakes_of
 
 WORDS = ["red", "green", "blue", "one", "two", "three", "four", "five", "cats", "dogs", "sing", "run"]
 # Special cases.
@@ -52,10 +52,10 @@ class Draw:
 
 @dataclass(frozen=True)
 class Task:
-    """A function that students write: the library's function, and the arguments of a case as far as it has them.
+    """A function that students write: the library's, and the arguments of a case, of which it takes those it has.
 
-    `options` are further arguments, with the values that cases take in turn; None leaves one out. The losses of a
-    function of the kind `unordered` may be in any order; one of the kind `step` calls `backward` itself.
+    `options` are further arguments, with the values that cases take in turn; None leaves one out. Results of the kind
+    `unordered` may be in any order; a function of the kind `step` calls `backward` itself.
     """
 
     right: Callable
@@ -65,8 +65,8 @@ class Task:
     kind: str = ""
 
     def case(self, draw: Draw) -> dict[str, Any]:
-        options = {name: draw.turn(*values) for name, values in self.options.items()}
-        options = {name: value for name, value in options.items() if value is not None}
+        turns = {name: draw.turn(*values) for name, values in self.options.items()}
+        options = {name: value for name, value in turns.items() if value is not None}
         known = inspect.signature(self.right).parameters
         arguments = {name: value for name, value in self.build(draw).items() if name in known}
         # The grader prints this. Students must not see the texts of hidden cases.
@@ -208,25 +208,17 @@ def split_minibatches(batch: dict[str, Tensor], order: Tensor, minibatch_size: i
     return [{name: rows[part] for name, rows in batch.items()} for part in order.split(minibatch_size)]
 
 
-@dataclass(frozen=True)
-class WholeLoss:
+def whole_loss(
+    log_probs, old_log_probs, ref_log_probs, mask, advantages, clip, kl_coef, max_new_tokens=None, *,
+    ratio=lambda new, old, mask: losses.token_log_ratio(new, old), surrogate=losses.clipped_surrogate,
+    reduction="sequence_mean", kl_reduction="token_mean", detached=("old", "ref"),
+) -> Tensor:  # fmt: skip
     """A whole policy loss from the library's parts. A mistake replaces one of them."""
-
-    ratio: Callable = lambda new, old, mask: losses.token_log_ratio(new, old)
-    reduction: str = "sequence_mean"
-    kl_reduction: str = "token_mean"
-    surrogate: Callable = losses.clipped_surrogate
-    detached: tuple[str, ...] = ("old", "ref")
-
-    def __call__(
-        self, log_probs, old_log_probs, ref_log_probs, mask, advantages, clip, kl_coef, max_new_tokens=None, **parts
-    ):
-        own = replace(self, **parts)
-        old = old_log_probs.detach() if "old" in own.detached else old_log_probs
-        reference = ref_log_probs.detach() if "ref" in own.detached else ref_log_probs
-        each = own.surrogate(own.ratio(log_probs, old, mask), advantages, clip_low=clip, clip_high=clip)
-        kl = losses.aggregate(losses.kl_estimate(log_probs, reference, "k3"), mask, own.kl_reduction)
-        return losses.aggregate(each, mask, own.reduction, constant=max_new_tokens) + kl_coef * kl
+    old = old_log_probs.detach() if "old" in detached else old_log_probs
+    reference = ref_log_probs.detach() if "ref" in detached else ref_log_probs
+    each = surrogate(ratio(log_probs, old, mask), advantages, clip_low=clip, clip_high=clip)
+    kl = losses.aggregate(losses.kl_estimate(log_probs, reference, "k3"), mask, kl_reduction)
+    return losses.aggregate(each, mask, reduction, constant=max_new_tokens) + kl_coef * kl
 
 
 # ---- The functions of both assignments ----
@@ -255,9 +247,9 @@ TASKS: dict[str, Task] = {
     "clipped_surrogate": Task(losses.clipped_surrogate, tokens, CLIPS),
     "kl_estimate": Task(losses.kl_estimate, ratios, {"kind": ("k3", "k1", "k2")}),
     "aggregate": Task(losses.aggregate, tokens, KINDS, (NAN, EMPTY)),
-    "grpo_loss": Task(WholeLoss(), tokens, KL),
-    "dr_grpo_loss": Task(WholeLoss(reduction="constant"), tokens, KL | {"max_new_tokens": (8, 12)}),
-    "gspo_loss": Task(WholeLoss(ratio=losses.sequence_log_ratio), tokens, KL),
+    "grpo_loss": Task(whole_loss, tokens, KL),
+    "dr_grpo_loss": Task(partial(whole_loss, reduction="constant"), tokens, KL | {"max_new_tokens": (8, 12)}),
+    "gspo_loss": Task(partial(whole_loss, ratio=losses.sequence_log_ratio), tokens, KL),
     "tokenize_prompt_and_output": Task(course.tokenize_prompt_and_output, texts),
     "token_entropy": Task(course.token_entropy, tensors),
     "response_log_probs": Task(course.response_log_probs, tensors, {"return_token_entropy": (True, False)}),
@@ -268,9 +260,7 @@ TASKS: dict[str, Task] = {
     "grpo_clip_loss": Task(course.grpo_clip_loss, course_tokens, {"cliprange": (0.2, 0.4)}),
     "policy_gradient_loss": Task(course.policy_gradient_loss, course_tokens, TYPES),
     "policy_microbatch_step": Task(course.policy_microbatch_step, course_tokens, TYPES | STEPS, kind="step"),
-    "compute_group_normalized_rewards": Task(
-        course.compute_group_normalized_rewards, group_rewards, GROUPED, (EQUAL,)
-    ),
+    REWARDS: Task(course.compute_group_normalized_rewards, group_rewards, GROUPED, (EQUAL,)),
     "parse_gsm8k_response": Task(course.parse_gsm8k_response, number_text),
     "parse_mmlu_response": Task(course.parse_mmlu_response, choice_text),
     "per_instance_dpo_loss": Task(course.per_instance_dpo_loss, texts, {"beta": (0.1, 0.02)}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -11,10 +12,7 @@ from torch import Tensor
 
 # Relative and absolute tolerances for float64, and for values computed in float32.
 FINE, COARSE = (1e-6, 1e-8), (2e-4, 2e-5)
-NAN_REACHES = (
-    "a NaN at a position that does not count has reached the result: take such positions out with masked_fill or "
-    "torch.where, as 0 times NaN is NaN"
-)
+NAN_REACHES = "a NaN has reached the result: take out what does not count with torch.where, as 0 times NaN is NaN"
 
 
 def call(function, case: dict[str, Any], **stand_ins: Any) -> dict[str, Any]:
@@ -51,15 +49,12 @@ def call(function, case: dict[str, Any], **stand_ins: Any) -> dict[str, Any]:
 
 
 def _gradients(result: Any, leaves: list[Tensor], kind: str) -> list[Tensor]:
-    """Gradients of the result, of its first part or of its `log_probs`; 0 where none flows.
-
-    Entries have distinct weights, so that exchanged entries have other gradients, unless their order has no meaning.
-    A step has called `backward` itself.
-    """
+    """Gradients of the result, of its first part or of its `log_probs`, 0 where none flows; those of a step's own."""
     part = result.get("log_probs") if isinstance(result, dict) else result
     part = part[0] if isinstance(part, (list, tuple)) and part else part
     found = [leaf.grad for leaf in leaves]
     if leaves and kind != "step" and isinstance(part, Tensor) and part.requires_grad:
+        # Weights reveal exchanged entries, unless their order has no meaning.
         spread = 0.0 if kind == "unordered" else 0.5
         weights = torch.linspace(1 - spread, 1 + spread, part.numel(), dtype=part.dtype)
         found = torch.autograd.grad((weights * part.nan_to_num().flatten()).sum(), leaves, allow_unused=True)
@@ -85,22 +80,15 @@ def _has_nan(outcome: dict[str, Any]) -> bool:
 def verdict(outcome: dict[str, Any], case: dict[str, Any], values: bool = True) -> str | None:
     """None for a correct outcome, otherwise what is wrong; without `values`, only where and why."""
     if "error" in outcome:
-        kind, message = outcome["error"], outcome["message"]
-        said = {
-            # An error of the file or the process.
-            "": message,
-            "NotImplementedError": f"not implemented yet: {message}",
-            "SystemExit": "it ends the program (sys.exit or exit): return a value or raise an error",
-        }
-        return said.get(kind, f"it raises {kind}: {message}")
+        # An error without a kind is of the file or the process.
+        says = {"": "", "NotImplementedError": "not implemented yet: ", "SystemExit": "it ends the program: exit "}
+        return says.get(outcome["error"], f"it raises {outcome['error']}: ") + outcome["message"]
     problem = difference(outcome, case["expected"], values)
-    if problem is None:
-        return None
     # If NaN reaches the result, all mistakes look alike.
-    if "NaN" in case["about"] and _has_nan(outcome):
+    if problem and "NaN" in case["about"] and _has_nan(outcome):
         return f"{problem}; {NAN_REACHES}"
-    reasons = [message for message, wrong in case["mistakes"] if difference(outcome, wrong) is None]
-    return problem + (f"; this is what you get when {', or when '.join(reasons)}" if reasons else "")
+    reasons = [message for message, wrong in case["mistakes"] if difference(outcome, wrong) is None] if problem else []
+    return f"{problem}; this is what you get when {', or when '.join(reasons)}" if reasons else problem
 
 
 def difference(found: dict[str, Any], wanted: dict[str, Any], values: bool = True) -> str | None:
@@ -113,11 +101,8 @@ def difference(found: dict[str, Any], wanted: dict[str, Any], values: bool = Tru
             if own.shape != right.shape:
                 return f"{path} must have the shape {list(right.shape)}, got {list(own.shape)}"
             # float32 is accepted for float64, and for a mask 0 and 1 of any type.
-            if right.is_floating_point():
-                fits = own.dtype in (right.dtype, torch.float32)
-            else:
-                fits = right.dtype == torch.bool or not own.is_floating_point()
-            if not fits:
+            other = right.dtype == torch.bool or not own.is_floating_point()
+            if not (own.dtype in (right.dtype, torch.float32) if right.is_floating_point() else other):
                 return f"{path} must have the dtype {right.dtype}, got {own.dtype}"
             if path.startswith("the gradient") and right.any() and not own.any():
                 return f"{path} is 0: is there a detach(), an item(), a torch.tensor(...) or a no_grad() on the way?"
@@ -148,13 +133,12 @@ def scores(**tensors: Tensor) -> SimpleNamespace:
     return given
 
 
+@dataclass
 class Tokenizer:
     """A tokenizer with one token per word; the letters determine its id. 0 pads and 1 ends a text."""
 
+    pad_token_id: int | None = 0
     bos_token, eos_token, eos_token_id = None, "<end>", 1
-
-    def __init__(self, pad_token_id: int | None = 0):
-        self.pad_token_id = pad_token_id
 
     def encode(self, text: str, **ignored) -> list[int]:
         return [2 + sum((i + 1) * ord(letter) for i, letter in enumerate(word)) % 62 for word in text.split()]

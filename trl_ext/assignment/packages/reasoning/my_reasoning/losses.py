@@ -1,7 +1,9 @@
 """Means and sums under a mask, and losses of micro-batches.
 
-Shapes: B responses of up to T tokens. A mask is True or 1 where a token counts; values elsewhere, which may be NaN in
-`masked_mean` and `masked_normalize`, must not reach the result. The tests do not read the contents of metadata.
+Shapes: B responses of up to T tokens. Log-probabilities and masks are [B, T], rewards and advantages [B, 1]. A mask
+is True or 1 where a token counts; values elsewhere, which may be NaN in `masked_mean` and `masked_normalize`, must not
+reach the result. No gradient flows into `old_log_probs`. A micro-batch's loss is divided by the number of
+`gradient_accumulation_steps` before its backward pass. Metadata is a dict whose contents the tests do not read.
 """
 
 import torch
@@ -26,10 +28,7 @@ def masked_mean(tensor, mask, dim=None):
 
 
 def masked_normalize(tensor, mask, normalize_constant, dim=None):
-    """Sum of `tensor` where `mask` is True, divided by `normalize_constant`, over `dim` or over everything.
-
-    Liu et al. 2025, arXiv 2503.20783, on what the sum is divided by.
-    """
+    """Sum of `tensor` where `mask` is True, divided by `normalize_constant`, over `dim` or over everything."""
     ### BEGIN SOLUTION
     kept = torch.where(mask, tensor, 0.0) / normalize_constant
     return kept.sum() if dim is None else kept.sum(dim)
@@ -37,11 +36,7 @@ def masked_normalize(tensor, mask, normalize_constant, dim=None):
 
 
 def sft_microbatch_step(policy_log_probs, response_mask, gradient_accumulation_steps, normalize_constant=1.0):
-    """The loss of one micro-batch of demonstrations, after its backward pass, and a dict of metadata.
-
-    Each row's negative log-likelihood over the response is divided by `normalize_constant`. The rows are averaged and
-    divided by `gradient_accumulation_steps`. Log-probabilities and mask are [B, T]. CS336 assignment 5, section 4.2.
-    """
+    """The mean over rows of `-sum / normalize_constant` over the response, after its backward pass, and metadata."""
     ### BEGIN SOLUTION
     rows = -(policy_log_probs * response_mask).sum(dim=1) / normalize_constant
     loss = rows.mean() / gradient_accumulation_steps
@@ -58,11 +53,7 @@ def naive_policy_gradient_loss(raw_rewards_or_advantages, policy_log_probs):
 
 
 def grpo_clip_loss(advantages, policy_log_probs, old_log_probs, cliprange):
-    """`-min(ratio A, clip(ratio, 1 - cliprange, 1 + cliprange) A)` of each token, [B, T], and a dict of metadata.
-
-    Advantages are [B, 1] and log-probabilities [B, T]. No gradient flows into `old_log_probs`.
-    Shao et al. 2024, arXiv 2402.03300, equation 3.
-    """
+    """`-min(ratio A, clip(ratio, 1 - cliprange, 1 + cliprange) A)` of each token, [B, T], and metadata. 2402.03300."""
     ### BEGIN SOLUTION
     ratio = torch.exp(policy_log_probs - old_log_probs.detach())
     losses = torch.max(-ratio * advantages, -torch.clamp(ratio, 1 - cliprange, 1 + cliprange) * advantages)
@@ -90,11 +81,7 @@ def policy_gradient_loss(
 
 
 def policy_microbatch_step(policy_log_probs, response_mask, gradient_accumulation_steps, loss_type, **arguments):
-    """The policy-gradient loss of one micro-batch, after its backward pass, and a dict of metadata.
-
-    Each row's mean over the response is averaged over the rows and divided by `gradient_accumulation_steps`. The other
-    arguments are those of `policy_gradient_loss`. CS336 assignment 5; Schulman et al. 2017, arXiv 1707.06347.
-    """
+    """The mean over rows of their mean `policy_gradient_loss`, after its backward pass, and metadata. 1707.06347."""
     ### BEGIN SOLUTION
     losses, metadata = policy_gradient_loss(policy_log_probs, loss_type, **arguments)
     loss = masked_mean(losses, response_mask.bool(), dim=1).mean() / gradient_accumulation_steps

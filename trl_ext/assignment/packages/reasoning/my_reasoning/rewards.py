@@ -8,11 +8,10 @@ import torch
 def compute_group_normalized_rewards(
     reward_fn, rollout_responses, repeated_ground_truths, group_size, advantage_eps, normalize_by_std
 ):
-    """Advantages [N], rewards [N], in float32, and a dict of metadata, which the tests do not read.
+    """Advantages [N], rewards [N], `reward_fn(response, truth)["reward"]`, both in float32, and a dict of metadata.
 
-    `reward_fn(response, truth)["reward"]` is a reward. Responses to one prompt form a group of `group_size`. An
-    advantage is `(r - mean) / (std + advantage_eps)` with the sample's deviation, or `r - mean`. A group of equal
-    rewards has advantages of exactly 0. Shao et al. 2024, arXiv 2402.03300. Hint: torch's std is the sample's.
+    In each group, an advantage is `(r - mean) / (std + advantage_eps)` with torch's deviation, or `r - mean`, and
+    exactly 0 where all rewards are equal. The tests do not read metadata. Shao et al. 2024, arXiv 2402.03300.
     """
     ### BEGIN SOLUTION
     pairs = zip(rollout_responses, repeated_ground_truths, strict=True)
@@ -27,10 +26,7 @@ def compute_group_normalized_rewards(
 
 
 def parse_gsm8k_response(model_output):
-    """The last number of a response, as a text without thousands separators or currency; None without a number.
-
-    Cobbe et al. 2021, arXiv 2110.14168.
-    """
+    """The last number of a response, as a text without thousands separators or currency; None without a number."""
     ### BEGIN SOLUTION
     found = re.findall(r"-?\d[\d,]*(?:\.\d+)?", model_output)
     return found[-1].replace(",", "") if found else None

@@ -1,18 +1,17 @@
 """From rewards to advantages, and from ratios to the scalar loss of a policy.
 
 Shapes: N = B responses of up to T tokens. Log-probabilities are in nats, [B, T]. `mask`, [B, T], is 1 where a token
-counts; values elsewhere must not reach the result. Advantages are [B].
+counts; values elsewhere must not reach the result. Advantages are [B]. A group has the responses to one prompt. Where
+their rewards are equal, the advantages are exactly 0. A whole loss is a scalar and adds `kl_coef` times the k3
+estimate to the reference, averaged over all tokens. No gradient flows into the other log-probabilities:
+`old_log_probs`, of the policy that sampled, and `ref_log_probs`.
 """
 
 import torch
 
 
 def group_normalized(rewards, group_size, std_ddof=0, eps=1e-6):
-    """GRPO's advantages: `(r - mean) / (std + eps)` within each group of responses to one prompt. [N].
-
-    The variance is divided by `group_size - std_ddof`. A group of equal rewards has advantages of exactly 0.
-    Shao et al. 2024, arXiv 2402.03300, section 4.1.2.
-    """
+    """GRPO's: `(r - mean) / (std + eps)` within each group, std by `group_size - std_ddof`. [N]. arXiv 2402.03300."""
     ### BEGIN SOLUTION
     groups = rewards.view(-1, group_size)
     deviation = groups.std(dim=1, correction=std_ddof, keepdim=True)
@@ -45,10 +44,9 @@ def sequence_log_ratio(log_probs, old_log_probs, mask):
 
 
 def clipped_surrogate(log_ratio, advantages, *, clip_low=0.2, clip_high=0.2, dual_clip=None):
-    """PPO's clipped loss: `-min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A)`, of the shape of `log_ratio`.
+    """PPO: `-min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A)`, of `log_ratio`'s shape, [B, T] or [B, 1].
 
-    With `dual_clip`, the loss is at most `-dual_clip A` where A is negative. Log-ratios are [B, T] or [B, 1].
-    Schulman et al. 2017, arXiv 1707.06347, equation 7; dual clip: Ye et al. 2019, arXiv 1912.09729.
+    With `dual_clip`, at most `-dual_clip A` where A is negative. arXiv 1707.06347, equation 7, and 1912.09729.
     """
     ### BEGIN SOLUTION
     ratio, weights = torch.exp(log_ratio), advantages.view(-1, 1)
@@ -70,9 +68,8 @@ def kl_estimate(log_probs, ref_log_probs, kind):
 def aggregate(losses, mask, kind, *, constant=None, token_count=None):
     """Reduce token losses, [B, T], to a scalar. GRPO: arXiv 2402.03300; DAPO: 2503.14476; Dr. GRPO: 2503.20783.
 
-    `sequence_mean` is the mean over rows of each row's mean, 0 for a row without tokens; `token_mean` is the sum over
-    all tokens divided by `token_count`, by default their number; `constant` is the mean over rows of each row's sum
-    divided by `constant`; `sum` is the mean over rows of each row's sum.
+    `token_mean` is the sum over all tokens divided by `token_count`, by default their number. The others are means
+    over rows: of their means, 0 without tokens (`sequence_mean`), sums (`sum`) or sums by `constant` (`constant`).
     """
     ### BEGIN SOLUTION
     kept = torch.where(mask > 0, losses, 0.0)
@@ -96,11 +93,7 @@ def kl_term(log_probs, ref_log_probs, mask):
 
 ### END SOLUTION
 def grpo_loss(log_probs, old_log_probs, ref_log_probs, mask, advantages, *, clip=0.2, kl_coef=0.0):
-    """GRPO: the clipped surrogate of each token, averaged over each response, then over responses. A scalar.
-
-    `old_log_probs` are of the policy that sampled. Add `kl_coef` times the k3 estimate to the reference, averaged over
-    all tokens. Gradient flows to `log_probs` only. Shao et al. 2024, arXiv 2402.03300, equation 3.
-    """
+    """GRPO: each token's clipped surrogate, averaged over each response, then over responses. arXiv 2402.03300."""
     ### BEGIN SOLUTION
     losses = token_surrogate(log_probs, old_log_probs, advantages, clip)
     return aggregate(losses, mask, "sequence_mean") + kl_coef * kl_term(log_probs, ref_log_probs, mask)
@@ -108,10 +101,7 @@ def grpo_loss(log_probs, old_log_probs, ref_log_probs, mask, advantages, *, clip
 
 
 def dr_grpo_loss(log_probs, old_log_probs, ref_log_probs, mask, advantages, *, max_new_tokens, clip=0.2, kl_coef=0.0):
-    """Dr. GRPO: GRPO's token losses, summed and divided by `B max_new_tokens`, whatever the responses' lengths.
-
-    The KL term is as in `grpo_loss`. Liu et al. 2025, arXiv 2503.20783.
-    """
+    """Dr. GRPO: GRPO's token losses, summed and divided by `B max_new_tokens`. Liu et al. 2025, arXiv 2503.20783."""
     ### BEGIN SOLUTION
     losses = token_surrogate(log_probs, old_log_probs, advantages, clip)
     surrogate = aggregate(losses, mask, "constant", constant=max_new_tokens)
@@ -120,10 +110,7 @@ def dr_grpo_loss(log_probs, old_log_probs, ref_log_probs, mask, advantages, *, m
 
 
 def gspo_loss(log_probs, old_log_probs, ref_log_probs, mask, advantages, *, clip=0.2, kl_coef=0.0):
-    """GSPO: one ratio for each response, clipped once, averaged over responses. A scalar.
-
-    The KL term is as in `grpo_loss`. Zheng et al. 2025, arXiv 2507.18071, equation 5.
-    """
+    """GSPO: one ratio for each response, clipped once, averaged over responses. arXiv 2507.18071, equation 5."""
     ### BEGIN SOLUTION
     log_ratio = sequence_log_ratio(log_probs, old_log_probs.detach(), mask)
     losses = clipped_surrogate(log_ratio, advantages, clip_low=clip, clip_high=clip)

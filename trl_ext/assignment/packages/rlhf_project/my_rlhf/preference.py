@@ -18,10 +18,7 @@ def dpo(scores, *, beta=0.1):
 
 
 def ipo(scores, *, beta=0.1, length_normalized=False):
-    """IPO: the squared distance of the margin from `1 / (2 beta)`. [B]. Azar et al. 2023, arXiv 2310.12036.
-
-    `length_normalized` first divides each log-ratio by the length of its response.
-    """
+    """IPO: `(margin - 1 / (2 beta))^2`, on request of log-ratios divided by their lengths. [B]. arXiv 2310.12036."""
     ### BEGIN SOLUTION
     chosen, rejected = scores.chosen_log_ratio, scores.rejected_log_ratio
     if length_normalized:
@@ -31,10 +28,9 @@ def ipo(scores, *, beta=0.1, length_normalized=False):
 
 
 def aot(scores, *, beta=0.01):
-    """AOT: `-log sigmoid(beta d)`, d the difference between a chosen and a rejected log-ratio of equal rank. [B].
+    """Unpaired AOT: `-log sigmoid(beta d)`, d = chosen - rejected log-ratio of equal rank. [B]. arXiv 2406.05882.
 
-    Each are sorted by themselves over the batch. Training needs entry i to be the loss of chosen response i; the tests
-    take any order. Melnyk et al. 2024, arXiv 2406.05882, unpaired.
+    Each are sorted over the batch. Training needs entry i to be the loss of chosen response i; the tests do not.
     """
     ### BEGIN SOLUTION
     rejected, _ = torch.sort(scores.rejected_log_ratio)
@@ -44,10 +40,9 @@ def aot(scores, *, beta=0.01):
 
 
 def bradley_terry(chosen, rejected, *, margin=None, label_smoothing=0.0, centering=0.0):
-    """Bradley-Terry: `(1 - e) l(d) + e l(-d) + centering (chosen + rejected)^2`. [B].
+    """Bradley-Terry: `(1 - e) l(d) + e l(-d) + centering (chosen + rejected)^2`. Scores and margin are [B].
 
-    `l(u) = -log sigmoid(u)`, `d = chosen - rejected - margin`, and e is `label_smoothing`. The scores are [B], and the
-    margin is [B], a number or None. Ouyang et al. 2022, arXiv 2203.02155, equation 1.
+    `l(u) = -log sigmoid(u)`, `d = chosen - rejected - margin`, and e is `label_smoothing`. arXiv 2203.02155, eq. 1.
     """
     ### BEGIN SOLUTION
     difference = chosen - rejected - (0 if margin is None else margin)
