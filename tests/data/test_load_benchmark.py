@@ -13,7 +13,6 @@ from trl.data_utils import is_conversational
 from tests.support.files import assistant, pair, user, write_rows
 from trl_ext.data import load_benchmark
 
-
 GOOD = pair("a")
 PLAIN = {"row_id": "x", "prompt": "p", "chosen": "c", "rejected": "r"}
 COLUMNS = "expected the columns prompt, chosen, rejected"

@@ -16,7 +16,6 @@ import pytest
 from tests.support import REPOSITORY
 from tests.support.files import read_rows
 from tests.support.public_evaluation import (
-    COMMANDS,
     flags_of_course,
     module_of,
     one_line_error,
@@ -40,13 +39,6 @@ def course(tmp_path):
 
 
 class TestHelp:
-    @pytest.mark.parametrize("command", [*COMMANDS, "stages"])
-    def test_says_what_it_costs_and_writes(self, command, run):
-        code, text, _ = run(command, "--help")
-        assert code == 0 and f"python -m {module_of(command)}" in text
-        assert "\ncost  " in text and "\nwrites  " in text
-        assert "--json" in text
-
     def test_as_modules(self):
         """`python -m` finds the commands, without a warning of modules imported twice."""
         for command in ("pack", "stages"):
@@ -161,10 +153,6 @@ class TestTournament:
             "base - even": 20,
             "good - even": 10,
         }
-
-    def test_a_file_called_base(self, run, course, tmp_path):
-        path = write_policy(tmp_path, "base", response_rows(plan(win=10)))
-        assert "the base takes part anyway" in one_line_error(run("tournament", path, *course["judging"]))
 
 
 class TestCompareStages:
