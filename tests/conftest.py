@@ -39,6 +39,21 @@ def no_garbage_among_modules():
     gc.freeze()
 
 
+@pytest.fixture
+def own_tables(monkeypatch):
+    """Leave the tables of losses and algorithms as they were, and load files of one's own anew."""
+    from trl_ext.registry import policy_algorithms, preference_losses
+
+    for table in (policy_algorithms, preference_losses):
+        monkeypatch.setattr(table, "_entries", dict(table._entries))
+    for name in [name for name in sys.modules if name.startswith("trl_ext_user_")]:
+        monkeypatch.delitem(sys.modules, name)
+    loaded = set(sys.modules)
+    yield
+    for name in [name for name in sys.modules if name.startswith("trl_ext_user_") and name not in loaded]:
+        del sys.modules[name]
+
+
 @pytest.fixture(scope="session")
 def tiny_model_path(tmp_path_factory) -> str:
     """A folder with a two-layer Qwen2 of random weights and a byte tokenizer with a ChatML template."""

@@ -2,9 +2,8 @@
 
 Rewards are [N], with the `group_size` responses to a prompt consecutive; advantages are [N]. A reward that is not
 finite (NaN or an infinity) marks a response that could not be scored: it is left out of the statistics of its group,
-and its advantage is 0. `process_normalized` and `turn_level` also take rewards of steps, and return an advantage for
-each step, [N, K]. Estimators that compare the responses of a group give advantages of exactly 0 if all rewards of
-the group are equal, or fewer than two responses could be scored.
+and its advantage is 0. Estimators that compare the responses of a group give advantages of exactly 0 if all rewards
+of the group are equal, or fewer than two responses could be scored.
 """
 
 from __future__ import annotations
@@ -136,16 +135,6 @@ def greedy_baseline(rewards: Tensor, group_size: int, greedy_rewards: Tensor) ->
     return groups.finish(groups.values - baseline, baseline.isfinite())
 
 
-def optimal_value(rewards: Tensor, group_size: int, optimal_values: Tensor) -> Tensor:
-    """A*-PO: `r` minus the prompt's optimal value, [N], as `soft_value` estimates it from the reference. [N].
-
-    Without a reward or a value it is 0, at which A*-PO draws the response to the reference. arXiv 2505.20686.
-    """
-    groups = _Groups.of(rewards, group_size)
-    baseline = optimal_values.detach().to(groups.values).view_as(groups.values)
-    return groups.finish(groups.values - baseline, baseline.isfinite())
-
-
 def batch_normalized(
     rewards: Tensor,
     group_size: int,
@@ -220,96 +209,13 @@ def length_weighted(rewards: Tensor, group_size: int, lengths: Tensor) -> Tensor
     return groups.finish(groups.values - baseline, groups.varied & (total > 0))
 
 
-def reward_decoupled(
-    rewards: Tensor, group_size: int, components: Tensor, weights: Tensor, std_ddof: int = 0, eps: float = 1e-6
-) -> Tensor:
-    """GDPO: `a = sum_f w_f (r_f - mean) / (std + eps)` by group, then `(a - mean) / (std + eps)` of the batch. [N].
-
-    A function's scale does not matter, and one that rewards all responses of a group alike adds nothing.
-
-    Args:
-        rewards: [N]; only those that are not finite matter.
-        group_size, std_ddof, eps: see `group_normalized`.
-        components: the rewards of each function, [N, F]; one that is not finite adds nothing.
-        weights: weights of the functions, [F].
-
-    2026, arXiv 2601.05242.
-    """
-    columns = list(zip(components.unbind(1), weights.tolist(), strict=True))
-    total = sum(weight * group_normalized(column, group_size, std_ddof, eps) for column, weight in columns)
-    varied = torch.stack([_Groups.of(column, group_size).varied for column, _ in columns]).any(0)
-    groups = _Groups.of(total.masked_fill(~rewards.isfinite(), float("nan")), group_size)
-    batch = _Groups(groups.values.reshape(1, -1), groups.scorable.reshape(1, -1))
-    scale = _std(batch.values, batch.scorable, std_ddof) + eps
-    return groups.finish((groups.values - batch.mean) / scale, varied)
-
-
-def process_normalized(
-    rewards: Tensor, group_size: int, step_rewards: Tensor, std_ddof: int = 0, eps: float = 1e-6
-) -> Tensor:
-    """GRPO with process supervision: `(r - mean) / (std + eps)`, summed over a step and the steps after it. [N, K].
-
-    Mean and deviation are those of all steps of the group's responses. Sums grow with the number of steps.
-
-    Args:
-        rewards: what a response is rewarded in addition to its steps, which counts for its last step, [N].
-        group_size, std_ddof, eps: see `group_normalized`.
-        step_rewards: [N, K], NaN after a response's last step.
-
-    Shao et al. 2024, arXiv 2402.03300, section 4.1.3.
-    """
-    responses, missing = _Groups.of(rewards, group_size), step_rewards.isnan()
-    values = step_rewards.detach().to(responses.values.dtype).masked_fill(missing, 0)
-    last = (~missing).sum(1, keepdim=True) - 1
-    values = values.scatter_add(1, last, responses.values.reshape(-1, 1))
-    counted = responses.scorable.reshape(-1, 1) & ~missing
-    rows = len(responses.values)
-    steps = _Groups(values.masked_fill(~counted, 0).reshape(rows, -1), counted.reshape(rows, -1))
-    scale = _std(steps.values, steps.scorable, std_ddof) + eps
-    normalized = steps.finish((steps.values - steps.mean) / scale, steps.varied & (responses.count > 1))
-    return normalized.reshape(values.shape).flip(1).cumsum(1).flip(1)
-
-
-def turn_level(
-    rewards: Tensor,
-    group_size: int,
-    step_rewards: Tensor,
-    coefficient: float = 1.0,
-    std_ddof: int = 0,
-    eps: float = 1e-6,
-) -> Tensor:
-    """MT-GRPO: `A_outcome + coefficient A_turn` for the first step and `A_outcome` for the others. [N, K].
-
-    `A_turn` is the group-normalised reward of the first step, `A_outcome` that of all other rewards of the response.
-    A response of one step has the group-normalised sum of both.
-
-    Args:
-        rewards: what a response is rewarded in addition to its steps, [N].
-        group_size, std_ddof, eps: see `group_normalized`; 1 and 1e-4 in the authors' code.
-        step_rewards: [N, K], NaN after a response's last step.
-        coefficient: weight of the first step's own advantage.
-
-    2025, arXiv 2505.11821.
-    """
-    turn = step_rewards[:, 0].masked_fill(~rewards.isfinite(), float("nan"))
-    outcome = rewards + step_rewards[:, 1:].nansum(1)
-    of_turn, of_outcome, of_both = (
-        group_normalized(values, group_size, std_ddof, eps) for values in (turn, outcome, turn + outcome)
-    )
-    missing = step_rewards.isnan()
-    first = torch.where((~missing).sum(1) > 1, of_outcome + coefficient * of_turn, of_both)
-    advantages = of_outcome.unsqueeze(1).repeat(1, missing.shape[1])
-    advantages[:, 0] = first
-    return advantages.masked_fill(missing, 0)
-
-
 def no_baseline(rewards: Tensor, group_size: int) -> Tensor:
     """The rewards themselves, 0 for those that are not finite. [N]. Unbiased, with the highest variance."""
     groups = _Groups.of(rewards, group_size)
     return groups.finish(groups.values, groups.scorable)
 
 
-def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float | Tensor) -> tuple[Tensor, Tensor]:
+def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
     """Generalized advantage estimation, and the returns that a value function is fitted to.
 
     `delta_t = r_t + gamma V_{t+1} - V_t` and `A_t = delta_t + gamma lam A_{t+1}`, over the tokens that count, with
@@ -320,7 +226,7 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float 
         values: estimated value before each token, [B, T].
         mask: 1 where a token counts, [B, T]; other tokens are skipped, wherever they are.
         gamma: discount per token, in [0, 1].
-        lam: from 0 for one-step differences to 1 for whole returns, in [0, 1]; one number, or one for each row, [B].
+        lam: from 0 for one-step differences to 1 for whole returns, in [0, 1].
 
     Returns:
         Advantages and returns, [B, T] each, in float32 at least, without gradient, 0 where the mask is 0.
@@ -335,13 +241,12 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float 
             f"gae needs rewards, values and mask of one shape [B, T], got {list(rewards.shape)}, "
             f"{list(values.shape)} and {list(mask.shape)}"
         )
-    lam = torch.as_tensor(lam, dtype=torch.float64)
-    if not (0 <= gamma <= 1 and bool((lam.clamp(0, 1) == lam).all())):
-        raise ValueError(f"gamma and lam must lie in [0, 1], got {gamma} and {lam.tolist()}")
+    if not (0 <= gamma <= 1 and 0 <= lam <= 1):
+        raise ValueError(f"gamma and lam must lie in [0, 1], got {gamma} and {lam}")
     counts = mask != 0
     # In bfloat16, a lambda of 0.998 would be 0.996.
     values = values.detach().to(torch.promote_types(values.dtype, torch.float32)).masked_fill(~counts, 0)
-    lam = lam.to(values)
+    lam = values.new_tensor(lam)
     rewards = rewards.detach().to(values.dtype).masked_fill(~counts, 0)
     advantages = torch.zeros_like(values)
     next_value = next_advantage = values.new_zeros(len(values))
@@ -363,7 +268,7 @@ def clip_advantages(advantages: Tensor, limit: float) -> Tensor:
 
 
 # Inputs that a trainer passes to an advantage with a parameter of this name; all other parameters are its options.
-INPUTS = ("greedy_rewards", "optimal_values", "lengths", "components", "weights", "step_rewards")
+INPUTS = ("greedy_rewards", "lengths", "components", "weights")
 ADVANTAGES: dict[str, Callable] = {
     function.__name__: function
     for function in (
@@ -372,13 +277,9 @@ ADVANTAGES: dict[str, Callable] = {
         leave_one_out,
         group_rank,
         greedy_baseline,
-        optimal_value,
         batch_normalized,
         mean_normalized,
         length_weighted,
-        reward_decoupled,
-        process_normalized,
-        turn_level,
         no_baseline,
     )
 }

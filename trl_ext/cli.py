@@ -29,10 +29,10 @@ MODULES = {
     "report": ("trl_ext.evaluation.report", "one page about any number of runs"),
     "stages": ("trl_ext.evaluation.stages", "base, SFT and policy, the stages of a training, on the same prompts"),
     "evaluate": ("trl_ext.evaluation.tasks", "a model on a task: GSM8K, SVAMP, your own row of YAML"),
-    "doctor": ("trl_ext.runs.studies.examination", "why nothing is learned, from a configuration or a run's folder"),
+    "doctor": ("trl_ext.doctor.cli", "why nothing is learned, from a configuration or a run's folder"),
     "chat": ("trl_ext.evaluation.chat", "talk to a trained model, beside the model that it was trained from"),
     "algorithms": ("trl_ext.algorithms", "the table of online algorithms"),
-    "assignment": ("trl_ext.assignment", "write a course's assignment from a specification"),
+    "assignment": ("trl_ext.assignment", "write a course's assignment from a solved package"),
 }
 # Recipes that run other recipes. They are not launched themselves.
 STUDIES = {

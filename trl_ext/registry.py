@@ -110,6 +110,8 @@ class Algorithm(LossFields, AdvantageFields, Entry):
         advantage_options: options of the advantage that are not settings.
         group_size: responses per prompt.
         rollout: settings of the trainer's rollouts that define the algorithm, such as `resample_groups`: 0 is refused.
+        reads_sampler: whether your own function compares with the probabilities that the sampler recorded,
+            `scores.behaviour_log_probs`; vLLM's importance ratio then does not multiply its loss.
         fixed: the settings that define the algorithm: each with its permitted values, and why no others are.
     """
 
@@ -117,6 +119,7 @@ class Algorithm(LossFields, AdvantageFields, Entry):
     advantage_options: Mapping[str, Any] = field(default_factory=dict)
     group_size: int = 8
     rollout: Mapping[str, float] = field(default_factory=dict)
+    reads_sampler: bool = False
     fixed: Mapping[str, tuple[tuple[str, ...], str]] = field(default_factory=dict)
 
     def __post_init__(self):
@@ -270,7 +273,8 @@ def preference_weighting(
 def policy_algorithm(name: str, **settings: Any) -> Callable[[Callable], Callable]:
     """Register a policy loss `f(scores, *, option=default) -> [B, T] or [B, 1]` as the algorithm `name`.
 
-    The function takes `trl_ext.losses.PolicyScores` and returns one loss per token, or one per response.
+    The function takes `trl_ext.losses.PolicyScores` and returns one loss per token, or one per response. If it has a
+    keyword `beta`, it is passed the coefficient and compares with `scores.ref_log_probs` itself: no KL term is added.
 
     Args:
         name: its name in `--algorithm` and `PolicyConfig(algorithm=...)`.

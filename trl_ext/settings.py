@@ -65,8 +65,7 @@ ADVANTAGE_SETTINGS = {
 LOSS_SETTINGS = {
     "surrogate": Setting(
         str,
-        "clip, no_clip, cispo, reinforce, quadratic_ratio, sapo, gmpo, gspo_token, vespo, dppo_tv, dppo_kl, clip_cov, "
-        "kl_cov or optimal_advantage.",
+        "clip, no_clip, cispo, reinforce, sapo or gmpo.",
     ),
     "ratio": Setting(str, "Importance ratio: token, sequence or none.", "token", ("token", "sequence", "none")),
     "aggregation": Setting(str, "sequence_mean, token_mean, constant or sum.", "sequence_mean"),
@@ -78,7 +77,7 @@ LOSS_SETTINGS = {
         within=_ABOVE_1,
         option="dual_clip",
     ),
-    "ratio_cap": Setting(float, "Cap on the ratio of cispo, dppo_tv and dppo_kl.", within=_FROM_1, option="ratio_cap"),
+    "ratio_cap": Setting(float, "Cap on the ratio of cispo.", within=_FROM_1, option="ratio_cap"),
     "loss_constant": Setting(
         float,
         "Tokens that `constant` divides by. Default: max_completion_length, the token budget.",

@@ -44,13 +44,6 @@ def call(name, rewards, group_size, **options):
         options.setdefault("lengths", lengths_of(len(rewards)))
     if name == "greedy_baseline":
         options.setdefault("greedy_rewards", torch.full((len(rewards) // group_size,), 0.25))
-    if name == "optimal_value":
-        options.setdefault("optimal_values", torch.full((len(rewards),), 0.25))
-    if name in ("process_normalized", "turn_level"):
-        # With one step, which is not rewarded by itself, an advantage of steps is that of the response.
-        return ADVANTAGES[name](rewards, group_size, torch.zeros(len(rewards), 1), **options)[:, 0]
-    if name == "reward_decoupled":
-        options |= {"components": rewards.unsqueeze(1), "weights": torch.ones(1)}
     return ADVANTAGES[name](rewards, group_size, **options)
 
 
@@ -63,9 +56,6 @@ COMPARING = [
     "batch_normalized",
     "mean_normalized",
     "length_weighted",
-    "reward_decoupled",
-    "process_normalized",
-    "turn_level",
 ]
 TABLE = [
     # 2.25 / 1.479020 and so on.
@@ -75,7 +65,6 @@ TABLE = [
     ("group_normalized", G, {"std_ddof": 1, "eps": 1e-4}, [1.317388, 0.146376, -0.439129, -1.024635]),
     ("group_centered", G, {}, [2.25, 0.25, -0.75, -1.75]),
     # 4/3 of the centred ones: 3 - (1 + 0 - 1) / 3 and so on.
-    ("optimal_value", G, {"optimal_values": torch.tensor([0.5] * 4)}, [2.5, 0.5, -0.5, -1.5]),
     ("leave_one_out", G, {}, [3.0, 0.333333, -1.0, -2.333333]),
     ("greedy_baseline", G, {"greedy_rewards": torch.tensor([0.8])}, [2.2, 0.2, -0.8, -1.8]),
     # (3 below - 0 above) / 3, (2 - 1) / 3, ...
@@ -85,10 +74,6 @@ TABLE = [
     ("group_rank", TIES, {"scale": 2.0}, [1.333333, 1.333333, -1.333333, -1.333333]),
     # Baseline (2 * 3 + 4 * 1 + 3 * 0 - 1) / 10 = 0.9.
     ("length_weighted", G, {"lengths": torch.tensor([2, 4, 3, 1])}, [2.1, 0.1, -0.9, -1.9]),
-    # Of one step, and of one function: those of group_normalized. Others are in test_step_advantages.py.
-    ("process_normalized", G, {}, [1.521277, 0.169031, -0.507092, -1.183215]),
-    ("turn_level", G, {}, [1.521277, 0.169031, -0.507092, -1.183215]),
-    ("reward_decoupled", G, {}, [1.521277, 0.169031, -0.507092, -1.183215]),
     ("no_baseline", G, {}, G),
     # Mean 0.25; std sqrt(0.25 * 0.75) = 0.433013, or 0.5 of the sample.
     ("group_normalized", [1, 0, 0, 0], {}, [1.732047, -0.577349, -0.577349, -0.577349]),
@@ -222,7 +207,7 @@ def test_permuting_a_group_permutes_its_advantages(name):
     assert torch.allclose(call(name, SEVERAL[order], 4, **permuted), advantages[order], atol=1e-12)
 
 
-@pytest.mark.parametrize("name", sorted(set(ADVANTAGES) - {"batch_normalized", "reward_decoupled"}))
+@pytest.mark.parametrize("name", sorted(set(ADVANTAGES) - {"batch_normalized"}))
 def test_groups_do_not_see_one_another(name):
     lengths = {"lengths": lengths_of(4)} if name == "length_weighted" else {}
     first = call(name, SEVERAL[:4], 4, **lengths)

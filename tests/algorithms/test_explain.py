@@ -31,6 +31,10 @@ def halves(rewards, group_size, weight=0.5):
     """Half of each: `weight r`."""
     return rewards * weight
 
+@policy_algorithm("explained_regression", ratio="none", beta=0.5)
+def regression(scores, *, beta):
+    return (beta * (scores.log_probs - scores.ref_log_probs) - scores.advantages).square()
+
 def neither(scores):
     return scores
 '''
@@ -56,9 +60,6 @@ def test_an_algorithm_is_explained_with_the_settings_that_run(name):
         value = getattr(objective, flag)
         shown = f"{value:g}" if isinstance(value, float) else str(value)
         assert (f"--{flag} {shown}" in text) == (value is not None), flag
-    if name == "a_star_po":
-        assert "--beta 0.001: of the reference, in the surrogate" in text
-        return
     assert (f"--beta {objective.beta:g} --kl_estimator {objective.kl_estimator}" in text) == (objective.beta > 0)
     assert f"{ADVANTAGES[objective.advantage].__name__}, trl_ext/advantages.py:" in text
     for flag, (values, reason) in algorithms[name].fixed.items():
@@ -92,6 +93,7 @@ def test_a_loss_is_explained(name):
             ["`(1 - beta margin)^2`", "Squares, arXiv 2401.00001", "tau 2", "sure", "0.1, the library"],
         ),
         ("halves", ["an advantage", "`weight r`", "weight 0.5"]),
+        ("regression", ["--beta 0.5: of the reference, in the surrogate; no KL term"]),
     ],
 )
 def test_your_own(function, parts, own_file):

@@ -20,31 +20,35 @@ RECIPES = {
     "reward_model": ["--max_steps=4", "--eval_steps=2", "--save_steps=2", "--logging_steps=1", "--disable_tqdm=true"],
     "rlhf_sft": [*EVALUATED, "--generation_eval_every=2", "--num_generation_prompts=4"],
     "gspo": REWARDED,
-    "ppo": [*REWARDED, "--num_generations=1"],
+    "ppo": [*REWARDED, "--num_generations=1", "--generation_batch_size=8", "--num_iterations=1"],
     "online_preference": REWARDED,
     "sft": [*EVALUATED, "--generation_eval_every=2", "--num_generation_prompts=4"],
     "grpo_math": [*EVALUATED, "--rollout_batch_size=8", "--train_batch_size=8", "--per_device_train_batch_size=8"]
     + ["--group_size=4", "--eval_every=2", "--num_validation_prompts=4"],
 }
+# Their configurations refuse the `resample_groups: 0` that config.yaml holds.
+UNREAD = {"ppo", "online_preference"}
 COMMON = ["--learning_rate=1e-3", "--save_total_limit=3"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_run_and_its_resumption(recipe, tmp_path, monkeypatch, capsys):
-    """Four steps, and two and two from a checkpoint by the settings that were written: all figures and weights."""
+    """Four steps, and two and two from a checkpoint: the same settings, figures, responses and weights."""
     monkeypatch.chdir(tmp_path)
     write_rewards(tmp_path)
-    recipes.run(monkeypatch, recipe, *RECIPES[recipe], *COMMON, "--output_dir=straight")
+    flags = [*RECIPES[recipe], *COMMON]
+    recipes.run(monkeypatch, recipe, *flags, "--output_dir=straight")
     straight, broken = Path("straight"), Path("broken")
     results = check_run(straight, 4)
-    assert "--resume_from_checkpoint" in refused(monkeypatch, capsys, recipe, "--config=straight/config.yaml")
+    assert "--resume_from_checkpoint" in refused(monkeypatch, capsys, recipe, *flags, "--output_dir=straight")
 
     shutil.copytree(straight, broken)
     shutil.rmtree(broken / "checkpoint-4")
     (broken / "results.json").unlink()
-    again = ["--config=straight/config.yaml", "--output_dir=broken", "--resume_from_checkpoint"]
-    recipes.run(monkeypatch, recipe, *again)
+    # By the settings that were written, where the recipe reads them.
+    settings = flags if recipe in UNREAD else ["--config=straight/config.yaml"]
+    recipes.run(monkeypatch, recipe, *settings, "--output_dir=broken", "--resume_from_checkpoint")
     # The times differ.
     assert check_run(broken, 4) | {"run": None} == results | {"run": None}
     one, other = (yaml.safe_load((folder / "config.yaml").read_text()) for folder in (straight, broken))

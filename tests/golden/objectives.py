@@ -25,25 +25,6 @@ Row = tuple[str, Callable[..., Any], dict[str, Tensor]]
 # Tokens of the responses whose rewards are scored.
 LENGTHS = torch.arange(16) * 5 % 16 + 1
 
-# To be removed from the library, and therefore not recorded.
-RETIRED = {
-    *(
-        "clip_cov",
-        "kl_cov",
-        "dppo_tv",
-        "dppo_kl",
-        "vespo",
-        "gspo_token",
-        "luspo",
-        "a_star_po",
-        "gdpo",
-        "mt_grpo",
-    ),
-    *("quadratic_ratio", "optimal_advantage", "soft_value", "mismatch_weights", "length_adaptive_lambda"),
-    *("optimal_value", "reward_decoupled", "process_normalized", "turn_level"),
-    *("bco", "reward_shift", "xpo", "nash_md", "generalized_jsd", "teacher_advantages", "with_tail"),
-}
-
 LOSS_OPTIONS: dict[str, list[dict[str, Any]]] = {
     "cdpo": [{"label_smoothing": 0.25}, {"label_smoothing": 0.0}],
     "robust_dpo": [{"label_smoothing": 0.25}, {"label_smoothing": 0.0}],
@@ -88,9 +69,8 @@ OVERRIDES: dict[str, list[dict[str, Any]]] = {
 
 
 def built_in(names: Any) -> list[str]:
-    """The names of a table, without those that are to be removed and those that the user's own files define."""
-    own = [n for n in names if not hasattr(names, "find") or names[n].function.__module__.startswith("trl_ext.")]
-    return [name for name in own if name not in RETIRED]
+    """The names of a table, without those that the user's own files define."""
+    return [n for n in names if not hasattr(names, "find") or names[n].function.__module__.startswith("trl_ext.")]
 
 
 def label(kind: str, name: str, settings: dict[str, Any]) -> str:

@@ -8,12 +8,12 @@ import pytest
 
 import trl_ext
 from tests.support.reward_adapters import save_adapter
-from tests.support.rollout_once import DEFAULTS, FixedRollouts, build, train, train_in_processes
+from tests.support.rollout_once import DEFAULTS, OWN_RECIPES, FixedRollouts, build, train, train_in_processes
 from tests.support.train_once import largest_difference, relative_difference, result
 from tests.support.trl_private import rollout_batches
 from trl_ext import PolicyConfig
 
-pytestmark = pytest.mark.usefixtures("in_float64")
+pytestmark = pytest.mark.usefixtures("in_float64", "own_tables")
 
 # Two updates on a rollout of 8 responses, all of which each takes; the second is off-policy, with clipped tokens.
 UPDATES = {"num_iterations": 2, "max_steps": 2, "learning_rate": 0.1, "generation_batch_size": 8}
@@ -26,7 +26,7 @@ OBJECTIVES = {
     "kl token mean": {"epsilon": 0.01, "beta": 0.2, "kl_aggregation": "token_mean"},
     "batch normalized": {"algorithm": "reinforce_plus_plus_baseline", "epsilon": 0.01},
     "length weighted": {"algorithm": "opo"},
-    "product ratio": {"algorithm": "vespo"},
+    "product ratio": {"algorithm": f"{OWN_RECIPES}/vespo.py:vespo"},
     "smooth gate": {"algorithm": "sapo"},
     "greedy baseline": {"algorithm": "remax", "num_generations": 2},
     # With two processes of four, the group of eight straddles them.

@@ -24,7 +24,6 @@ from trl_ext.losses import (
     cispo,
     clipped_surrogate,
     masked_mean,
-    quadratic_ratio,
     reinforce,
     sequence_log_ratio,
     token_log_ratio,
@@ -123,12 +122,6 @@ def test_cispo(cap, expected):
     assert value(losses, "token_mean") == pytest.approx(expected, abs=1e-6)
 
 
-def test_quadratic_ratio():
-    """-1.086904 + 0.086904^2 / 2 = -1.083128 and 0.904837 + 0.095163^2 / 2 = 0.909365; their mean."""
-    losses = quadratic_ratio(sequence_log_ratio(NEW, OLD, MASK), ADVANTAGES, strength=1.0)
-    assert value(losses, "sequence_mean") == pytest.approx(-0.086881, abs=1e-6)
-
-
 def test_dual_clip():
     """Ratio 5: with advantage -1 the loss 5 is cut to 3, without gradient; with advantage 1 it is -1.2 as ever."""
     log_ratio = torch.full((2, 1), math.log(5.0), requires_grad=True)
@@ -147,12 +140,10 @@ SURROGATES = {
     "no_clip": lambda ratio, log_probs, advantages: unclipped_surrogate(ratio, advantages),
     "cispo": lambda ratio, log_probs, advantages: cispo(ratio, log_probs, advantages, ratio_cap=1.1),
     "reinforce": lambda ratio, log_probs, advantages: reinforce(log_probs, advantages),
-    "quadratic_ratio": lambda ratio, log_probs, advantages: quadratic_ratio(ratio, advantages, strength=0.7),
 }
 NAIVE_OPTIONS = {
     "clip_high": {"surrogate": "clip", "epsilon": 0.1, "epsilon_high": 0.3, "dual_clip": 1.2},
     "cispo": {"ratio_cap": 1.1},
-    "quadratic_ratio": {"strength": 0.7},
 }
 
 

@@ -9,9 +9,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.support.sampling import batch, decoder, settings
 from tests.support.tiny import build_tokenizer
+from tests.support.trl_private import rollout_batches
 from trl_ext import GRPOConfig, GRPOTrainer
 from trl_ext.rollouts import generate_responses
 from trl_ext.rollouts.sampler import fast_rollouts, hook
+from trl_ext.rollouts.stopping import cut_at_stop
 
 LIMIT = 12
 
@@ -48,6 +50,12 @@ def test_a_stop_string_that_begins_in_the_prompt_ends_nothing(fast, model, token
     assert generate_responses(model, tokenizer, prompts, max_new_tokens=LIMIT, stop=stop, fast=fast) == plain
 
 
+def cut(text: str, stop: list[str]) -> str:
+    """The text up to the first end of a stop string."""
+    ends = [text.index(one) + len(one) for one in stop if one in text]
+    return text[: min(ends, default=len(text))]
+
+
 @pytest.mark.parametrize("capacity", [None, 2])
 def test_a_stopped_response_has_no_padding(capacity, monkeypatch, model, tokenizer):
     if capacity:
@@ -61,6 +69,8 @@ def test_a_stopped_response_has_no_padding(capacity, monkeypatch, model, tokeniz
         count = len(one.response_ids)
         assert one.response_ids == whole.response_ids[:count] and len(one.log_probs) == count
         assert one.finished == (any(text in one.text for text in stop)) and (one.finished or count == LIMIT)
+        assert one.text == cut(whole.text, stop)
+        assert not any(text in tokenizer.decode(one.response_ids[:-1]) for text in stop), "no token more than it takes"
 
 
 def test_rollouts_with_a_stop_string_that_begins_in_the_prompt(tmp_path, tiny_model_path, tokenizer):
@@ -75,6 +85,8 @@ def test_rollouts_with_a_stop_string_that_begins_in_the_prompt(tmp_path, tiny_mo
         num_generations=8,
         max_completion_length=LIMIT,
         max_steps=1,
+        # The policy stays the one that has sampled.
+        learning_rate=0.0,
         # Each prompt ends with the first half of this text.
         stop=["at" + tokenizer.decode([token]) for token in range(20, 60)],
         use_cpu=True,
@@ -86,8 +98,10 @@ def test_rollouts_with_a_stop_string_that_begins_in_the_prompt(tmp_path, tiny_mo
     trainer = GRPOTrainer(tiny_model_path, length, settings, train_dataset=data)
     trainer.train()
     assert trainer.sampler.reason is None and not trainer.sampler.left
-    [logged] = [row for row in trainer.state.log_history if "sampling/sampling_logp_difference/max" in row]
-    assert logged["sampling/sampling_logp_difference/max"] < 1e-4
+    [rollout] = rollout_batches(trainer)
+    difference = trainer.rollout_log_probs(rollout) - rollout["sampling_per_token_logps"]
+    difference = difference * rollout["completion_mask"]
+    assert difference.abs().max() < 1e-4
 
 
 def test_a_special_token_is_no_stop_string(model, tokenizer, tmp_path, tiny_model_path):
@@ -106,3 +120,32 @@ def test_a_tokenizer_without_a_padding_token(model, tokenizer, tiny_model_path):
     bare = AutoTokenizer.from_pretrained(tiny_model_path, pad_token=None)
     bare.pad_token = None
     assert generate_responses(model, bare, prompts, max_new_tokens=LIMIT) == expected
+
+
+# ---- The end of a stop string in a text ----
+
+
+class Pieces:
+    """A tokenizer whose tokens are the pieces of a text."""
+
+    @staticmethod
+    def decode(tokens, skip_special_tokens):
+        return "".join(token for token in tokens if token != "<pad>")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "stop", "expected"),
+    [
+        # The token that completes the string stays whole; the text ends with the string.
+        (["a", "</ans", "wer>\n", "b", "<pad>"], ["</answer>"], (["a", "</ans", "wer>\n"], "a</answer>")),
+        (["</answer>"], ["</answer>"], (["</answer>"], "</answer>")),
+        # Of several the one that is complete first, and of one its first occurrence.
+        (["a!", "b.", "c!"], [".", "!"], (["a!"], "a!")),
+        (["x", "yz", "y"], ["yz", "y"], (["x", "yz"], "xy")),
+        (["a", "</answer"], ["</answer>"], None),
+        (["a"], [], None),
+        ([], ["a"], None),
+    ],
+)
+def test_responses_are_cut_behind_the_first_stop_string(tokens, stop, expected):
+    assert cut_at_stop(Pieces, tokens, stop) == expected

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM, TrainerCallback
 
@@ -33,8 +34,6 @@ def naive_surrogate(name, ratio, frozen_ratio, log_prob, advantage, options):
         return -advantage * ratio
     if name == "cispo":
         return -advantage * min(frozen_ratio, options["ratio_cap"]) * log_prob
-    if name == "quadratic_ratio":
-        return -advantage * ratio + options["strength"] * (ratio - 1) ** 2 / 2
     low, high = 1 - options.get("epsilon", 0.2), 1 + options.get("epsilon_high", 0.2)
     if advantage >= 0:
         return -advantage * min(ratio, high)
@@ -91,7 +90,7 @@ def surrogate_by_loops(name, new, old, sampler, mask, advantages, options):
     `new` holds scalar tensors and `advantages` one number for each token. `item()` is where a gradient stops.
     """
     exp, places = torch.exp, [(i, t) for i, row in enumerate(mask) for t, counts in enumerate(row) if counts]
-    low, high = options.get("epsilon", 1.0), options.get("epsilon_high", 1.0)
+    low, high = options.get("clip_low", 1.0), options.get("clip_high", 1.0)
     losses = [[None] * sum(row) for row in mask]
     mean_advantage = sum(advantages[i][t] for i, t in places) / len(places)
     mean_log_prob = sum(new[i][t].item() for i, t in places) / len(places)
@@ -120,11 +119,11 @@ def surrogate_by_loops(name, new, old, sampler, mask, advantages, options):
             loss = -advantage * exp(total / len(row))
         elif name == "clip":
             loss = clipped(exp(sum(log_ratios.values()) / len(row)), advantage)
-        elif name == "gspo_token":
-            loss = clipped(product ** (1 / len(row)) * exp(lp - lp.item()), advantage)
         elif name == "vespo":
             k, decay = (options[f"{key}_{'pos' if advantage >= 0 else 'neg'}"] for key in ("k", "lambda"))
-            loss = -(product**k) * math.exp(decay * (1 - product)) * advantage * lp
+            of_sampler = [min(math.exp(old[i][s] - sampler[i][s]), options["sampler_cap"]) for s in row]
+            w = product * math.prod(of_sampler)
+            loss = -(w**k) * math.exp(decay * (1 - w)) * advantage * lp
         elif name.startswith("dppo"):
             p, q = math.exp(lp.item()), math.exp(sampler[i][t])
             distance = abs(p - q)
@@ -143,6 +142,69 @@ def surrogate_by_loops(name, new, old, sampler, mask, advantages, options):
             loss = -advantage * ratio + penalty
         losses[i][row.index(t)] = loss
     return losses
+
+
+# ---- Objectives on such batches ----
+
+
+def evaluate(objective, new, *, old, mask, advantages, sampler=None):
+    """The loss and its gradient."""
+    log_probs = new.clone().requires_grad_()
+    loss = objective(PolicyScores(log_probs, old, mask, advantages, sampler_log_probs=sampler), constant=7.0)
+    loss.backward()
+    return loss.item(), log_probs.grad
+
+
+def negative_batch(seed):
+    """A ragged batch whose log-probabilities are all below 0, as those of probabilities are."""
+    new, old, sampler, mask, advantages = ragged_batch(seed)
+    return new - 0.6, old - 0.6, sampler - 0.6, mask, advantages
+
+
+def check_against_loops(name, objective, options, has_token_advantages, seed):
+    """Value and gradient, with NaN for the tensors at padding, where the loops never look."""
+    new, old, sampler, mask, advantages = negative_batch(seed)
+    if has_token_advantages:
+        advantages = advantages[:, None] + torch.linspace(-0.8, 0.9, mask.numel(), dtype=new.dtype).view(mask.shape)
+    leaves = [[value.clone().requires_grad_() for value in row] for row in new]
+    shared = advantages if has_token_advantages else advantages[:, None].expand_as(new)
+    rows = surrogate_by_loops(name, leaves, old.tolist(), sampler.tolist(), mask.tolist(), shared.tolist(), options)
+    expected = naive_reduction(rows, objective.aggregation, 7.0)
+    expected.backward()
+    slope = torch.stack([torch.stack([v.grad if v.grad is not None else 0 * v.detach() for v in r]) for r in leaves])
+
+    padding, nan = mask == 0, float("nan")
+    shown = advantages.masked_fill(padding, nan) if has_token_advantages else advantages
+    found = evaluate(
+        objective,
+        new.masked_fill(padding, nan),
+        old=old.masked_fill(padding, -math.inf),
+        mask=mask,
+        advantages=shown,
+        sampler=sampler.masked_fill(padding, nan),
+    )
+    assert found[0] == pytest.approx(expected.item(), abs=1e-9)
+    assert torch.allclose(found[1], slope, atol=1e-9, rtol=0)
+    assert slope.abs().max() > 1e-3
+
+
+def check_padding_and_order(objective):
+    """Neither further padding nor another order of the rows changes the loss or the gradient of a token."""
+    new, old, sampler, mask, advantages = negative_batch(seed=7)
+    fixed = {"old": old, "mask": mask, "advantages": advantages, "sampler": sampler}
+    loss, gradient = evaluate(objective, new, **fixed)
+    order = torch.tensor([3, 1, 4, 0, 2])
+    moved = evaluate(objective, new[order], **{key: value[order] for key, value in fixed.items()})
+    assert moved[0] == pytest.approx(loss, abs=1e-12) and torch.allclose(moved[1], gradient[order], atol=1e-12)
+
+    def wider(values):
+        return torch.cat([values, torch.full((len(values), 2), 0 if values is mask else math.nan)], 1).to(values.dtype)
+
+    tensors = {key: value if key == "advantages" else wider(value) for key, value in fixed.items()}
+    padded = evaluate(objective, wider(new), **tensors)
+    assert padded[0] == pytest.approx(loss, abs=1e-12)
+    assert torch.allclose(padded[1][:, : new.shape[1]], gradient, atol=1e-12)
+    assert not padded[1][:, new.shape[1] :].any()
 
 
 # ---- A trainer's update, from one response at a time ----

@@ -34,7 +34,7 @@ class Steps(TrainerCallback):
         self.gradients.append({name: w.grad.double() for name, w in trained.items()})
 
 
-KINDS = {"shared": {}, "adapter": {"lora": True}, "separate": {}}
+KINDS = ("shared", "separate")
 
 
 def of_kind(kind: str, policy_path: str, args: dict | None = None, **rest) -> dict:
@@ -42,4 +42,4 @@ def of_kind(kind: str, policy_path: str, args: dict | None = None, **rest) -> di
     args = {"value_model": kind, "kl_target": 0.5, "kl_horizon": 50, "value_learning_rate": 0.5, **(args or {})}
     if kind == "separate":
         args["value_model_name_or_path"] = policy_path
-    return specification(policy_path, args={"max_steps": 4, **args}, **KINDS[kind], **rest)
+    return specification(policy_path, args={"max_steps": 4, **args}, **rest)

@@ -13,9 +13,9 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from tests.support import train_once
+from tests.support import REPOSITORY, train_once
 from tests.support.train_once import ONE_STEP
-from tests.support.trl_private import BeforeLoss, ChangedResponses, OwnResponses
+from tests.support.trl_private import BeforeLoss, OwnResponses
 
 DEFAULTS = {
     **ONE_STEP,
@@ -25,6 +25,7 @@ DEFAULTS = {
     "disable_dropout": True,
     "shuffle_dataset": False,
 }
+OWN_RECIPES = REPOSITORY / "recipes" / "own"
 WORDS = ["the cat", "a mat", "six red birds in a tree", "one", "old", "where is the sun?", "go on", "up and down"]
 
 
@@ -54,7 +55,6 @@ def prompts(count: int = 8) -> list[dict]:
             "row_id": f"row{index}",
             "prompt": [{"role": "user", "content": WORDS[index % len(WORDS)] * (1 + index // len(WORDS))}],
             "bonus": index / 8,
-            "optimal_value": index / 8,
         }
         for index in range(count)
     ]
@@ -85,12 +85,7 @@ def at_odd_rows(completion_ids, row_id, **_) -> list[float]:
     return [reward * (int(row[3:]) % 2) for row, reward in zip(row_id, thirds(completion_ids), strict=True)]
 
 
-def by_step(steps, **_) -> list[list[float]]:
-    """A number for each step that follows from its text."""
-    return [[zlib.crc32(text.encode()) % 7 / 7 for text in texts] for texts in steps]
-
-
-REWARDS = {function.__name__: function for function in (thirds, evens, not_a_number, at_odd_rows, by_step)}
+REWARDS = {function.__name__: function for function in (thirds, evens, not_a_number, at_odd_rows)}
 
 
 class FixedRollouts(OwnResponses):
@@ -130,8 +125,8 @@ def build(spec: dict, output_dir: str, **trainer_arguments: Any):
     torch.set_num_threads(1)
     name = spec.get("trainer", "PolicyTrainer")
     stock = name.startswith("trl.")
-    trainer_class = trl.GRPOTrainer if stock else getattr(trl_ext, name)
-    config_class = trl.GRPOConfig if stock else trainer_class._config_class
+    trainer_class = getattr(trl if stock else trl_ext, name.removeprefix("trl."))
+    config_class = train_once.classes(name)[1] if stock else trainer_class._config_class
     trainer_class = trainer_arguments.pop("trainer_class", trainer_class)
     if spec.get("fixed"):
         trainer_class = type(trainer_class.__name__, (FixedRollouts, trainer_class), {})
@@ -172,15 +167,7 @@ class LossFaultOnTheLastRank(BeforeLoss):
         return inputs
 
 
-class LineBreaks(ChangedResponses):
-    """Half of the tokens are line breaks."""
-
-    def change_responses(self, responses):
-        (line_break,) = self.processing_class("\n")["input_ids"]
-        return [[line_break if token % 2 else token for token in ids] for ids in responses]
-
-
-FAULTS = {"loss_on_the_last_rank": LossFaultOnTheLastRank, "line_breaks": LineBreaks}
+FAULTS = {"loss_on_the_last_rank": LossFaultOnTheLastRank}
 
 
 def train(spec: dict, output_dir: str, **trainer_arguments: Any):

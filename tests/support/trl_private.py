@@ -73,14 +73,6 @@ class OwnResponses:
         return self.respond(prompt_ids), None
 
 
-class ChangedResponses:
-    """A trainer whose `change_responses` is given the ids of sampled responses, and returns others."""
-
-    def _generate_single_turn(self, *args, **kwargs):
-        responses, log_probs = super()._generate_single_turn(*args, **kwargs)
-        return self.change_responses(responses), log_probs
-
-
 def add_router_loss(monkeypatch, router_loss) -> None:
     """The loss of a router, `router_loss()`, beside TRL's log-probabilities, as of a mixture of experts."""
     import trl

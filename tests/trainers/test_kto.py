@@ -10,11 +10,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.support.tiny import pairs, perturbed, response_log_prob
 from tests.support.train_once import (
     DEFAULTS,
-    largest_difference,
     relative_difference,
     result,
-    train,
-    train_in_processes,
 )
 from trl_ext import KTOConfig, KTOTrainer
 from trl_ext.losses import kto
@@ -70,82 +67,6 @@ def test_loss_and_gradient(tiny_model_path, tmp_path):
     assert run.losses == pytest.approx([loss.item()], rel=1e-8)
     assert relative_difference(moved, gradient) < 1e-9
     assert run.logs[0]["kl"] == pytest.approx(shifted.mean().item(), rel=1e-8)
-
-
-def bco_by_hand(path, rows, *, batch=8, beta=0.5, rate=0.05):
-    """Losses and shifts of gradient descent on BCO, a batch of rows at a time; and the parameters after it."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
-    reference = perturbed(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64), scale=0.02).double()
-    seen, losses, shifts = {True: [], False: []}, [], []
-    for start in range(0, len(rows), batch):
-        means = [sum(known) / len(known) if known else 0.0 for known in seen.values()]
-        shifts.append(sum(means) / 2)
-        total, rewards = 0.0, []
-        for row in rows[start : start + batch]:
-            both = row["prompt_ids"], row["completion_ids"]
-            with torch.no_grad():
-                base = response_log_prob(reference, *both)
-            reward = beta * (response_log_prob(model, *both) - base)
-            sign = 1 if row["label"] else -1
-            total = total + torch.log1p(torch.exp(-sign * (reward - shifts[-1]))) / batch
-            rewards.append((row["label"], reward.item()))
-        for label, reward in rewards:
-            seen[label].append(reward)
-        model.zero_grad()
-        total.backward()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter -= rate * parameter.grad
-        losses.append(total.item())
-    return losses, shifts, dict(model.named_parameters())
-
-
-BCO = {"loss_type": "bco", "beta": 0.5, "learning_rate": 0.05, "max_steps": 3, "lr_scheduler_type": "constant"}
-
-
-@pytest.mark.parametrize("size, accumulation", [(8, 1), (2, 4)])
-def test_bco(size, accumulation, tiny_model_path, tmp_path):
-    """Three updates on 12 pairs, however the batch is split, and resumed; the shift is that of all earlier rewards."""
-    args = {
-        **BCO,
-        "per_device_train_batch_size": size,
-        "gradient_accumulation_steps": accumulation,
-        "max_grad_norm": 0.0,
-    }
-    trainer = build(tiny_model_path, tmp_path, pairs(12), **args, save_strategy="steps", save_steps=2)
-    losses, shifts, parameters = bco_by_hand(tiny_model_path, list(trainer.train_dataset))
-    trainer.train()
-    run = result(trainer)
-    assert run.losses == pytest.approx(losses, rel=1e-8)
-    assert [entry["delta"] for entry in run.logs] == pytest.approx(shifts, rel=1e-8)
-    assert abs(shifts[2]) > 1e-3 and shifts[0] == 0
-    moved = {name: run.parameters[name] - parameters[name] for name in parameters}
-    assert max(change.abs().max().item() for change in moved.values()) < 1e-9
-    again = build(tiny_model_path, tmp_path / "again", pairs(12), **args)
-    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert again.reward_sums == trainer.reward_sums
-    assert all(result(again).parameters[name].equal(run.parameters[name]) for name in parameters)
-
-
-@pytest.mark.slow
-def test_bco_on_two_processes_is_bco_on_one(tiny_model_path, tmp_path):
-    """The shift is of the rewards of all processes; with an adapter, the reference is the base."""
-    spec = {"trainer": "KTOTrainer", "model": tiny_model_path, "lora": True, "pairs": 12}
-    args = {**BCO, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
-    (spread,) = train_in_processes([{**spec, "args": args}], 2, tmp_path)
-    whole = result(train({**spec, "args": {**BCO, "per_device_train_batch_size": 8}}, str(tmp_path / "whole")))
-    assert largest_difference(spread.parameters, whole.parameters) < 1e-9
-    deltas = [entry["delta"] for entry in whole.logs]
-    assert [entry["delta"] for entry in spread.logs] == pytest.approx(deltas, rel=1e-8) and deltas[2]
-
-
-@pytest.mark.parametrize(
-    "settings, message",
-    [({"undesirable_weight": 2.0}, "BCO shifts its rewards"), ({"loss_type": "bce"}, "kto, apo_zero_unpaired, bco")],
-)
-def test_what_bco_refuses(settings, message, tmp_path):
-    with pytest.raises(ValueError, match=message):
-        KTOConfig(str(tmp_path), report_to=[], **{**BCO, **settings})
 
 
 def test_prompts_lose_their_beginning_and_responses_their_end(tiny_model_path, tmp_path):

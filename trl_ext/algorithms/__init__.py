@@ -57,13 +57,6 @@ _DAPO = {
         "aggregation": (("token_mean",), "DAPO averages over tokens"),
     },
 }
-_DPPO = {
-    "advantage": "group_centered",
-    "aggregation": "constant",
-    "ratio_cap": 10.0,
-    "group_size": 16,
-    "title": "Rethinking the Trust Region in LLM Reinforcement Learning",
-}
 _BERKELEY = {**_CLIP, "advantage_clip": 5.0, "beta": 0.01, "kl_aggregation": "token_mean"}
 
 
@@ -136,39 +129,6 @@ _add("sapo", "A gate on the ratio that closes smoothly in place of the clip", "2
 _add("gmpo", "Geometric mean of a response's clipped ratios", "2507.20673", **_POPULATION,
      **_own_loss("GMPO", "gmpo", ratio="token", aggregation="sequence_mean"),
      title="Geometric-Mean Policy Optimization")
-_add("gspo_token", "GSPO with an advantage for each token, as your own advantages may have", "2507.18071",
-     **_own_loss("GSPO-token", "gspo_token", ratio="sequence", aggregation="sequence_mean"), **_POPULATION,
-     epsilon=3e-4, epsilon_high=4e-4, title="Group Sequence Policy Optimization")
-# The clip that TRL reads in its section 5.1.
-_add("luspo", "GSPO with each response's loss times its length", "2602.05261", **_POPULATION,
-     **_own_loss("LUSPO", "clip", ratio="sequence", aggregation="sum"), epsilon=2e-3, epsilon_high=2.5e-3,
-     title="Length-Unbiased Sequence Policy Optimization: Revealing and Controlling Response Length Variation in RLVR")
-_add("vespo", "A smooth weight from the product of a response's ratios", "2602.10693", **_POPULATION,
-     **_own_loss("VESPO", "vespo", ratio="token", aggregation="token_mean"),
-     title="VESPO: Variational Sequence-Level Soft Policy Optimization for Stable Off-Policy LLM Training")
-# The advantage, the reduction, the group and the bounds are those of its example in verl.
-_add("dppo_tv", "A token that moved too far from the sampler, by total variation, is dropped", "2602.04879",
-     **_own_loss("DPPO", "dppo_tv", ratio="token"), **_DPPO)
-_add("dppo_kl", "A token that moved too far from the sampler, by KL divergence, is dropped", "2602.04879",
-     **_own_loss("DPPO", "dppo_kl", ratio="token"), **_DPPO)
-_add("clip_cov", "A few tokens of high covariance are dropped at random", "2505.22617", **_POPULATION,
-     **_own_loss("Clip-Cov", "clip_cov", ratio="token", aggregation="token_mean"), epsilon=1.0,
-     title="The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models")
-_add("kl_cov", "A penalty on the log-ratio of the tokens of highest covariance", "2505.22617", **_POPULATION,
-     **_own_loss("KL-Cov", "kl_cov", ratio="token", aggregation="token_mean"),
-     title="The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models")
-# Only the advantages of these two were compared with the authors' code. The rest is a clipped surrogate without KL.
-_add("gdpo", "Each reward function normalised by itself within the group, then the sum over the batch", "2601.05242",
-     **_CLIP, **_advantage("reward_decoupled", "GDPO normalises each reward function by itself"), std_ddof=1,
-     advantage_eps=1e-4,
-     title="GDPO: Group reward-Decoupled Normalization Policy Optimization for Multi-reward RL Optimization")
-_add("mt_grpo", "The first step or turn has an advantage of its own, added to the outcome's", "2505.11821", **_CLIP,
-     **_advantage("turn_level", "MT-GRPO gives the first turn its own advantage"), std_ddof=1, advantage_eps=1e-4,
-     title="Reinforcing Multi-Turn Reasoning in LLM Agents via Turn-Level Credit Assignment")
-_add("a_star_po", "Regression on the reward less the reference's optimal value, a dataset column", "2505.20686",
-     **_own_loss("A*-PO", "optimal_advantage", ratio="none", aggregation="sequence_mean", advantage="optimal_value"),
-     beta=1e-3, group_size=1, label="A*-PO",
-     title="Accelerating RL for LLM Reasoning with Optimal Advantage Regression")
 _add("berkeley_grpo", "The course's GRPO: KL averaged by itself", "Berkeley course", **_BERKELEY, **_POPULATION)
 _add("berkeley_dr_grpo", "The course's Dr.GRPO: KL averaged by itself", "Berkeley course", **_BERKELEY, **_DR_GRPO)
 _add("berkeley_gspo", "The course's GSPO: clip 0.2, KL averaged by itself", "Berkeley course", **_BERKELEY,
@@ -181,7 +141,7 @@ class PolicyObjective(PolicyLoss):
 
     Args:
         algorithm: a name from the table, `file.py:function`, or your own row.
-        options: keyword options of your own surrogate; `strength` for `quadratic_ratio`.
+        options: keyword options of your own surrogate, or the temperatures of `sapo`.
         overrides: settings of `trl_ext.settings.SETTINGS` to replace; None keeps the algorithm's own.
 
     Attributes in addition to those of `PolicyLoss`: `algorithm` (the row), `advantage` (its name), `std_ddof`,
@@ -210,7 +170,7 @@ class PolicyObjective(PolicyLoss):
         return name in self._parameters
 
     def advantages(self, rewards: Tensor, group_size: int, **inputs: Tensor) -> Tensor:
-        """Advantages of rewards, [N]: [N], or [N, K] if they read `step_rewards`.
+        """Advantages of rewards, [N]. [N].
 
         Args:
             rewards: a reward that is not finite marks a response that could not be scored.
@@ -307,13 +267,10 @@ class PolicyObjective(PolicyLoss):
     def _compares_responses(self) -> bool:
         """Whether a group of one has no signal, found by calling the function, so user functions work too."""
         rewards = torch.tensor([1.0, 2.0, 4.0, 3.0])
-        shape = (4, 2) if self.reads("step_rewards") else (4,)
         made_up = {
-            "optimal_values": torch.zeros(4),
             "lengths": torch.tensor([3, 5, 2, 4]),
             "components": rewards.unsqueeze(1),
             "weights": torch.ones(1),
-            "step_rewards": torch.stack([rewards, rewards], dim=1),
         }
         try:
             advantages = self.advantages(rewards, 2, greedy_rewards=torch.zeros(2), **made_up)
@@ -321,11 +278,10 @@ class PolicyObjective(PolicyLoss):
             raise ValueError(
                 f"the advantage {self.advantage!r} fails on groups of two made-up rewards: {error}"
             ) from error
-        if not isinstance(advantages, Tensor) or advantages.shape != shape:
+        if not isinstance(advantages, Tensor) or advantages.shape != rewards.shape:
             got = f"shape {list(advantages.shape)}" if isinstance(advantages, Tensor) else type(advantages).__name__
-            of = "4 rewards of 2 steps" if self.reads("step_rewards") else "4 rewards"
             raise ValueError(
-                f"the advantage {self.advantage!r} returned {got} for {of}; it must return one advantage for each"
+                f"the advantage {self.advantage!r} returned {got} for 4 rewards; it must return one advantage for each"
             )
         try:
             advantages = self.advantages(rewards, 1, greedy_rewards=torch.zeros(4), **made_up)

@@ -22,7 +22,7 @@ from trl_ext.settings import ADVANTAGE_SETTINGS, LOSS_SETTINGS, Setting
 
 RATIOS = {"token": token_log_ratio, "sequence": sequence_log_ratio}
 # Functions of trainers that have no table.
-_OTHERS = ("kto", "bco", "length_adaptive_lambda", "soft_value")
+_OTHERS = ("kto",)
 OTHERS = {name: getattr(losses, name) for name in _OTHERS}
 
 

@@ -1,1 +1,1 @@
-"""Create an assignment from a specification: a starter to fill in, its tests, a grader, and training runs."""
+"""Write an assignment from a solved package: a starter to fill in, its tests, a grader, and training runs."""

@@ -1,38 +1,137 @@
-"""The examination of a built trainer, and the callback that watches its first steps."""
+"""The table of checks, the report of an examination, and the callback that watches the first steps of a training."""
 
 from __future__ import annotations
 
 import contextlib
-import os
+import dataclasses
+import itertools
 import random
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from transformers import TrainerCallback
 
-from trl_ext.doctor.patient import Example, Patient, Sampled
-from trl_ext.doctor.report import Report
-from trl_ext.doctor.sampled import read_sampled
-from trl_ext.doctor.table import run_checks
+from trl_ext.doctor.patient import Patient, Sampled, as_text, plain_text
 from trl_ext.files import brief
-from trl_ext.rollouts.generation import prompt_tokens
 
-BEFORE_TRAINING = ("data", "model", "configuration")
+# Nothing useful can be learned; something is probably not as intended; no fault, and often taken for one.
+SEVERITIES = ("error", "warning", "info")
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """A fault: the figures it is based on as one sentence, what to change, and the name of its check.
+
+    `tokens` is a row as the trainer sees it: each token's text, and whether the loss is taken on it.
+    """
+
+    evidence: str
+    remedy: str = ""
+    severity: str = ""
+    tokens: list[tuple[str, bool]] | None = None
+    name: str = ""
+
+
+# Name -> severity, the stages in which it runs (`trainer`, `settings`, `steps`), the kinds of trainers that it is for,
+# and a function of a patient that gives a finding, its evidence alone, or None; its docstring is the remedy.
+CHECKS: dict[str, tuple[str, list[str], list[str], Callable[[Any], Finding | str | None]]] = {}
+
+
+def check(name: str, severity: str, needs: str, kinds: str = "sft preference reward policy other") -> Callable:
+    """Decorator that adds a function to the table."""
+
+    def add(function):
+        CHECKS[name] = (severity, needs.split(), kinds.split(), function)
+        return function
+
+    return add
+
+
+@dataclasses.dataclass
+class Report:
+    """The findings of an examination, errors first, and notes on what is no fault and often taken for one.
+
+    `checked` has the names of the checks that ran, `skipped` of those that could not read what they need, with why.
+    """
+
+    findings: list[Finding] = dataclasses.field(default_factory=list)
+    notes: list[Finding] = dataclasses.field(default_factory=list)
+    checked: list[str] = dataclasses.field(default_factory=list)
+    skipped: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def healthy(self) -> bool:
+        return not self.findings
+
+    @property
+    def names(self) -> list[str]:
+        return [finding.name for finding in self.findings]
+
+    def add(self, other: Report) -> None:
+        """Add the findings of a later examination of the same run."""
+        self.findings += [one for one in other.findings if one.name not in self.names]
+        self.findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))
+        self.notes += other.notes
+        self.checked += [name for name in other.checked if name not in self.checked]
+        self.skipped = {n: e for n, e in {**self.skipped, **other.skipped}.items() if n not in self.checked}
+
+    def text(self) -> str:
+        """The findings for a terminal; one line if there is none, and one for each note."""
+        reasons = {why: [name for name in self.skipped if self.skipped[name] == why] for why in self.skipped.values()}
+        skipped = "".join(f"; not checked: {', '.join(names)} ({why})" for why, names in reasons.items())
+        count = f"{len(self.findings) or 'no'} fault{'s' if len(self.findings) > 1 else ''}"
+        lines = [f"doctor: {count} found by {len(self.checked)} checks{skipped}"]
+        for one in self.findings:
+            tokens = [f"  tokens: {shown_tokens(one.tokens)}"] if one.tokens else []
+            lines += [f"\n{one.name} ({one.severity})", f"  {one.evidence}", *tokens, f"  remedy: {one.remedy}"]
+        lines += [f"note: {one.evidence}. {one.remedy}" for one in self.notes]
+        return "\n".join(lines)
+
+
+def run_checks(patient: Any, stages: Collection[str]) -> Report:
+    """Run the checks of these stages. A check that fails itself is reported as skipped."""
+    report = Report()
+    for name, (severity, needs, kinds, function) in CHECKS.items():
+        if patient.kind not in kinds or not set(stages) & set(needs):
+            continue
+        try:
+            found = function(patient)
+        except Exception as error:  # A custom dataset or collator may hold anything; the other checks still count.
+            report.skipped[name] = brief(f"{type(error).__name__}: {error}", 200)
+            continue
+        report.checked.append(name)
+        if found:
+            found = Finding(found) if isinstance(found, str) else found
+            remedy, severity = found.remedy or " ".join(function.__doc__.split()), found.severity or severity
+            found = dataclasses.replace(found, name=name, remedy=remedy, severity=severity)
+            (report.notes if severity == "info" else report.findings).append(found)
+    report.findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))
+    return report
+
+
+def shown_tokens(tokens: list[tuple[str, bool]], *, limit: int = 60) -> str:
+    """A row's last tokens, separated by |; learned ones stand in brackets."""
+    shown = "... " if len(tokens) > limit else ""
+    for learned, part in itertools.groupby(tokens[-limit:], key=lambda token: token[1]):
+        text = "|".join(text.replace("\n", "\\n") for text, _ in part)
+        shown += f"[{text}] " if learned else f"{text}|"
+    return shown.rstrip(" |")
 
 
 def examine(trainer: Any) -> Report:
-    """Check a trainer's data, model and configuration, without a step.
+    """Check the data, model and configuration of a built trainer, of TRL or of this library, without a step."""
+    return _examined(Patient(trainer), "trainer", "settings")
 
-    Args:
-        trainer: a built trainer of TRL or of this library, such as a `DPOTrainer` or a `PolicyTrainer`.
-    """
-    patient = Patient(trainer)
-    with _same_random_numbers():
-        report = run_checks(patient, BEFORE_TRAINING)
-        show_rows(patient, report)
+
+def _examined(patient: Patient, *stages: str) -> Report:
+    """Run the checks of these stages; the training's random numbers stay as they are."""
+    states = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        report = run_checks(patient, stages)
+    random.setstate(states[0])
+    np.random.set_state(states[1])
     return report
 
 
@@ -41,133 +140,77 @@ def report_before_training(trainer: Any) -> None:
     if not trainer.accelerator.is_main_process:
         return
     try:
-        text = examine(trainer).text(color=use_color())
+        text = examine(trainer).text()
     except Exception as error:  # A training that works must not fail by its doctor.
         text = f"doctor: no check was made ({brief(f'{type(error).__name__}: {error}', 200)})"
     print(f"{text}\n" if "\n" in text else text)
 
 
-def use_color() -> bool:
-    """Whether text is printed to a terminal whose user has not set NO_COLOR."""
-    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-
-
-@contextlib.contextmanager
-def _same_random_numbers() -> Iterator[None]:
-    """What a collator draws does not change the training's random numbers."""
-    states = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[]):
-        yield
-    random.setstate(states[0])
-    np.random.set_state(states[1])
-
-
 class DoctorCallback(TrainerCallback):
-    """Examines a trainer when training begins, watches its first steps, and prints a report after each of the two.
+    """Examines a trainer when training begins, watches its first steps, and shows a report after each of the two.
 
-    It logs the metrics of each of these steps, whatever `logging_steps` is. It reads rewards that training computed,
-    and calls no reward function.
-
-    Args:
-        trainer: the trainer that it is added to.
-        steps: how many steps to watch.
-        stop: end the training after them.
-        show: what receives the text of a report.
-
-    Attributes:
-        report: all findings so far.
+    It logs the metrics of each of these steps, whatever `logging_steps` is, and calls no reward function. An error of
+    the doctor is named in `report`, and does not end the training, which `stop` ends after the watched steps.
     """
 
     def __init__(self, trainer: Any, *, steps: int = 3, stop: bool = False, show: Callable[[str], None] = print):
-        self.patient = Patient(trainer)
-        self.steps = steps
-        self.stop = stop
-        self.show = show
-        self.report = Report()
-        self._watched: dict[str, list] = {}
-        self._last = steps
+        self.patient, self.report, self._watched, self._last = Patient(trainer), Report(), {}, steps
+        self.steps, self.stop, self.show = steps, stop, show
+
+    @contextlib.contextmanager
+    def _harmless(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self.report.skipped[what] = brief(f"{type(error).__name__}: {error}", 200)
 
     def on_train_begin(self, args, state, control, **kwargs):
-        # The datasets and the length of the run may have changed since the trainer was built.
-        self.patient = Patient(self.patient.trainer)
-        self.patient.max_steps = state.max_steps
-        self.report = Report()
-        self._last = state.global_step + self.steps
-        with _same_random_numbers():
-            self._show(state, run_checks(self.patient, (*BEFORE_TRAINING, "probe")))
-        models = {"policy": self.patient.trainable}
-        if self.patient.reference is not None:
-            models["reference"] = list(self.patient.reference.parameters())
-        self._watched = {name: _some(weights) for name, weights in models.items()}
+        self.report, self._watched, self._last = Report(), {}, state.global_step + self.steps
+        with self._harmless("the trainer"):
+            # The datasets may have changed since the trainer was built.
+            self.patient = Patient(self.patient.trainer, loader=kwargs.get("train_dataloader"))
+            self._add(state, "trainer", "settings")
+            self._watched["policy"], reference = _some(self.patient.trainable), self.patient.reference
+            self._watched["reference"] = _some([] if reference is None else reference.parameters())
 
     def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step <= self._last:
-            control.should_log = True
-            if self.patient.kind == "policy":
-                self._read_sampled(state.global_step)
-        if self.stop and state.global_step >= self._last:
-            control.should_training_stop = True
-
-    def _read_sampled(self, step: int) -> None:
-        """Read the step's responses; what cannot be read is named in the report and never ends the training."""
-        try:
-            read_sampled(self.patient, step)
-        except Exception as error:
-            self.report.skipped["sampled responses"] = brief(f"{type(error).__name__}: {error}", 200)
+        control.should_log |= state.global_step <= self._last
+        control.should_training_stop |= self.stop and state.global_step >= self._last
+        if state.global_step <= self._last and self.patient.kind == "policy":
+            with self._harmless("sampled responses"):
+                read_sampled(self.patient, state.global_step)
 
     def on_log(self, args, state, control, logs: dict[str, Any] | None = None, **kwargs):
-        if not logs or "learning_rate" not in logs or state.global_step > self._last or not self._watched:
+        if not logs or "learning_rate" not in logs or state.global_step > self._last:
             return
         self.patient.logs.append({"step": state.global_step, **logs})
         if state.global_step == self._last:
-            # ZeRO-3 leaves nothing to watch on a process.
-            for name, weights in ((name, weights) for name, weights in self._watched.items() if weights):
-                changes = [(_part(weight) - before).abs().max().item() for weight, before in weights]
-                self.patient.moved[name] = max(changes, default=0.0)
-            self._watched = {}
-            with _same_random_numbers():
-                report = run_checks(self.patient, ("steps",))
-                show_rows(self.patient, report)
-            self._show(state, report)
+            with self._harmless("the first steps"):
+                for name, weights in self._watched.items():
+                    changes = [(one.detach().flatten()[: len(old)] - old).abs().max().item() for one, old in weights]
+                    self.patient.moved |= {name: max(changes)} if changes else {}
+                self._add(state, "steps")
 
-    def _show(self, state, report: Report) -> None:
-        first = not self.report.checked
+    def _add(self, state, *stages: str) -> None:
+        report = _examined(self.patient, *stages)
         self.report.add(report)
         # Without a finding, one line is printed in the end, and it counts all checks.
-        shown = self.report if self.report.healthy and not first else report
-        if state.is_world_process_zero and (report.findings or shown is self.report):
-            self.show(shown.text(color=use_color()))
+        if state.is_world_process_zero and (report.findings or (self.report.healthy and "steps" in stages)):
+            self.show((self.report if self.report.healthy else report).text())
 
 
-def _some(weights: list) -> list[tuple[Any, torch.Tensor]]:
+def _some(weights) -> list[tuple[Any, torch.Tensor]]:
     """Up to five weights, spread over the model, each with a copy of its first numbers."""
     weights = [weight for weight in weights if weight.numel()]
-    chosen = {index * (len(weights) - 1) // 4 for index in range(5)} if weights else set()
-    return [(weights[index], _part(weights[index]).clone()) for index in sorted(chosen)]
+    return [(weight, weight.detach().flatten()[:10_000].clone()) for weight in weights[:: len(weights) // 5 + 1]]
 
 
-def _part(weight: torch.Tensor) -> torch.Tensor:
-    return weight.detach().flatten()[:10_000].float()
+def read_sampled(patient: Patient, step: int) -> None:
+    """Add the responses of the latest rollout, unless they are there already."""
+    from trl_ext.trainers.policy.rollout_metrics import latest_rollout
 
-
-def show_rows(patient: Patient, report: Report) -> None:
-    """Add two rows, and the figures of what was watched, to a report as far as they can be read."""
-    sampled = patient.sampled
-    report.figures |= {"rewards": [one.reward for one in sampled], "updates": patient.logs}
-    try:
-        examples = patient.examples
-        if sampled:
-            examples = [_example(patient, one) for one in sampled]
-        report.figures["lengths"] = [sum(one.learned) or len(one.ids) for one in examples]
-        report.rows = [patient.tokens(examples[index]) for index in {0, len(examples) - 1}]
-    except Exception:  # The checks have already said why the rows cannot be read.
-        return
-
-
-def _example(patient: Patient, sampled: Sampled) -> Example:
-    """A sampled response after its prompt."""
-    prompt, response = (
-        prompt_tokens(patient.tokenizer, sampled.prompt, None),
-        patient.tokenizer(sampled.text, add_special_tokens=False)["input_ids"],
-    )
-    return Example([*prompt, *response], [False] * len(prompt) + [True] * len(response), False, {})
+    rows = latest_rollout(patient.trainer)
+    new = [Sampled(step, as_text(prompt), plain_text(text), rewards) for prompt, text, rewards in rows]
+    last = patient.sampled[-len(new) :] if new else []
+    if [(one.prompt, one.text) for one in last] != [(one.prompt, one.text) for one in new]:
+        patient.sampled += new

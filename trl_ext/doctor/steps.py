@@ -1,239 +1,184 @@
-"""Checks of what the first steps logged. The same checks read the metrics.jsonl of a run."""
+"""Checks of the first steps: their metrics, which metrics.jsonl has too, and the responses sampled in them."""
 
 from __future__ import annotations
 
+import itertools
 import math
+import re
+from collections.abc import Callable
 
+import torch
+
+from trl_ext.doctor.examine import Finding, check
 from trl_ext.doctor.patient import Patient
-from trl_ext.doctor.report import Found
-from trl_ext.doctor.table import check
-from trl_ext.rollouts.diagnostics import diagnose_generations
 
-_NEEDED = 2
+_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
-def _always(values: list[float], holds) -> bool:
-    return len(values) >= _NEEDED and all(holds(value) for value in values)
+def _always(values: list[float], holds: Callable[[float], bool]) -> bool:
+    """Whether something holds in every logged step, of which there are at least two."""
+    return len(values) >= 2 and all(map(holds, values))
 
 
-def _rewards(patient: Patient) -> tuple[list[float], bool]:
-    """The mean rewards, and whether all rewards of each step were equal."""
-    names = ("reward", "rollouts/reward")
-    rewards = next((values for name in names if (values := patient.logged(name))), [])
-    deviations = patient.logged("reward_std")
-    return rewards, _always(deviations, lambda value: value <= 1e-7)
-
-
-@check("rewards-all-zero", "error", "steps", "policy")
-def rewards_all_zero(patient: Patient) -> Found | None:
-    rewards, equal = _rewards(patient)
-    if not equal or not _always(rewards, lambda value: value == 0):
+@check("rewards-equal", "error", "steps", "policy")
+def rewards_equal(patient: Patient) -> Finding | None:
+    """The reward does not depend on the response: check what the reward function is given and returns."""
+    rewards = patient.logged("reward") or patient.logged("rollouts/reward")
+    shares, steps = patient.logged("frac_reward_zero_std"), f"in {len(rewards)} logged steps"
+    equal = _always(patient.logged("reward_std"), lambda value: value <= 1e-7)
+    dead = _always(shares, lambda value: value >= 0.9) and patient.setting("num_generations", 8) > 1
+    if not (equal or dead):
         return None
-    count = len(patient.sampled) or len(rewards) * patient.setting("generation_batch_size", 0)
-    # A task that is solved once in a hundred responses can be learned.
-    few = f", which had {count} responses: up to {3 / count:.0%} may be right (95% bound)" if 0 < count < 300 else ""
-    return Found(
-        f"every reward was 0 in {len(rewards)} logged steps{few}",
-        "the task is too hard, or the reward function never recognises an answer: print a few responses with their "
-        "rewards, fine-tune on demonstrations first, or begin with easier prompts",
-        severity="warning" if few else None,
-    )
+    if not equal:
+        remedy = "Raise num_generations or the temperature, or choose prompts of medium difficulty."
+        return Finding(f"the rewards of {min(shares):.0%} of the groups were equal {steps}", remedy, "warning")
+    if set(rewards) == {1}:
+        remedy = "Use harder prompts, and check that the reward function can fail a wrong answer."
+        return Finding(f"every reward was 1 {steps}", remedy, "warning")
+    if set(rewards) == {0}:
+        count = len(patient.sampled) or len(rewards) * patient.setting("generation_batch_size", 0)
+        # A task that is solved once in a hundred responses can be learned.
+        few = f", of {count} responses: up to {3 / count:.0%} may be right (95% bound)" if 0 < count < 300 else ""
+        remedy = "Print a few responses with their rewards; the task may be too hard, or no answer be recognised."
+        return Finding(f"every reward was 0 {steps}{few}", remedy, "warning" if few else "")
+    return Finding(f"all rewards of a step were equal {steps}")
 
 
-@check("rewards-all-one", "warning", "steps", "policy")
-def rewards_all_one(patient: Patient) -> Found | None:
-    rewards, equal = _rewards(patient)
-    if not equal or not _always(rewards, lambda value: value == 1):
+@check("parser-never-matches", "error", "steps", "policy")
+def parser_never_matches(patient: Patient) -> str | None:
+    """Let the prompt ask for the form that the reward reads, or let the reward read these."""
+    sampled = patient.sampled
+    right = [one for one in sampled if _agrees(one.text, patient.answers.get(one.prompt))]
+    # A reward of the form is often 0 in the first steps, beside one that finds the answer.
+    if len(right) < 3 or any(value > 0 for one in right for value in one.rewards.values()):
         return None
-    return Found(
-        f"every reward was 1 in {len(rewards)} logged steps: there is nothing to learn from them",
-        "use harder prompts, and check that the reward function can fail a wrong answer",
-    )
+    zero = [name for name in sampled[0].rewards if all(one.rewards.get(name) == 0 for one in sampled)]
+    nearest = sorted(right, key=lambda one: len(one.text))[:3]
+    shown = "; ".join(f"{one.text[-60:]!r} for {patient.answers[one.prompt][-30:]!r}" for one in nearest)
+    what = f"all {len(sampled)} responses, and {len(right)} hold the right answer, such as {shown}"
+    return f"{zero[0]} was 0 for {what}" if zero else None
 
 
-@check("rewards-constant", "error", "steps", "policy")
-def rewards_constant(patient: Patient) -> Found | None:
-    rewards, equal = _rewards(patient)
-    if not equal or _always(rewards, lambda value: value in (0, 1)):
+def _agrees(text: str, answer: str | None) -> bool:
+    """Whether the last number is that of the reference; without numbers, whether a short reference is in the text."""
+    if not answer:
+        return False
+    expected, found = ([one.replace(",", "") for one in _NUMBER.findall(of)] for of in (answer, text))
+    if expected:
+        # A worked solution ends with its answer; a short text is the answer.
+        count = len(expected) if len(answer) <= 40 else 1
+        return found[-count:] == expected[-count:]
+    return 3 < len(answer) <= 40 and answer.strip().lower() in text.lower()
+
+
+@check("identical-samples", "error", "settings steps", "policy")
+def identical_samples(patient: Patient) -> Finding | str | None:
+    """Set the temperature to about 1 and top_k to 0, and check that sampling is on and its seed is not reset."""
+    temperature, top_k = patient.setting("temperature", 1.0), patient.setting("top_k", 0)
+    if patient.setting("num_generations", 1) > 1 and (temperature <= 0.05 or top_k == 1):
+        return f"the temperature {temperature:g} and top_k {top_k} make the responses of a group identical"
+    groups = itertools.groupby(patient.sampled, key=lambda one: (one.step, one.prompt))
+    groups = [texts for _, group in groups if len(texts := [one.text for one in group]) > 1]
+    same = [texts[0] for texts in groups if len(set(texts)) == 1]
+    if len(groups) < 4 or len(same) < 0.9 * len(groups):
         return None
-    return Found(
-        f"all rewards of a step were equal in {len(rewards)} logged steps (about {rewards[-1]:g})",
-        "the reward does not depend on the response: check what the reward function is given and returns",
-    )
+    what = f"the responses of a group were identical in {len(same)} of {len(groups)} groups, as {same[0][:60]!r}"
+    return Finding(what, severity="warning")
 
 
-@check("dead-groups", "warning", "steps", "policy")
-def dead_groups(patient: Patient) -> Found | None:
-    shares = patient.logged("frac_reward_zero_std")
-    alone = patient.setting("num_generations", 8) < 2
-    if alone or _rewards(patient)[1] or not _always(shares, lambda value: value >= 0.9):
-        return None
-    return Found(
-        f"the rewards of a group were all equal in {min(shares):.0%} of the groups or more, in each of {len(shares)} "
-        "logged steps: these groups have no advantage",
-        "raise num_generations or the temperature, choose prompts of medium difficulty, or resample such groups",
-    )
-
-
-def _share_cut(patient: Patient) -> float:
-    """The least share of truncated responses in a logged step; 0 with fewer than two steps."""
+@check("responses-truncated", "warning", "steps", "policy")
+def responses_truncated(patient: Patient) -> Finding | None:
+    """Raise the limit if responses need it; otherwise check the chat template, and which token generation stops at."""
     shares = patient.logged("completions/clipped_ratio")
-    return min(shares) if len(shares) >= _NEEDED else 0.0
-
-
-def _stop_texts(patient: Patient) -> list[str]:
+    if not _always(shares, lambda share: share >= 0.9):
+        return None
     options = patient.setting("generation_kwargs") or {}
-    stop = patient.setting("stop") or (options.get("stop_strings") or options.get("stop") if options else None)
-    return [stop] if isinstance(stop, str) else list(stop or [])
+    stop = patient.setting("stop") or options.get("stop_strings") or options.get("stop")
+    what = f"at least {min(shares):.0%} of the responses were truncated at each step"
+    remedy = "Compare the stop texts with a few responses, with spaces and line breaks." if stop else ""
+    return Finding(what + f", and few ended at a stop text ({stop!r})" * bool(stop), remedy)
 
 
-@check("responses-all-cut", "warning", "steps", "policy")
-def responses_all_cut(patient: Patient) -> Found | None:
-    share = _share_cut(patient)
-    if share < 0.9 or (share >= 0.99 and _stop_texts(patient)):
-        return None
-    what = "every response was" if share >= 0.99 else f"at each step {share:.0%} of the responses or more were"
-    return Found(
-        f"{what} truncated at max_completion_length ({patient.setting('max_completion_length')})",
-        "raise the limit if responses need it; if they run on, the model does not emit an end token: check the chat "
-        "template, and which token generation stops at",
-    )
-
-
-@check("stop-texts-never-occur", "warning", "steps", "policy")
-def stop_texts_never_occur(patient: Patient) -> Found | None:
-    texts = _stop_texts(patient)
-    if _share_cut(patient) < 0.99 or not texts:
-        return None
-    return Found(
-        f"no response ended with a stop text ({', '.join(map(repr, texts))}) or an end token before the limit",
-        "compare the stop texts with a few responses, with spaces and line breaks, and let the prompt ask for them",
-    )
+@check("loss-is-zero", "info", "steps", "policy")
+def loss_is_zero(patient: Patient) -> str | None:
+    """The ratio is 1 and the advantages of a group add up to 0; judge a run by its rewards and KL."""
+    first = patient.first_step
+    no_loss = abs(first.get("loss", 1.0)) <= 1e-3 and not first.get("clip_ratio/region_mean")
+    normal = no_loss and first.get("grad_norm", 0.0) >= 1e-4
+    return "a loss of 0 and no clipped ratio in the first step are normal" if normal else None
 
 
 @check("kl-explodes", "error", "steps", "policy")
-def kl_explodes(patient: Patient) -> Found | None:
+def kl_explodes(patient: Patient) -> str | None:
+    """Lower the learning rate, or compare policy and reference if it is this large in the first step."""
     values = patient.logged("kl")
-    large = [value > 10 or math.isnan(value) for value in values]
-    # A single rare token can make the estimate of one step large.
-    if not any(map(all, zip(large, large[1:], strict=False))):
-        return None
-    return Found(
-        f"the KL to the reference reached {max(values, key=lambda v: math.inf if math.isnan(v) else v):g} nats",
-        "lower the learning rate; if it is this large in the first step, the reference is another model, or is loaded "
-        "with another precision or template",
+    # A single rare token can make the estimate of one step large; a NaN is not below the limit either.
+    twice = any(not (one <= 10 or other <= 10) for one, other in itertools.pairwise(values))
+    return (
+        f"the KL to the reference is above 10 nats in consecutive steps (the last: {values[-1]:g})" if twice else None
     )
 
 
-@check("policy-equals-reference", "error", "steps", "policy preference")
-def policy_equals_reference(patient: Patient) -> Found | None:
-    # A margin of log-probabilities of the cached reference and of the policy is not exactly 0 in float32.
-    name, rounding = ("kl", 0.0) if patient.kind == "policy" else ("rewards/margins", 1e-5)
-    values = patient.logged(name)
-    # The first steps of a long warm-up change nothing that rounding leaves.
-    if max(patient.updates, default=0.0) < 0.1 * patient.setting("learning_rate", 0.0):
-        return None
-    # The last row is measured after the updates of those before.
-    if (
-        len(values) < 3
-        or len(patient.updates) < 2
-        or any(abs(value) > rounding for value in values)
-        or not patient.setting("beta", 0.1)
-    ):
-        return None
-    return Found(
-        f"{name} is 0 in all {len(values)} logged steps, after updates with a learning rate above 0",
-        "the policy does not move, or the reference moves with it: check ref_model, and which weights are trained",
-    )
+@check("reference-moves", "error", "trainer steps", "preference policy other")
+def reference_moves(patient: Patient) -> str | None:
+    """Leave ref_model out, or load it a second time, and keep its weights out of the optimizer."""
+    if not patient.logs:
+        reference = {weight.data_ptr() for weight in patient.reference.parameters()} if patient.reference else set()
+        shared = [weight for weight in patient.trainable if weight.numel() and weight.data_ptr() in reference]
+        return f"the reference shares {len(shared)} trained weights with the policy" if shared else None
+    if patient.moved.get("reference") and not patient.setting("sync_ref_model", False):
+        return f"the reference's weights changed by up to {patient.moved['reference']:g} in training"
+    beta, name = patient.setting("beta", 0.1), "kl" if patient.kind == "policy" else "rewards/margins"
+    # Log-probabilities of a cached reference and of the policy differ by their rounding.
+    rounding = 0 if name == "kl" else 1e-6 * beta * max(1, *map(abs, patient.logged("logps/chosen")), 1)
+    values, rates = patient.logged(name), patient.updates
+    # The first steps of a long warm-up change nothing that rounding leaves, and the last row shows earlier updates.
+    moves = beta and len(rates) > 1 and max(rates) >= 0.1 * patient.setting("learning_rate", 0.0)
+    equal = moves and len(values) > 2 and all(abs(value) <= rounding for value in values)
+    return f"{name} is 0 in all {len(values)} logged steps: policy and reference are one" if equal else None
 
 
 @check("ratio-not-one", "warning", "steps", "policy")
-def ratio_not_one(patient: Patient) -> Found | None:
-    first = next((row for row in patient.logs if row.get("step") == 1), {})
-    clipped = first.get("clip_ratio/region_mean") or 0
+def ratio_not_one(patient: Patient) -> str | None:
+    """Turn dropout off, give both the same temperature, and check that the sampler receives the trainer's weights."""
+    clipped = patient.first_step.get("clip_ratio/region_mean", 0)
+    if clipped > 0.001:
+        return f"{clipped:.1%} of the ratios are clipped at the first update"
     # Each rollout is scored by the trainer before it is learned from, so this difference stays small at every step.
-    name = "sampling/sampling_logp_difference/mean"
-    worst = max((row for row in patient.logs if row.get(name) is not None), key=lambda row: row[name], default={})
-    if clipped <= 0.001 and worst.get(name, 0) <= 0.2:
-        return None
-    what = (
-        f"{clipped:.1%} of the ratios are clipped at the first update"
-        if clipped > 0.001
-        else f"log-probabilities differ by {worst[name]:.2f} at step {worst.get('step')}"
-    )
-    return Found(
-        f"{what}, where sampler and trainer are the same policy",
-        "turn dropout off, give both the same temperature, and check that the sampler has the trainer's weights",
-    )
+    gaps = patient.logged("sampling/sampling_logp_difference/mean")
+    grows = len(gaps) > 2 and max(gaps) == gaps[-1] > max(0.05, 4 * gaps[0])
+    what = f"log-probabilities of sampler and trainer differ by {max(gaps, default=0):.2g}"
+    what += f", and first by {gaps[0]:.2g}: the sampler's weights are not updated" if grows else ""
+    return what if grows or max(gaps, default=0) > 0.2 else None
 
 
-@check("gradient-always-clipped", "warning", "steps")
-def gradient_always_clipped(patient: Patient) -> Found | None:
-    limit, norms = patient.setting("max_grad_norm", 0.0), patient.logged("grad_norm")
-    if not limit or not _always(norms, lambda value: value > 1000 * limit):
-        return None
-    return Found(
-        f"the gradient's norm was {min(norms):g} or more at every step, and is clipped at {limit:g}",
-        "raise max_grad_norm, lower the learning rate, or look for rows with an extreme loss",
-    )
+def _rounded(patient: Patient) -> Finding | None:
+    """Whether weights in 16 bits lose Adam's updates, which are about as large as the learning rate."""
+    rate, low = patient.setting("learning_rate", 0.0), [one for one in patient.trainable if one.dtype.itemsize == 2]
+    # DeepSpeed's optimizer has copies in float32. Less than half a unit in the last place is lost.
+    adam = "adam" in str(patient.setting("optim", "adamw")).lower() and not patient.trainer.is_deepspeed_enabled
+    some = [(one.detach().flatten()[:100_000].float().abs(), torch.finfo(one.dtype).eps) for one in low]
+    lost = [(values * eps / 4 > rate).float().mean().item() for values, eps in some]
+    remedy = "Load the weights in float32 (dtype float32) and set bf16=True for mixed precision, or train an adapter."
+    finding = Finding(f"updates of {rate:g} are less than the rounding of most weights", remedy, "warning")
+    return finding if lost and rate and adam and sum(lost) >= 0.8 * len(lost) else None
 
 
-@check("no-gradient", "error", "steps")
-def no_gradient(patient: Patient) -> Found | None:
-    norms = patient.logged("grad_norm")
-    zero = _always(norms, lambda value: value == 0)
-    # In float16 the first updates are skipped until the loss is scaled as it should be.
+@check("weights-do-not-move", "error", "trainer steps")
+def weights_do_not_move(patient: Patient) -> Finding | str | None:
+    """Load an adapter with is_trainable=True, or set requires_grad_(True) on what is to be trained."""
+    norms, rates = patient.logged("grad_norm"), patient.updates
+    if not patient.logs:
+        return _rounded(patient) if patient.trainable else "none of the model's weights requires a gradient"
+    if _always(norms, lambda norm: norm == 0):
+        remedy = "All advantages or margins are 0, or all labels are masked: see the other findings."
+        return Finding(f"the gradient was 0 in all {len(norms)} logged steps", remedy)
+    # In float16 the first updates are skipped until the loss is scaled.
     judged = not patient.setting("fp16", False) or len(norms) >= 20
-    if not zero and not (judged and _always(norms, lambda value: not math.isfinite(value))):
+    if judged and _always(norms, lambda norm: not math.isfinite(norm)):
+        remedy = "Train in float32 or bfloat16, and look for rows with an infinite loss."
+        return Finding(f"the gradient was not finite in all {len(norms)} logged steps", remedy)
+    if patient.moved.get("policy") != 0 or len(rates) < 2 or not any(0 < norm < math.inf for norm in norms):
         return None
-    return Found(
-        f"the gradient was {'exactly 0' if zero else 'not finite'} in all {len(norms)} logged steps",
-        "all advantages or margins are 0, or all labels are masked: see the other findings"
-        if zero
-        else "train in float32 or bfloat16 and not in float16, and look for rows with an infinite loss",
-    )
-
-
-@check("weights-do-not-move", "error", "steps")
-def weights_do_not_move(patient: Patient) -> Found | None:
-    updates = patient.updates
-    gradient = any(math.isfinite(norm) and norm > 0 for norm in patient.logged("grad_norm"))
-    if patient.moved.get("policy") != 0 or len(updates) < 2 or not gradient:
-        return None
-    return Found(
-        f"the watched weights are the same after {len(updates)} updates with a learning rate up to {max(updates):g}",
-        "the optimizer holds other weights, or its updates are smaller than the weights' rounding",
-    )
-
-
-@check("reference-moves", "error", "steps", "policy preference other")
-def reference_moves(patient: Patient) -> Found | None:
-    moved = patient.moved.get("reference", 0.0)
-    if not moved or patient.setting("sync_ref_model", False):
-        return None
-    return Found(
-        f"the reference model's weights changed by up to {moved:g} in training",
-        "keep its weights out of the optimizer, and do not share modules with the policy",
-    )
-
-
-@check("scores-all-equal", "error", "steps", "reward")
-def scores_all_equal(patient: Patient) -> Found | None:
-    least, most = patient.logged("min_reward"), patient.logged("max_reward")
-    if len(least) < _NEEDED or len(least) != len(most) or any(a != b for a, b in zip(least, most, strict=True)):
-        return None
-    return Found(
-        f"every response had the same score in {len(least)} logged steps",
-        "the head is 0 and frozen, or reads a padding token: check the pad token, and which weights are trained",
-    )
-
-
-@check("responses-collapsed", "error", "responses")
-def responses_collapsed(patient: Patient) -> Found | None:
-    diagnosed = diagnose_generations(patient.responses) if patient.responses else None
-    if diagnosed is None or not diagnosed.collapsed:
-        return None
-    return Found(
-        f"the responses to held-out prompts repeat themselves ({'; '.join(diagnosed.collapse_reasons)})",
-        "lower the learning rate, raise beta, or stop earlier; look at the responses of the checkpoints",
-    )
+    remedy = "The optimizer holds other weights, or its updates are smaller than the weights' rounding."
+    return Finding(f"the weights are the same after {len(rates)} updates (rate up to {max(rates):g})", remedy)

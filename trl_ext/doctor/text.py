@@ -1,301 +1,212 @@
-"""Checks of the tokens that the trainer sees."""
+"""Checks of the rows: the tokens that the trainer sees, how rows compare, and their order."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
+from typing import Any
 
-from trl_ext.doctor.patient import Example, Patient
-from trl_ext.doctor.report import Found
-from trl_ext.doctor.table import check
+import numpy as np
+from scipy.stats import kruskal
+
+from trl_ext.doctor.examine import Finding, check
+from trl_ext.doctor.patient import Example, Patient, as_text, plain_text
 from trl_ext.rollouts.generation import prompt_tokens, without_template
 
-# What chat templates write around turns, and other texts rarely contain. Some models spell `<|user|>` with ordinary
-# tokens.
-_MARKER = re.compile(r"<\|(?!user\||assistant\||system\|)[a-zA-Z0-9_]{2,30}\|>|<start_of_turn>|<end_of_turn>")
-# The end token may be followed by a line break or another token of the template.
-_TAIL = 4
-_LEARNS = "sft preference"
+_LEARNS, _PAIRS = "sft preference", "preference reward"
+_PADDING = "The trainers mask by position; code of your own must too, and generate() needs an attention mask."
+_TEXTS = ("prompt", "completion", "chosen", "rejected", "messages", "text")
 
 
-def _complete(patient: Patient) -> list[Example]:
-    """Examples with their end, of which something is learned."""
-    return [one for one in patient.examples if not one.cut and any(one.learned)]
-
-
-def _share(some: list, of: list) -> str:
-    return f"{len(some)} of {len(of)} sampled rows"
-
-
-@check("template-missing", "error", "data")
-def template_missing(patient: Patient) -> Found | None:
-    first = patient.rows[0].get("prompt", patient.rows[0].get("messages")) if patient.rows else None
-    writers = (patient.tokenizer, patient.trainer.processing_class)
-    if not isinstance(first, list) or any(getattr(one, "chat_template", None) for one in writers):
+def in_rows(patient: Patient, found: list[Example], of: list, share: float, what: str, remedy="") -> Finding | None:
+    """The finding that something holds for a share of the rows, with the tokens of the first; None if for fewer."""
+    if not found or len(found) < share * len(of):
         return None
-    return Found(
-        "the rows hold messages, and the tokenizer has no chat template to write them with",
-        "set tokenizer.chat_template (or chat_template_path in TRL's SFTConfig), or give the prompts as plain text",
-    )
+    return Finding(f"{what} in {len(found)} of {len(of)} sampled rows", remedy, tokens=patient.tokens(found[0]))
 
 
-@check("template-unused", "warning", "data", "sft preference policy")
-def template_unused(patient: Patient) -> Found | None:
+@check("template-missing", "error", "trainer")
+def template_missing(patient: Patient) -> Finding | str | None:
+    """Set tokenizer.chat_template (or chat_template_path in TRL's SFTConfig), or give the prompts as plain text."""
+    first = patient.rows[0].get("prompt", patient.rows[0].get("messages"))
+    writers = (patient.tokenizer, patient.trainer.processing_class)
+    if isinstance(first, list) and not any(getattr(one, "chat_template", None) for one in writers):
+        return "the rows hold messages, and the tokenizer has no chat template to write them with"
     prompts = [row["prompt"] for row in patient.rows if row.get("prompt")]
-    line = without_template(patient.tokenizer, prompts)
-    if line is None:
+    if patient.kind in ("reward", "other") or (line := without_template(patient.tokenizer, prompts)) is None:
         return None
     evidence, remedy = line.split("; ")
-    return Found(f"{evidence}, such as {prompts[0][:60]!r}", remedy)
+    return Finding(f"{evidence}, such as {prompts[0][:60]!r}", f"{remedy.capitalize()}.", "warning")
 
 
-@check("template-of-another-model", "error", "data")
-def template_of_another_model(patient: Patient) -> Found | None:
-    known = patient.tokenizer.get_vocab()
-    rows = [(one, set(_MARKER.findall(patient.decode(one))) - known.keys()) for one in patient.examples]
-    found = [(one, markers) for one, markers in rows if markers]
-    # Single rows may be about such tokens.
-    if len(found) < max(2, len(rows) / 2):
-        return None
-    counted = Counter(marker for _, markers in found for marker in markers)
-    names = ", ".join(name for name, _ in counted.most_common(3))
-    return Found(
-        f"{names} in {_share(found, rows)} are not tokens of this model: they are spelled with ordinary tokens",
-        "use the chat template of this model, or one whose special tokens it has",
-        patient.tokens(found[0][0]),
+@check("prompt-tokens-differ", "warning", "trainer", _LEARNS)
+def prompt_tokens_differ(patient: Patient) -> Finding | None:
+    """End prompts without a space and begin responses with it; let a response begin as the generation prompt ends."""
+    rows, found = [], []
+    for one in patient.examples if not patient.is_packed else ():
+        prompt, other = one.row.get("prompt"), one.row.get("tools") or one.row.get("chat_template_kwargs")
+        is_asked = isinstance(prompt, str) or (prompt and prompt[-1].get("role") != "assistant")
+        if prompt and is_asked and not one.truncated and not other:
+            # Generation truncates prompts as training does.
+            ids = prompt_tokens(patient.tokenizer, prompt, patient.setting("max_prompt_tokens"))
+            rows.append(one)
+            found += [one] if one.ids[: len(ids)] != ids else []
+    what = "a prompt has other tokens together with its response than alone, from which responses are generated,"
+    return in_rows(patient, found, rows, 0.1, what) if len(found) > 1 else None
+
+
+@check("begin-token-doubled", "warning", "trainer")
+def begin_token_doubled(patient: Patient) -> Finding | None:
+    """Remove it from the text, or set tokenizer.add_bos_token to False; tokenize responses without special tokens."""
+    begin, found = patient.tokenizer.bos_token_id, []
+    for one in patient.examples if begin is not None else ():
+        start = one.learned.index(True) if any(one.learned) else 0
+        # One that is an end token may also end the prompt's last turn.
+        places = {1, start} if begin in patient.stop_ids else {1, start - 1, start}
+        again = any(0 < place < len(one.ids) and one.ids[place] == begin for place in places)
+        found += [one] if one.ids[0] == begin and again else []
+    what = f"{patient.tokenizer.bos_token!r} stands twice at the beginning, or before the response as well,"
+    return in_rows(patient, found, patient.examples, 0, what)
+
+
+@check("end-token", "error", "trainer", "sft preference policy")
+def end_token(patient: Patient) -> Finding | None:
+    """End each response with the tokenizer's end token, or use a chat template that does."""
+    stops, missing, masked, other = patient.stop_ids, [], [], []
+    rows = [one for one in patient.examples if not one.truncated and any(one.learned)]
+    for one in rows:
+        # The end token may be followed by a line break or another token of the template.
+        tail = list(zip(one.ids[-4:], one.learned[-4:], strict=True))
+        ids, learned = {token for token, _ in tail}, {token for token, on in tail if on}
+        if stops & ids:
+            masked += [] if stops & learned else [one]
+        elif not patient.special_ids & ids:
+            missing.append(one)
+        elif patient.special_ids & learned:
+            other.append(one)
+    at, same = patient.tokenizer.decode(sorted(stops)), patient.tokenizer.pad_token_id in stops
+    mask = "Give the tokenizer a padding token of its own." if same else "Let the mask include the end token."
+    which = "Set the tokenizer's eos_token and model.generation_config.eos_token_id to the token that ends a response."
+    return (
+        in_rows(patient, missing, rows, 0.5, "no end token follows the response")
+        or in_rows(patient, masked, rows, 0.5, "the loss is not taken on the end token", mask)
+        or in_rows(patient, other, rows, 0.5, f"generation stops at {at}, and responses end otherwise", which)
+        or (Finding("the padding token also ends a response", _PADDING, "info") if same else None)
     )
 
 
-@check("special-token-in-text", "warning", "data")
-def special_token_in_text(patient: Patient) -> Found | None:
-    specials = set(patient.tokenizer.all_special_tokens)
-    conversations = [one for one in patient.examples if _messages(one.row)]
-    found = []
-    for one in conversations:
-        inside = {token for message in _messages(one.row) for token in specials if token in message["content"]}
-        found += [(one, inside)] if inside else []
-    if len(found) < max(2, len(conversations) / 20):
-        return None
-    return Found(
-        f"messages of {_share(found, conversations)} contain special tokens such as {sorted(found[0][1])[0]!r}; the "
-        "chat template adds its own around them",
-        "remove the special tokens from the texts: messages hold plain text",
-        patient.tokens(found[0][0]),
-    )
+@check("nothing-learned-in-rows", "error", "trainer", _LEARNS)
+def nothing_learned_in_rows(patient: Patient) -> Finding | None:
+    """Raise the length limit if the response was truncated; otherwise correct the mask or the labels."""
+    found = [one for one in patient.examples if not any(one.learned)]
+    return in_rows(patient, found, patient.examples, 0.05, "the loss is taken on no token")
 
 
-def _messages(row: dict) -> list[dict]:
+@check("truncated-rows", "warning", "trainer", _LEARNS)
+def truncated_rows(patient: Patient) -> Finding | None:
+    """Raise max_length or max_response_tokens, or drop the rows that exceed it."""
+    found = [one for one in patient.examples if one.truncated]
+    return in_rows(patient, found, patient.examples, 0.2, "the response is truncated")
+
+
+@check("system-prompt-lost", "error", "trainer")
+def system_prompt_lost(patient: Patient) -> Finding | None:
+    """Put the text into the first user message, use a template that writes it, or raise the limit."""
+    messages = [(one, message) for one in patient.examples for message in messages_of(one.row)]
+    texts = [
+        (one, message["content"].strip()[:40].strip()) for one, message in messages if message["role"] == "system"
+    ]
+    found = [one for one, text in texts if text not in patient.tokenizer.decode(one.ids)]
+    return in_rows(patient, found, texts, 0.1, "the system message is not in the tokens")
+
+
+def messages_of(row: dict) -> list[dict]:
     """The messages of a row that hold text."""
-    lists = [row.get(name) for name in ("prompt", "completion", "chosen", "rejected", "messages")]
-    messages = [one for many in lists if isinstance(many, list) for one in many]
+    messages = [one for name in _TEXTS if isinstance(row.get(name), list) for one in row[name]]
     return [one for one in messages if isinstance(one, dict) and isinstance(one.get("content"), str)]
 
 
-@check("template-doubled", "error", "data")
-def template_doubled(patient: Patient) -> Found | None:
-    """Messages that begin with what the chat template itself writes before a user's message."""
-    rows = [one for one in patient.examples if _messages(one.row)]
-    if not rows or not patient.tokenizer.chat_template:
+def _size(value: Any) -> int:
+    """The number of tokens of a list of them (an empty list is), or of characters of a text or of messages."""
+    is_tokens = isinstance(value, list) and all(isinstance(one, int) for one in value[:1])
+    return len(value if is_tokens else plain_text(value))
+
+
+@check("length-predicts-label", "warning", "trainer", _PAIRS)
+def length_predicts_label(patient: Patient) -> str | None:
+    """Add pairs of similar length, or correct for length (a length-normalised loss, or a penalty in the reward)."""
+    names = ("chosen_ids", "rejected_ids") if "chosen_ids" in patient.many_rows[0] else ("chosen", "rejected")
+    lengths = [tuple(_size(row[name]) for name in names) for row in patient.many_rows if names[0] in row]
+    longer, unequal = sum(a > b for a, b in lengths), sum(a != b for a, b in lengths)
+    if unequal < 50 or unequal / 10 < longer < unequal * 0.9:
         return None
-    before = patient.tokenizer.apply_chat_template([{"role": "user", "content": "qzx"}], tokenize=False)
-    before = before.partition("qzx")[0].strip()
-    marks = tuple(mark for mark in {before, before.rpartition("\n")[2]} if len(mark) > 2)
-    found = [one for one in rows if any(m["content"].lstrip().startswith(marks) for m in _messages(one.row))]
-    if not marks or len(found) < max(2, len(rows) / 2):
-        return None
-    return Found(
-        f"messages of {_share(found, rows)} begin with {marks[-1][:40]!r}, which the chat template adds itself",
-        "give messages without the template's text, or the finished prompts as plain text",
-        patient.tokens(found[0]),
-    )
+    which, count = ("longer", longer) if longer > unequal / 2 else ("shorter", unequal - longer)
+    return f"the chosen response is the {which} one in {count} of {unequal} pairs of unequal length"
 
 
-@check("prompt-tokens-differ", "warning", "data", _LEARNS)
-def prompt_tokens_differ(patient: Patient) -> Found | None:
-    if patient.is_packed:
-        raise ValueError("packed rows do not show what a prompt is")
-    rows = [one for one in patient.examples if _is_generated_from(one)]
-    found = []
-    for one in rows:
-        # Generation cuts prompts as training does.
-        asked = prompt_tokens(patient.tokenizer, one.row["prompt"], patient.setting("max_prompt_tokens"))
-        found += [one] if one.ids[: len(asked)] != asked else []
-    if len(found) < max(2, len(rows) / 10):
-        return None
-    return Found(
-        f"prompt and response together tokenize differently from the prompt alone in {_share(found, rows)}: "
-        "generation begins with tokens that training does not show",
-        "end prompts without a space and begin responses with it, and use a template whose generation prompt is how "
-        "a response begins",
-        patient.tokens(found[0]),
-    )
+@check("duplicate-rows", "warning", "trainer", "sft preference reward")
+def duplicate_rows(patient: Patient) -> str | None:
+    """Drop the repeated rows: they are learned by heart, and an epoch shows less than it seems to."""
+    names = [name for name in _TEXTS if name in patient.rows[0]]
+    rows = [tuple(as_text(row[name]) for name in names) for row in patient.many_rows if names]
+    repeated = len(rows) - len(set(rows))
+    found = len(rows) >= 20 and repeated > len(rows) / 5
+    return f"{repeated} of {len(rows)} training rows repeat another row" if found else None
 
 
-def _is_generated_from(example: Example) -> bool:
-    """Whether a row's prompt is one that a response is generated for, and is there as a whole."""
-    prompt = example.row.get("prompt")
-    if not prompt or example.cut or example.row.get("tools") or example.row.get("chat_template_kwargs"):
-        return False
-    return isinstance(prompt, str) or (isinstance(prompt[-1], dict) and prompt[-1].get("role") != "assistant")
+@check("pairs-contradict", "warning", "trainer", _PAIRS)
+def pairs_contradict(patient: Patient) -> str | None:
+    """Drop equal responses, and keep one label for each pair; swapped files and ties often cause this."""
+    names = ("prompt", "chosen", "rejected")
+    pairs = [tuple(as_text(row.get(name, "")) for name in names) for row in patient.many_rows if "chosen" in row]
+    known = set(pairs)
+    against = sum((prompt, rejected, chosen) in known for prompt, chosen, rejected in pairs)
+    what = f"{against} of {len(pairs)} pairs have equal responses, or occur with both labels"
+    return what if against >= max(4, 0.02 * len(pairs)) else None
 
 
-@check("begin-token-doubled", "warning", "data")
-def begin_token_doubled(patient: Patient) -> Found | None:
-    begin = patient.tokenizer.bos_token_id
-    found = [one for one in patient.examples if begin is not None and one.ids[:2] == [begin, begin]]
-    before = [one for one in patient.examples if begin is not None and _begins_again(patient, one)]
-    if not found and not before:
-        return None
-    name = repr(patient.tokenizer.bos_token)
-    return Found(
-        f"{_share(found, patient.examples)} begin with {name} twice"
-        if found
-        else f"{name} stands before the response as well as before the prompt in {_share(before, patient.examples)}",
-        "the chat template and the tokenizer both add it: remove it from the text, or set tokenizer.add_bos_token "
-        "to False; tokenize a response with add_special_tokens=False",
-        patient.tokens((found or before)[0]),
-    )
+@check("labels-against-scores", "warning", "trainer", _PAIRS)
+def labels_against_scores(patient: Patient) -> Finding | None:
+    """Swap or drop these pairs; if lower scores are better, or other annotators gave them, all is well."""
+    for name in (name for name in patient.many_rows[0] if re.search("chosen", name)):
+        pairs = [(row[name], row.get(name.replace("chosen", "rejected"))) for row in patient.many_rows]
+        scores = [pair for pair in pairs if all(isinstance(one, int | float) for one in pair)]
+        against = sum(chosen < rejected for chosen, rejected in scores)
+        if re.search("score|rating|reward", name) and against >= max(3, 0.03 * len(scores)):
+            what = f"the chosen response has the lower score ({name}) in {against} of {len(scores)} pairs"
+            return Finding(what, severity="error" if against > 0.4 * len(scores) else "")
+    return None
 
 
-def _begins_again(patient: Patient, example: Example) -> bool:
-    """Whether the response of a row that begins with the beginning token begins with it too."""
-    begin, start = patient.tokenizer.bos_token_id, example.learned.index(True) if any(example.learned) else 0
-    # One that is an end token may also end the prompt's last turn.
-    places = {start} if begin in patient.stop_ids else {start - 1, start}
-    return example.ids[:1] == [begin] and any(place > 0 and example.ids[place] == begin for place in places)
+@check("rows-in-order", "warning", "trainer")
+def rows_in_order(patient: Patient) -> str | None:
+    """Shuffle the rows, or the stream with a large buffer; a curriculum that is intended is no fault."""
+    rows, grouped = patient.rows_as_read, patient.setting("train_sampling_strategy") == "group_by_length"
+    for name, values in _signals(rows).items() if len(rows) >= 30 else ():
+        # Kruskal and Wallis (1952), between up to ten consecutive parts of the epoch. A random order gives an alarm
+        # with probability 1e-6 for each signal, so in fewer than one of 10,000 runs.
+        test = kruskal(*np.array_split(values, min(10, len(values) // 6)))
+        explained = test.statistic / (len(values) - 1)
+        if test.pvalue < 1e-6 and explained > 0.1 and not (grouped and "length of" in name):
+            what = f"explains {explained:.0%} of the variance of its ranks (p {test.pvalue:.0e}, {len(values)} rows)"
+            return f"{name} depends on the position in the epoch, which {what}"
+    return None
 
 
-@check("end-token-missing", "error", "data", _LEARNS)
-def end_token_missing(patient: Patient) -> Found | None:
-    ends = patient.stop_ids | patient.special_ids
-    rows = _complete(patient)
-    found = [one for one in rows if not ends & set(one.ids[-_TAIL:])]
-    if len(found) < max(1, len(rows) / 2):
-        return None
-    return Found(
-        f"no end token follows the response in {_share(found, rows)}: the model does not learn to stop",
-        "end each response with the tokenizer's end token, or use a chat template that does",
-        patient.tokens(found[0]),
-    )
-
-
-@check("end-token-masked", "error", "data", _LEARNS)
-def end_token_masked(patient: Patient) -> Found | None:
-    rows = _complete(patient)
-    found = [one for one in rows if patient.stop_ids & set(one.ids[-_TAIL:]) and not _learned_ends(patient, one)]
-    if len(found) < max(1, len(rows) / 2):
-        return None
-    tokenizer = patient.tokenizer
-    same = tokenizer.pad_token_id in patient.stop_ids
-    why = f", which is the padding token {tokenizer.pad_token!r} as well" if same else ""
-    return Found(
-        f"the loss is not taken on the end token{why} in {_share(found, rows)}: the model does not learn to stop",
-        "give the tokenizer a padding token of its own"
-        if same
-        else "let the mask of what is learned include the end token",
-        patient.tokens(found[0]),
-    )
-
-
-def _learned_ends(patient: Patient, example: Example) -> bool:
-    pairs = list(zip(example.ids, example.learned, strict=True))[-_TAIL:]
-    return any(learned and token in patient.stop_ids for token, learned in pairs)
-
-
-@check("end-token-not-stopped-at", "error", "data", _LEARNS)
-def end_token_not_stopped_at(patient: Patient) -> Found | None:
-    specials = patient.special_ids
-    rows = _complete(patient)
-    found = []
-    for one in rows:
-        tail = [t for t, learned in zip(one.ids[-_TAIL:], one.learned[-_TAIL:], strict=True) if learned]
-        if specials & set(tail) and not patient.stop_ids & set(one.ids[-_TAIL:]):
-            found.append(one)
-    if len(found) < max(1, len(rows) / 2):
-        return None
-    learned = next(token for token in reversed(found[0].ids) if token in specials)
-    stops = ", ".join(repr(patient.tokenizer.decode([token])) for token in sorted(patient.stop_ids))
-    return Found(
-        f"responses end with {patient.tokenizer.decode([learned])!r} in {_share(found, rows)}, and generation stops "
-        f"at {stops or 'nothing'}",
-        "set the tokenizer's eos_token and model.generation_config.eos_token_id to the token that ends a response",
-        patient.tokens(found[0]),
-    )
-
-
-@check("nothing-learned-in-rows", "error", "data", _LEARNS)
-def nothing_learned_in_rows(patient: Patient) -> Found | None:
-    found = [one for one in patient.examples if not any(one.learned)]
-    if len(found) < max(1, len(patient.examples) / 20):
-        return None
-    return Found(
-        f"the loss is taken on no token in {_share(found, patient.examples)}",
-        "raise the length limit if the response was cut off; otherwise correct the mask or the labels",
-        patient.tokens(found[0]),
-    )
-
-
-@check("loss-on-prompt", "warning", "data", _LEARNS)
-def loss_on_prompt(patient: Patient) -> Found | None:
-    if patient.is_packed:
-        raise ValueError("packed rows do not show what a prompt is")
-    rows = [one for one in patient.examples if one.row.get("prompt") and len(one.ids) > 1]
-    # The labels of a first token may be kept or not; it is never predicted.
-    found = [one for one in rows if one.learned[0] and all(one.learned)]
-    if not rows or len(found) < len(rows) / 2:
-        return None
-    return Found(
-        f"the loss is taken on the prompt in {_share(found, rows)}",
-        "leave completion_only_loss at its default, and let a collator of your own mask the prompt",
-        patient.tokens(found[0]),
-    )
-
-
-@check("truncated-rows", "warning", "data", _LEARNS)
-def truncated_rows(patient: Patient) -> Found | None:
-    found = [one for one in patient.examples if one.cut]
-    if len(found) < max(1, len(patient.examples) / 5):
-        return None
-    limits = ("max_length", "max_prompt_tokens", "max_response_tokens")
-    given = ", ".join(f"{name} {patient.setting(name)}" for name in limits if patient.setting(name))
-    return Found(
-        f"{_share(found, patient.examples)} are cut ({given}), and responses lose their end",
-        "raise the limit, or drop the rows that exceed it",
-        patient.tokens(found[0]),
-    )
-
-
-@check("system-prompt-lost", "error", "data")
-def system_prompt_lost(patient: Patient) -> Found | None:
-    rows, found = [], []
-    for one in patient.examples:
-        texts = [message["content"].strip() for message in _messages(one.row) if message.get("role") == "system"]
-        if texts and texts[0]:
-            rows.append(one)
-            found += [one] if texts[0][:40].strip() not in patient.decode(one) else []
-    if len(found) < max(1, len(rows) / 10):
-        return None
-    return Found(
-        f"the system message is not in the tokens of {_share(found, rows)} that have one",
-        "the chat template ignores it, or the prompt is cut: use another template, raise the limit, or put the text "
-        "into the first user message",
-        patient.tokens(found[0]),
-    )
-
-
-@check("unknown-tokens", "warning", "data")
-def unknown_tokens(patient: Patient) -> Found | None:
-    unknown = patient.tokenizer.unk_token_id
-    # GPT-2's unknown token is its end token.
-    if unknown is None or unknown in {*patient.stop_ids, patient.tokenizer.pad_token_id}:
-        return None
-    total = sum(len(one.ids) for one in patient.examples)
-    count = sum(one.ids.count(unknown) for one in patient.examples)
-    if count <= total / 100:
-        return None
-    worst = max(patient.examples, key=lambda one: one.ids.count(unknown))
-    return Found(
-        f"{count} of {total} tokens are {patient.tokenizer.unk_token!r}: the tokenizer has no token for the text",
-        "use the tokenizer of this model, and one that covers the language of the data",
-        patient.tokens(worst),
-    )
+def _signals(rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:
+    """What might drift: lengths, numbers, whether a column has one of few values, and which response is longer."""
+    found: dict[str, list] = {}
+    for name in rows[0]:
+        values = [row.get(name) for row in rows]
+        if name in _TEXTS or name.endswith("_ids"):
+            found[f"the length of {name}"] = list(map(_size, values))
+        elif all(isinstance(value, float) for value in values):
+            found[name] = values
+        elif len(kinds := {as_text(value) for value in values}) <= 20:
+            found |= {f"{name} = {kind[:40]}": [as_text(value) == kind for value in values] for kind in sorted(kinds)}
+    if "rejected" in rows[0]:
+        longer = [_size(row["chosen"]) > _size(row["rejected"]) for row in rows]
+        found |= {"whether the chosen response is longer": longer}
+    # A few rows that differ from the others come together by chance more often than the test says.
+    others = {name: len(rows) - Counter(values).most_common(1)[0][1] for name, values in found.items()}
+    return {name: np.array(found[name], float) for name in found if others[name] >= max(10, len(rows) / 10)}

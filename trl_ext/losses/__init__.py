@@ -2,23 +2,14 @@
 
 from trl_ext.losses.kl import kl_estimate
 from trl_ext.losses.masking import aggregate, masked_mean, masked_normalize, masked_sum
-from trl_ext.losses.mismatch import mismatch_weights
 from trl_ext.losses.objective import PreferenceObjective, confidence, wpo
 from trl_ext.losses.policy import (
     cispo,
-    clip_cov,
     clipped_surrogate,
-    dppo_kl,
-    dppo_tv,
     gmpo,
-    gspo_token,
-    kl_cov,
-    optimal_advantage,
-    quadratic_ratio,
     reinforce,
     sapo,
     unclipped_surrogate,
-    vespo,
 )
 from trl_ext.losses.policy_objective import PolicyLoss
 from trl_ext.losses.policy_scores import PolicyScores, sequence_log_ratio, token_log_ratio
@@ -42,8 +33,8 @@ from trl_ext.losses.preference import (
     sppo,
 )
 from trl_ext.losses.reward import bradley_terry
-from trl_ext.losses.unpaired import bco, kto, reward_shift
-from trl_ext.losses.value import clipped_value_loss, explained_variance, length_adaptive_lambda, soft_value, whiten
+from trl_ext.losses.unpaired import kto
+from trl_ext.losses.value import clipped_value_loss, explained_variance, whiten
 
 __all__ = [
     "PolicyLoss",
@@ -55,48 +46,35 @@ __all__ = [
     "aot_paired",
     "apo_down",
     "apo_zero",
-    "bco",
     "bradley_terry",
     "cdpo",
     "cispo",
-    "clip_cov",
     "clipped_surrogate",
     "clipped_value_loss",
     "confidence",
     "cpo",
     "dpo",
     "dpop",
-    "dppo_kl",
-    "dppo_tv",
     "explained_variance",
     "gmpo",
-    "gspo_token",
     "hinge",
     "ipo",
-    "kl_cov",
     "kl_estimate",
     "kto",
-    "length_adaptive_lambda",
     "masked_mean",
     "masked_normalize",
     "masked_sum",
-    "mismatch_weights",
     "nca",
-    "optimal_advantage",
     "orpo",
-    "quadratic_ratio",
     "reinforce",
     "repo",
-    "reward_shift",
     "robust_dpo",
     "sapo",
     "sequence_log_ratio",
     "simpo",
-    "soft_value",
     "sppo",
     "token_log_ratio",
     "unclipped_surrogate",
-    "vespo",
     "whiten",
     "wpo",
 ]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trl_ext.losses.kl import KL_ESTIMATORS, MAX_EXPONENT, kl_estimate
 from trl_ext.losses.masking import AGGREGATIONS, aggregate, masked_sum
-from trl_ext.losses.policy import RATIO_OF, SURROGATES
+from trl_ext.losses.policy import SURROGATES
 from trl_ext.losses.policy_scores import PolicyScores, bounded_ratio
 from trl_ext.names import check_choice
 from trl_ext.registry import Entry
@@ -43,9 +43,10 @@ class PolicyLoss(LossFields):
     """Computes the scalar to minimise from `PolicyScores`. Its settings are `trl_ext.settings.LOSS_SETTINGS`.
 
     Attributes:
-        options: keyword options of the surrogate that are not settings: those of your own function, or `strength` of
-            `quadratic_ratio` or the temperatures of `sapo`.
-        function: the surrogate; if given, your own `f(scores, ...)`, which makes the setting `surrogate` `own`.
+        options: keyword options of the surrogate that are not settings: those of your own function, or the
+            temperatures of `sapo`.
+        function: the surrogate; if given, your own `f(scores, ...)`, which makes the setting `surrogate` `own`. If it
+            has a keyword `beta`, it compares with the reference itself: no KL term is added.
 
     Raises:
         ValueError: an unknown name, a value out of range, settings that contradict each other or that nothing would
@@ -89,16 +90,6 @@ class PolicyLoss(LossFields):
     def needs_reference(self) -> bool:
         """Whether reference log-probabilities are read, by the loss or for the reward."""
         return self.beta > 0
-
-    @property
-    def batch_coupled(self) -> bool:
-        """Whether a token's loss depends on the other responses of the same call."""
-        return "covariance" in self._inputs
-
-    @property
-    def reads_sampler(self) -> bool:
-        """Whether the ratio is to the sampler's own probabilities, so that no weight for the sampler belongs to it."""
-        return "behaviour_log_probs" in self._inputs
 
     def __call__(
         self,
@@ -159,14 +150,6 @@ class PolicyLoss(LossFields):
             beyond = beyond | (ref_log_probs - scores.log_probs > MAX_EXPONENT)
         return beyond & (scores.mask != 0)
 
-    def dropped(self, scores: PolicyScores) -> Tensor:
-        """Tokens whose loss is 0 because they have moved too far from the sampler, as in DPPO. Boolean, [B, T]."""
-        matters = (scores.advantages != 0) & (scores.log_probs != 0) & (scores.mask != 0)
-        if not self.reads_sampler:
-            return torch.zeros_like(matters)
-        with torch.no_grad():
-            return (self._surrogate_losses(scores) == 0) & matters
-
     def reward_penalty(self, log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor) -> Tensor:
         """The KL penalty on each response's reward: beta times the sum of the estimates over its tokens. [B]."""
         divergence = kl_estimate(log_probs.detach(), ref_log_probs.detach(), self.kl_estimator)
@@ -186,12 +169,12 @@ class PolicyLoss(LossFields):
 
     @property
     def _reads_ratio(self) -> bool:
-        return "log_ratio" in self._inputs or self.reads_sampler
+        return "log_ratio" in self._inputs
 
     @property
     def _takes_beta(self) -> bool:
-        """Whether the surrogate itself compares with the reference."""
-        return self.surrogate != "own" and Entry("", self.function).takes_beta
+        """Whether your own function itself compares with the reference."""
+        return Entry("", self.function).takes_beta
 
     @property
     def _adds_kl(self) -> bool:
@@ -244,9 +227,8 @@ class PolicyLoss(LossFields):
         if self.ratio == "none" and self._reads_ratio:
             reason = "this surrogate is of the importance ratio; use --ratio token, or --surrogate reinforce"
             self._refuse("ratio", "surrogate", reason)
-        unit = RATIO_OF.get(self.surrogate, self.ratio)
-        if self.ratio != unit:
-            reason = f"this surrogate is of the {unit}'s ratio; use --ratio {unit}, or --surrogate clip"
+        if self.surrogate == "gmpo" and self.ratio != "token":
+            reason = "this surrogate is of the token's ratio; use --ratio token, or --surrogate clip"
             self._refuse("ratio", "surrogate", reason)
         if self.ratio == "sequence" and self.aggregation == "token_mean":
             reason = (
@@ -303,7 +285,8 @@ class PolicyLoss(LossFields):
         log_probs = (old + torch.linspace(-0.3, 0.3, 12).flip(0).reshape(3, 4)).requires_grad_()
         mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 1, 1, 0]])
         advantages = torch.tensor([[1.0], [-0.5], [0.25]])
-        scores = PolicyScores(log_probs, None if self.ratio == "none" else old, mask, advantages, self.ratio)
+        old_log_probs, reference = None if self.ratio == "none" else old, old if self._takes_beta else None
+        scores = PolicyScores(log_probs, old_log_probs, mask, advantages, self.ratio, ref_log_probs=reference)
         name = self._function_name
         try:
             with torch.enable_grad():

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from trl_ext.losses.kl import MAX_EXPONENT
-from trl_ext.losses.masking import masked_mean, masked_sum
+from trl_ext.losses.masking import masked_sum
 
 
 @dataclass
@@ -63,13 +63,6 @@ class PolicyScores:
         if self.sampler_log_probs is None:
             return self.old_log_probs
         return torch.where(self.sampler_log_probs.isnan(), self.old_log_probs, self.sampler_log_probs)
-
-    @property
-    def covariance(self) -> Tensor:
-        """Each token's `(advantage - mean) (log_prob - mean)`, the means over all tokens; without gradient. [B, T]."""
-        log_probs = self.log_probs.detach()
-        advantages = self.advantages.expand_as(log_probs)
-        return (advantages - masked_mean(advantages, self.mask)) * (log_probs - masked_mean(log_probs, self.mask))
 
 
 def token_log_ratio(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:

@@ -1,12 +1,9 @@
-"""Losses of single responses labelled desirable or undesirable: pure functions, one loss per response."""
+"""KTO's loss of single responses labelled desirable or undesirable: a pure function, one loss per response."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid
 
 
 def kto(
@@ -47,28 +44,3 @@ def kto(
     desirable = desirable.bool()
     weights = torch.where(desirable, gain.new_tensor(desirable_weight), gain.new_tensor(undesirable_weight))
     return weights * torch.sigmoid(torch.where(desirable, -gain, gain))
-
-
-def bco(log_ratio: Tensor, desirable: Tensor, shift: Tensor | float, *, beta: float = 0.1) -> Tensor:
-    """BCO: `-log s(beta h - d)` for a desirable response, `-log s(d - beta h)` for an undesirable one. [B].
-
-    `s` is the logistic function, and `d` a shift of the rewards `beta h`, without gradient: `reward_shift`.
-    Jung et al. 2024, arXiv 2404.04656; the paper's runs have beta 0.01.
-
-    Args:
-        log_ratio: `h`, log of policy over reference probability of each response, summed over its tokens, [B].
-        desirable: true where a response is desirable, [B].
-        shift: a number.
-        beta: strength; smaller values let the policy go further from the reference.
-    """
-    logits = beta * log_ratio - shift
-    return -logsigmoid(torch.where(desirable.bool(), logits, -logits))
-
-
-def reward_shift(sums: Sequence[float]) -> float:
-    """BCO's shift: half the sum of the mean rewards of desirable and of undesirable responses, whatever their numbers.
-
-    Args:
-        sums: sum and number of desirable responses' rewards, then of undesirable ones'; 0 for a mean of none.
-    """
-    return (sums[0] / max(sums[1], 1) + sums[2] / max(sums[3], 1)) / 2

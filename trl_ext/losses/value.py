@@ -1,4 +1,4 @@
-"""PPO's value loss, the lambda of VAPO's advantages, A*-PO's value, and the statistics that whiten advantages."""
+"""PPO's value loss, and the statistics that whiten advantages."""
 
 from __future__ import annotations
 
@@ -56,38 +56,6 @@ def is_value_clipped(values: Tensor, old_values: Tensor, returns: Tensor, *, cli
 
 def _near(values: Tensor, old_values: Tensor, clip: float) -> Tensor:
     return values.detach().clamp(old_values - clip, old_values + clip)
-
-
-def length_adaptive_lambda(lengths: Tensor, alpha: float = 0.05) -> Tensor:
-    """The lambda of each response's advantages, `1 - 1 / (alpha length)`, and 0 for at most `1 / alpha` tokens. [B].
-
-    Over a long response the powers of lambda then fall to about `exp(-1 / alpha)`, whatever its length. The bound at 0
-    is this library's.
-
-    Args:
-        lengths: tokens of each response, [B].
-        alpha: positive; a larger one means a lambda nearer to 1.
-
-    Yue et al. 2025 (VAPO), arXiv 2504.05118.
-    """
-    return (1 - 1 / (alpha * lengths.double().clamp(min=1))).clamp(min=0)
-
-
-def soft_value(rewards: Tensor, group_size: int, *, beta: float = 0.5) -> Tensor:
-    """A*-PO's optimal value of each prompt, `beta log mean exp(r / beta)` over responses of the reference. [N / G].
-
-    It lies between their mean, for a large beta, and their largest, for a small one.
-
-    Args:
-        rewards: [N], the G responses to a prompt consecutive; one that is not finite is left out.
-        group_size: G, 8 in the paper.
-
-    Brantley et al. 2025, arXiv 2505.20686.
-    """
-    groups = rewards.double().view(-1, group_size)
-    known = groups.isfinite()
-    total = (groups / beta).masked_fill(~known, -torch.inf).logsumexp(dim=1)
-    return beta * (total - known.sum(dim=1).log())
 
 
 def moments(

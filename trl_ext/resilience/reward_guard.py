@@ -35,8 +35,7 @@ class RewardGuard:
 
     A function may return None for a response that it cannot score. A number that is not finite is a fault: it is
     reported with its row and passed on as None, and its row is stored in `not_finite`. Rows on which a function failed
-    are in `failed`. Neither kind has a reward, whatever other functions return. If responses have steps, a function
-    may return a list with one number for each step: the sum is passed on, and the list is stored in `step_rewards`.
+    are in `failed`. Neither kind has a reward, whatever other functions return.
 
     Args:
         on_error: what to do when a function raises. "raise": a `RewardError` that names the first faulty row, which is
@@ -45,23 +44,16 @@ class RewardGuard:
             reward, and the function is not called again.
         limit: seconds that a call may take (see `time_limit`); None or 0 for no limit. An asynchronous function is
             cancelled at an await.
-        has_steps: whether functions receive the texts of the steps of each response, `steps`.
-
-    Attributes:
-        step_rewards: by the id of a function, for each response its list, or None if it gave no list.
     """
 
-    def __init__(self, on_error: str, limit: float | None = None, has_steps: bool = False):
+    def __init__(self, on_error: str, limit: float | None = None):
         self.on_error = on_error
         self.limit = limit or None
-        self.has_steps = has_steps
-        self.step_rewards: dict[int, list[list[float] | None]] = {}
         self.failed: set[int] = set()
         self.not_finite: set[int] = set()
 
     def begin(self) -> None:
-        """Clear the previous rollout's faults and rewards of steps."""
-        self.step_rewards = {}
+        """Clear the previous rollout's faults."""
         self.failed = set()
         self.not_finite = set()
 
@@ -77,7 +69,6 @@ class RewardGuard:
                 return _run_at_once(self._score(self._call, function, arguments))
 
         guarded.__name__ = function_name(function)
-        guarded.function = function
         return guarded
 
     async def _score(self, call: Callable, function: Callable, arguments: dict[str, Any]) -> list[float | None]:
@@ -100,9 +91,6 @@ class RewardGuard:
             self._report(function, rows, error)
             return [None] * len(rows)
         values = self._values(name, rewards, rows)
-        if self.has_steps:
-            self.step_rewards[id(function)] = [value if isinstance(value, list) else None for value in values]
-            values = [sum(value) if isinstance(value, list) else value for value in values]
         for index, value in enumerate(values):
             if value is not None and not math.isfinite(value):
                 logger.warning(f"the reward function {name!r} gave {value} for {_describe(rows[index])}")
@@ -125,26 +113,18 @@ class RewardGuard:
         except Exception as error:
             return None, Stalled() if clock.expired() else error
 
-    def _values(self, name: str, rewards: Any, rows: list[dict[str, Any]]) -> list[float | list[float] | None]:
-        """The return value of a function, checked to be a number, a list for the steps or None for each response."""
+    def _values(self, name: str, rewards: Any, rows: list[dict[str, Any]]) -> list[float | None]:
+        """The return value of a function, checked to be a number or None for each response."""
         try:
-            values = [_value(reward, self.has_steps) for reward in rewards]
+            values = [None if reward is None else float(reward) for reward in rewards]
         except (TypeError, ValueError):
             values = None
         if values is None or len(values) != len(rows):
             found = f"{len(values)} rewards" if values is not None else f"{str(rewards)[:100]}"
-            steps = ", a list with one number per step" if self.has_steps else ""
             raise RewardError(
-                f"the reward function {name!r} must return one number{steps} or None for each of {len(rows)} "
-                f"responses, and returned {found}"
-                + ("" if self.has_steps or "[[" not in found else ": rewards of steps take an --advantage of steps")
+                f"the reward function {name!r} must return one number or None for each of {len(rows)} responses, and "
+                f"returned {found}"
             )
-        for row, value in zip(rows, values, strict=True):
-            if isinstance(value, list) and len(value) != len(row["steps"][0]):
-                raise RewardError(
-                    f"the reward function {name!r} must return one number for each of the {len(row['steps'][0])} "
-                    f"texts in steps, and returned {len(value)} for {_describe(row)}"
-                )
         return values
 
     def _report(self, function: Callable, rows: list[dict[str, Any]], error: BaseException) -> None:
@@ -202,12 +182,6 @@ def _rows(arguments: dict[str, Any]) -> list[dict[str, Any]]:
         }
         rows.append({**row, **{name: ignore for name in _REPORTS if name in row}})
     return rows
-
-
-def _value(reward: Any, has_steps: bool) -> float | list[float] | None:
-    if has_steps and isinstance(reward, (list, tuple)):
-        return [float(number) for number in reward]
-    return None if reward is None else float(reward)
 
 
 def _describe(row: dict[str, Any]) -> str:

@@ -26,7 +26,6 @@ __all__, __getattr__, __dir__ = lazy_names(
         ".kto": "KTOConfig KTOTrainer",
         ".reward.config": "RewardConfig",
         ".reward.trainer": "RewardTrainer",
-        ".reward.process": "ProcessReward process_row",
         ".sft": "SFTConfig SFTTrainer",
         ".expert_iteration": "ExpertIterationConfig ExpertIterationTrainer",
         ".policy.config": "PolicyConfig",

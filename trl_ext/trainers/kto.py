@@ -1,4 +1,4 @@
-"""`KTOTrainer` and `KTOConfig`: TRL's, with separate truncation of prompts, packing, and device defaults, and BCO.
+"""`KTOTrainer` and `KTOConfig`: TRL's, with separate truncation of prompts, packing, and device defaults.
 
 KTO's loss is TRL's. It equals `trl_ext.losses.kto` on a micro-batch, with the divergence averaged over all processes.
 """
@@ -9,15 +9,11 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-import torch
 from datasets import Dataset
-from torch import Tensor
 from trl import KTOConfig as TRLKTOConfig
 from trl import KTOTrainer as TRLKTOTrainer
 
 from trl_ext.data.unpaired import pairs_to_unpaired
-from trl_ext.losses.unpaired import bco, reward_shift
-from trl_ext.models.batches import temporarily
 from trl_ext.processes import warn_once_per_run
 from trl_ext.resilience.training import ResilientTraining
 from trl_ext.trainers.context import LABELLED, check_dataset, check_inputs, check_template, quiet_about_length
@@ -30,18 +26,14 @@ from trl_ext.trainers.defaults import (
 )
 from trl_ext.trainers.model_card import WritesModelCard
 from trl_ext.trainers.packing import pack_trainer
-from trl_ext.trainers.policies import Tap, check_base_of_adapter, reference_in_memory
-from trl_ext.trainers.trl_settings import refuse_given
+from trl_ext.trainers.policies import check_base_of_adapter, reference_in_memory
 
-LOSSES = ("kto", "apo_zero_unpaired", "bco")
-BCO_PAPER = {"title": "Binary Classifier Optimization for Large Language Model Alignment", "id": "2404.04656"}
+LOSSES = ("kto", "apo_zero_unpaired")
 
 
 @dataclass
 class KTOConfig(TruncatedFields, TRLKTOConfig):
     """Configuration of `KTOTrainer`: the fields of `trl.KTOConfig` and `TruncatedFields`.
-
-    `loss_type` may also be `bco`, which has no weights of the labels.
 
     Raises:
         ValueError: a value is out of range, or `max_length` is set; the message names the field and what to do.
@@ -49,17 +41,13 @@ class KTOConfig(TruncatedFields, TRLKTOConfig):
 
     _method: ClassVar[str] = "kto"
 
-    loss_type: str = field(default="kto", metadata={"help": "kto, apo_zero_unpaired or bco.", "choices": LOSSES})
+    loss_type: str = field(default="kto", metadata={"help": "kto or apo_zero_unpaired.", "choices": LOSSES})
 
     def __post_init__(self):
         for name in ("beta", "desirable_weight", "undesirable_weight"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ValueError(f"{name} must be a positive number, got {getattr(self, name)}")
         check_choice("loss_type", self.loss_type, LOSSES)
-        if self.loss_type == "bco":
-            refuse_given(
-                self, dict.fromkeys(("desirable_weight", "undesirable_weight"), "BCO shifts its rewards instead")
-            )
         check_training(self, per_device_train_batch_size=2, per_device_eval_batch_size=2)
         resolve_device_defaults(self)
         super().__post_init__()
@@ -78,9 +66,6 @@ class KTOTrainer(ResilientTraining, WritesModelCard, TRLKTOTrainer):
     `per_device_train_batch_size`, in held-out sets too. A last row that is alone in its batch is dropped with a
     warning.
 
-    With `loss_type` `bco` rows may be in any order. BCO's shift is that of the rewards of all earlier updates, which a
-    checkpoint keeps; it is logged as `delta`.
-
     Raises:
         TypeError: `args` is not a `KTOConfig`.
         ValueError: a column is missing, a label is not true or false, all labels agree, or there is only one row.
@@ -88,7 +73,6 @@ class KTOTrainer(ResilientTraining, WritesModelCard, TRLKTOTrainer):
 
     _tag_names: ClassVar[list[str]] = ["trl", "trl_ext", "kto"]
     _config_class: ClassVar[type[KTOConfig]] = KTOConfig
-    carried_over = (*ResilientTraining.carried_over, "reward_sums")
 
     def __init__(self, model, ref_model=None, args: KTOConfig | None = None, **kwargs: Any):
         args = configuration(self, args, self._config_class)
@@ -97,16 +81,8 @@ class KTOTrainer(ResilientTraining, WritesModelCard, TRLKTOTrainer):
             if isinstance(kwargs.get(name), Dataset):
                 kwargs[name] = _with_neighbours(kwargs[name], name, args)
         if isinstance(kwargs.get("train_dataset"), Dataset):
-            counts = _check_labels(kwargs["train_dataset"])
-            if args.loss_type != "bco":
-                _say_how_labels_weigh(counts, args)
-        # Of rewards in earlier updates, see `reward_shift`; and of those in this one.
-        self.reward_sums, self._new_sums = [0.0] * 4, torch.zeros(4, dtype=torch.float64)
-        if args.loss_type == "bco":
-            self._name, self._paper = "BCO", BCO_PAPER
-        # TRL runs its forward pass for a loss without a divergence, which is then replaced.
-        loss_type = "apo_zero_unpaired" if args.loss_type == "bco" else args.loss_type
-        with temporarily(args, loss_type=loss_type), reference_in_memory(self, TRLKTOTrainer, model):
+            _say_how_labels_weigh(_check_labels(kwargs["train_dataset"]), args)
+        with reference_in_memory(self, TRLKTOTrainer, model):
             super().__init__(model, ref_model, args, **kwargs)
         if self.ref_model is None:
             check_base_of_adapter(self.model)
@@ -130,34 +106,6 @@ class KTOTrainer(ResilientTraining, WritesModelCard, TRLKTOTrainer):
             return {"prompt_ids": row["prompt_ids"] if prompt is None else row["prompt_ids"][-prompt:], **ends}
 
         return dataset if prompt is None and response is None else dataset.map(truncate)
-
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        if self.args.loss_type != "bco":
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        tap, reference = Tap(model), self.model if self.ref_model is None else self.ref_model
-        if "ref_logps" not in inputs:
-            inputs = {**inputs, "ref_logps": self.compute_ref_log_probs(reference, inputs)[0]}
-        with temporarily(self, precompute_ref_logps=True):
-            base = super().compute_loss(tap, inputs, return_outputs, num_items_in_batch)
-        log_probs = tap.output.log_probs[:, 1 - inputs["input_ids"].size(1) :].sum(dim=1)
-        log_ratio, desirable = log_probs - inputs["ref_logps"], inputs["label"].bool()
-        shift = reward_shift(self.reward_sums)
-        loss = bco(log_ratio, desirable, shift, beta=self.beta).mean()
-        if self.aux_loss_enabled:
-            loss = loss + self.router_aux_loss_coef * tap.output.aux_loss
-        self._metrics["train" if self.model.training else "eval"]["delta"].append(shift)
-        if self.model.training:
-            self._add_rewards(self.beta * log_ratio.detach().double(), desirable)
-        return (loss, base[1]) if return_outputs else loss
-
-    def _add_rewards(self, rewards: Tensor, desirable: Tensor) -> None:
-        """Count the rewards of a micro-batch; they take effect after the update."""
-        known = [rewards[mask & rewards.isfinite()] for mask in (desirable, ~desirable)]
-        own = torch.stack([number for part in known for number in (part.sum(), part.new_tensor(len(part)))])
-        self._new_sums = self._new_sums + self.accelerator.reduce(own, reduction="sum").cpu()
-        if self.accelerator.sync_gradients:
-            self.reward_sums = (torch.tensor(self.reward_sums).double() + self._new_sums).tolist()
-            self._new_sums = torch.zeros(4, dtype=torch.float64)
 
 
 def _with_neighbours(dataset: Dataset, name: str, args: KTOConfig) -> Dataset:

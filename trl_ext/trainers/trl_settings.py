@@ -36,7 +36,6 @@ POLICY_SETTINGS: dict[str, dict[Any, Settings]] = {
         "luspo": {"surrogate": "clip", "aggregation": "sum"},
         "cispo": {"surrogate": "cispo", "aggregation": "token_mean"},
         "sapo": {"surrogate": "sapo", "aggregation": "sequence_mean"},
-        "vespo": {"surrogate": "vespo", "aggregation": "token_mean"},
     },
     "importance_sampling_level": {"token": {"ratio": "token"}, "sequence": {"ratio": "sequence"}},
     "scale_rewards": {
@@ -44,10 +43,7 @@ POLICY_SETTINGS: dict[str, dict[Any, Settings]] = {
         "batch": {"advantage": "batch_normalized", **_SAMPLE_STD},
         "none": {"advantage": "group_centered"},
     },
-    "multi_objective_aggregation": {
-        "sum_then_normalize": {},
-        "normalize_then_sum": {"advantage": "reward_decoupled", **_SAMPLE_STD},
-    },
+    "multi_objective_aggregation": {"sum_then_normalize": {}},
     "use_bias_correction_kl": {True: {"kl_ratio_correction": True}, False: {"kl_ratio_correction": False}},
 }
 

@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trl_ext.evaluation import best_of_n_curve, plot_best_of_n
+from trl_ext import load_benchmark
+from trl_ext.data.benchmark import EMBEDDED, known_score
+from trl_ext.evaluation import (
+    GroundTruthJudge,
+    PairwiseJudge,
+    WinRate,
+    best_of_n_curve,
+    judge_pairs,
+    plot_best_of_n,
+    win_rate,
+)
 from trl_ext.evaluation.command_line import format_table
 from trl_ext.evaluation.methods.generations import compare_generations
 from trl_ext.files import write_json_lines
@@ -21,32 +32,44 @@ from trl_ext.rollouts import (
     map_over_ranks,
 )
 from trl_ext.rollouts.best_of_n import EMPTY_CHOICES, KEEP_CHOICES
-from trl_ext.runs.online import only_reward
+from trl_ext.runs.online import RewardSources, only_reward
 from trl_ext.runs.results import drawing, estimate
-from trl_ext.runs.studies.sampling import (
-    JUDGE_CACHE,
-    SampledArguments,
-    SamplingRun,
-    add_true_scores,
-    judge_against,
-    load_judge,
-    load_prompts,
-    name_of_reward,
-    response_ids,
-    sampling_errors,
-)
+from trl_ext.runs.studies.sampling import EngineArguments, SamplingRun, sampling_errors
 from trl_ext.trainers.defaults import check_at_least
 
 SAMPLES = "samples.jsonl"
+JUDGE_CACHE = "judge_cache.sqlite"
+JUDGES = ("ground_truth", "openai", "none")
 FILES = (
     "config.yaml", "results.json", "generations.jsonl", SAMPLES, "sft.jsonl", "best_of_n.png", JUDGE_CACHE
 )  # fmt: skip
 
 
 @dataclass
-class BestOfNArguments(SampledArguments):
-    """How many responses to pick the best from, and which of them to keep for fine-tuning."""
+class BestOfNArguments(EngineArguments, RewardSources):
+    """Prompts, the reward, the judge, how responses are sampled, how many to pick from, and which of them to keep."""
 
+    dataset_name: str = field(
+        default="toy",
+        metadata={"help": "toy, instructions, a folder of {split}.jsonl, one .jsonl file, or a hub dataset."},
+    )
+    prompt_split: str = field(default="test_gen", metadata={"help": "Prompts to respond to."})
+    num_prompts: int | None = field(default=None, metadata={"help": "The first so many. Default: all."})
+    skip_bad_rows: bool = field(default=False, metadata={"help": "Drop bad rows and say how many and why."})
+    overwrite_output_dir: bool = field(default=False, metadata={"help": "Replace an earlier run in output_dir."})
+    judge: str | None = field(
+        default=None,
+        metadata={
+            "help": "Who compares responses with the base's, which are greedy: ground_truth (embedded data "
+            "only), openai, or none. Default: ground_truth on embedded data, none on everything else."
+        },
+    )
+    judge_model: str = field(default="gpt-5.4", metadata={"help": "For the judge openai; key in OPENAI_API_KEY."})
+    judge_base_url: str | None = field(default=None, metadata={"help": "Of a server with OpenAI's API."})
+    max_prompt_tokens: int | None = field(default=None, metadata={"help": "Longer prompts lose their beginning."})
+    max_new_tokens: int = field(default=256, metadata={"help": "Longest response, in tokens."})
+    generation_batch_size: int = field(default=32, metadata={"help": "Prompts per batch of generation."})
+    reward_batch_size: int = field(default=32, metadata={"help": "Responses per batch of a reward model."})
     n: list[int] | None = field(
         default=None, metadata={"help": "Numbers to pick the best from. Default: 1, 2, 4, 8, 16."}
     )
@@ -77,7 +100,15 @@ class BestOfNArguments(SampledArguments):
     keep_threshold: float | None = field(default=None, metadata={"help": "Lowest reward, for --keep threshold."})
 
     def __post_init__(self):
-        super().__post_init__()
+        counts = ("num_prompts", "save_every", "reward_batch_size", "max_new_tokens", "generation_batch_size")
+        check_at_least(self, dict.fromkeys(counts, 1))
+        if self.judge is None:
+            self.judge = "ground_truth" if self.score_function else "none"
+        if self.judge not in JUDGES:
+            raise ValueError(f"judge must be one of {', '.join(JUDGES)}, got {self.judge!r}")
+        if self.judge == "ground_truth" and self.score_function is None:
+            known = " and ".join(EMBEDDED)
+            raise ValueError(f"judge ground_truth is for {known}, the benchmarks whose responses have a known score")
         check_at_least(self, {"missing_eos_penalty": 0})
         self.n = sorted({1, 2, 4, 8, 16} if self.n is None else {*self.n})
         if self.n[0] < 1:
@@ -108,6 +139,11 @@ class BestOfNArguments(SampledArguments):
         """Keyword arguments of `demonstrations`."""
         count = 1 if self.keep_count is None else self.keep_count
         return {"keep": self.keep or "best", "count": count, "threshold": self.keep_threshold}
+
+    @property
+    def score_function(self) -> Callable[..., float] | None:
+        """The known score of a response, `f(prompt_text, response, *, finished=True)`; None for none."""
+        return known_score(self.dataset_name)
 
     def settings(self) -> SamplingSettings:
         return SamplingSettings(
@@ -158,11 +194,12 @@ def main() -> None:
         )
         if run.is_main_process:
             if score := arguments.score_function:
-                add_true_scores(result.rows, score)
+                for row in result.rows:
+                    row["score"] = score(row["prompt_text"], row["response_text"], finished=row["finished"])
                 # The same rows as before, now with the score.
                 write_json_lines(folder / SAMPLES, result.rows)
             results = _compare(arguments, result, prompts, base, judge, tokenizer, folder)
-            named = {"reward": name_of_reward(reward), "judge": arguments.judge}
+            named = {"reward": getattr(reward, "__name__", type(reward).__name__), "judge": arguments.judge}
             penalty = arguments.missing_eos_penalty
             penalized = f", missing_eos_penalty {penalty:g}" if penalty else ""
             objective = f"best of {arguments.n[-1]} (temperature {settings.temperature:g}{penalized})"
@@ -251,3 +288,70 @@ def _table(results: dict[str, Any]) -> str:
         kept = results["sft"]
         lines.append(f"\nto fine-tune on: sft.jsonl, {kept['rows']} responses to {kept['prompts']} prompts")
     return "\n".join(lines)
+
+
+# ---- Prompts and judge ----
+
+
+def load_prompts(arguments: BestOfNArguments) -> list[dict[str, Any]]:
+    """The prompts to respond to.
+
+    A single file has only one split, which need not be named; `prompt_split` is set to it.
+
+    Raises:
+        FileNotFoundError, ValueError: the data or split does not exist, or has fewer prompts than requested.
+    """
+    name, split = arguments.dataset_name, arguments.prompt_split
+    alone = Path(name).is_file() and split == BestOfNArguments.prompt_split
+    benchmark = load_benchmark(name, splits=None if alone else split, skip_bad_rows=arguments.skip_bad_rows)
+    if alone:
+        (arguments.prompt_split,) = benchmark
+    rows = benchmark[arguments.prompt_split]
+    if arguments.num_prompts is not None and arguments.num_prompts > len(rows):
+        raise ValueError(f"{arguments.prompt_split} has {len(rows)} prompts: ask for no more with --num_prompts")
+    return list(rows)[: arguments.num_prompts]
+
+
+def load_judge(arguments: BestOfNArguments) -> PairwiseJudge | None:
+    """The requested judge; None for none.
+
+    Raises:
+        ImportError, ValueError: the judge cannot be used.
+    """
+    if arguments.judge == "none":
+        return None
+    if arguments.judge == "ground_truth":
+        return GroundTruthJudge(arguments.score_function)
+    from trl_ext.evaluation import OpenAIJudge
+
+    return OpenAIJudge(arguments.judge_model, base_url=arguments.judge_base_url)
+
+
+def judge_against(
+    judge: PairwiseJudge,
+    prompts: Sequence[dict[str, Any]],
+    own: Sequence[dict[str, Any]],
+    base: Sequence[Generation],
+    folder: Path,
+) -> tuple[WinRate, list[str | None]]:
+    """The win rate of sampled rows against the base's responses; a judge's verdicts are kept in the folder.
+
+    Also returns the outcome of each row: `candidate`, `base` or `tie`, or None if the judge failed.
+    """
+    result = judge_pairs(
+        judge,
+        prompts,
+        [row["response_text"] for row in own],
+        [generation.text for generation in base],
+        candidate_finished=[row["finished"] for row in own],
+        base_finished=[generation.finished for generation in base],
+        cache=folder / JUDGE_CACHE,
+    )
+    outcomes = [None if one.error else one.first if one.first == one.second else "tie" for one in result.outcomes]
+    return win_rate(result.outcomes), outcomes
+
+
+def response_ids(row: dict[str, Any], tokenizer) -> list[int]:
+    """The token ids of a sampled row's text, with the end token if the response finished, for diagnostics."""
+    ids = tokenizer(row["response_text"], add_special_tokens=False)["input_ids"]
+    return [*ids, tokenizer.eos_token_id] if row["finished"] and tokenizer.eos_token_id is not None else ids

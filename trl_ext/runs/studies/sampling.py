@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
@@ -14,24 +14,17 @@ from accelerate import Accelerator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import get_quantization_config
 
-from trl_ext import load_benchmark
-from trl_ext.data.benchmark import EMBEDDED, known_score
-from trl_ext.evaluation import GroundTruthJudge, PairwiseJudge, WinRate, judge_pairs, win_rate
 from trl_ext.files import write_json, write_text
 from trl_ext.models import resolve_model_path
-from trl_ext.rollouts import Generation, SamplingSettings, TransformersEngine, VLLMEngine
+from trl_ext.rollouts import SamplingSettings, TransformersEngine, VLLMEngine
 from trl_ext.rollouts.generation import warn_of_ignored_settings
 from trl_ext.runs.arguments import ModelArguments, one_line_errors, parse_arguments, toy_config
 from trl_ext.runs.folder import changed_settings, config_text, settings_digest
-from trl_ext.runs.online import RewardSources
 from trl_ext.runs.results import say_written
-from trl_ext.trainers.defaults import check_at_least, runs_on_cpu
+from trl_ext.trainers.defaults import runs_on_cpu
 
 # Settings that may change when a run is resumed.
 _MAY_CHANGE = ("output_dir", "use_vllm", "vllm_gpu_memory_utilization")
-
-JUDGE_CACHE = "judge_cache.sqlite"
-JUDGES = ("ground_truth", "openai", "none")
 
 
 @dataclass
@@ -59,7 +52,7 @@ class SamplingRun:
         config: name of the file in configs/toy that is used without arguments.
         description: text for `--help`.
         files: the files that the recipe writes, including config.yaml and results.json.
-        responses: glob pattern of the files that grow during sampling.
+        responses: the file that grows during sampling.
 
     Attributes:
         arguments, model: the parsed arguments.
@@ -107,9 +100,10 @@ class SamplingRun:
         if folder.exists() and not folder.is_dir():
             raise FileExistsError(f"--output_dir {folder} is a file: name a folder")
         if self.arguments.overwrite_output_dir:
-            for path in [*(folder / name for name in self.files), *folder.glob(self.responses)]:
-                path.unlink(missing_ok=True)
-        begun = [path for path in folder.glob(self.responses) if path.stat().st_size]
+            for name in self.files:
+                (folder / name).unlink(missing_ok=True)
+        responses = folder / self.responses
+        begun = responses.read_bytes() if responses.exists() else b""
         changed = changed_settings(config, self.resolved, _MAY_CHANGE) if config.exists() else {}
         found = None
         if (folder / "metrics.jsonl").exists():
@@ -123,7 +117,7 @@ class SamplingRun:
                 f"{folder} holds {found}: choose another --output_dir, or give --overwrite_output_dir"
             )
         if begun:
-            count = sum(path.read_bytes().count(b"\n") for path in begun)
+            count = begun.count(b"\n")
             print(f"going on in {folder}, which holds {count} responses")
         write_text(config, self.resolved)
 
@@ -209,124 +203,3 @@ def sampling_errors() -> Iterator[None]:
     except KeyboardInterrupt:
         print("\ninterrupted: what was saved is kept, and the same command goes on from there")
         raise SystemExit(130) from None
-
-
-def name_of_reward(reward: Any) -> str:
-    """The name of a reward model or function, for the results."""
-    return getattr(reward, "__name__", type(reward).__name__)
-
-
-def add_true_scores(rows: Sequence[dict[str, Any]], score: Callable[..., float]) -> None:
-    """Add to sampled rows their known `score`."""
-    for row in rows:
-        row["score"] = score(row["prompt_text"], row["response_text"], finished=row["finished"])
-
-
-# ---- Prompts and judge ----
-
-
-@dataclass
-class SampledArguments(EngineArguments, RewardSources):
-    """Prompts, the reward, the judge, and how responses are sampled."""
-
-    dataset_name: str = field(
-        default="toy",
-        metadata={"help": "toy, instructions, a folder of {split}.jsonl, one .jsonl file, or a hub dataset."},
-    )
-    prompt_split: str = field(default="test_gen", metadata={"help": "Prompts to respond to."})
-    num_prompts: int | None = field(default=None, metadata={"help": "The first so many. Default: all."})
-    skip_bad_rows: bool = field(default=False, metadata={"help": "Drop bad rows and say how many and why."})
-    overwrite_output_dir: bool = field(default=False, metadata={"help": "Replace an earlier run in output_dir."})
-    judge: str | None = field(
-        default=None,
-        metadata={
-            "help": "Who compares responses with the base's, which are greedy: ground_truth (embedded data "
-            "only), openai, or none. Default: ground_truth on embedded data, none on everything else."
-        },
-    )
-    judge_model: str = field(default="gpt-5.4", metadata={"help": "For the judge openai; key in OPENAI_API_KEY."})
-    judge_base_url: str | None = field(default=None, metadata={"help": "Of a server with OpenAI's API."})
-    max_prompt_tokens: int | None = field(default=None, metadata={"help": "Longer prompts lose their beginning."})
-    max_new_tokens: int = field(default=256, metadata={"help": "Longest response, in tokens."})
-    generation_batch_size: int = field(default=32, metadata={"help": "Prompts per batch of generation."})
-    reward_batch_size: int = field(default=32, metadata={"help": "Responses per batch of a reward model."})
-
-    def __post_init__(self):
-        counts = ("num_prompts", "save_every", "reward_batch_size", "max_new_tokens", "generation_batch_size")
-        check_at_least(self, dict.fromkeys(counts, 1))
-        if self.judge is None:
-            self.judge = "ground_truth" if self.score_function else "none"
-        if self.judge not in JUDGES:
-            raise ValueError(f"judge must be one of {', '.join(JUDGES)}, got {self.judge!r}")
-        if self.judge == "ground_truth" and self.score_function is None:
-            known = " and ".join(EMBEDDED)
-            raise ValueError(f"judge ground_truth is for {known}, the benchmarks whose responses have a known score")
-
-    @property
-    def score_function(self) -> Callable[..., float] | None:
-        """The known score of a response, `f(prompt_text, response, *, finished=True)`; None for none."""
-        return known_score(self.dataset_name)
-
-
-def load_prompts(arguments: SampledArguments) -> list[dict[str, Any]]:
-    """The prompts to respond to.
-
-    A single file has only one split, which need not be named; `prompt_split` is set to it.
-
-    Raises:
-        FileNotFoundError, ValueError: the data or split does not exist, or has fewer prompts than requested.
-    """
-    name, split = arguments.dataset_name, arguments.prompt_split
-    alone = Path(name).is_file() and split == SampledArguments.prompt_split
-    benchmark = load_benchmark(name, splits=None if alone else split, skip_bad_rows=arguments.skip_bad_rows)
-    if alone:
-        (arguments.prompt_split,) = benchmark
-    rows = benchmark[arguments.prompt_split]
-    if arguments.num_prompts is not None and arguments.num_prompts > len(rows):
-        raise ValueError(f"{arguments.prompt_split} has {len(rows)} prompts: ask for no more with --num_prompts")
-    return list(rows)[: arguments.num_prompts]
-
-
-def load_judge(arguments: SampledArguments) -> PairwiseJudge | None:
-    """The requested judge; None for none.
-
-    Raises:
-        ImportError, ValueError: the judge cannot be used.
-    """
-    if arguments.judge == "none":
-        return None
-    if arguments.judge == "ground_truth":
-        return GroundTruthJudge(arguments.score_function)
-    from trl_ext.evaluation import OpenAIJudge
-
-    return OpenAIJudge(arguments.judge_model, base_url=arguments.judge_base_url)
-
-
-def judge_against(
-    judge: PairwiseJudge,
-    prompts: Sequence[dict[str, Any]],
-    own: Sequence[dict[str, Any]],
-    base: Sequence[Generation],
-    folder: Path,
-) -> tuple[WinRate, list[str | None]]:
-    """The win rate of sampled rows against the base's responses; a judge's verdicts are kept in the folder.
-
-    Also returns the outcome of each row: `candidate`, `base` or `tie`, or None if the judge failed.
-    """
-    result = judge_pairs(
-        judge,
-        prompts,
-        [row["response_text"] for row in own],
-        [generation.text for generation in base],
-        candidate_finished=[row["finished"] for row in own],
-        base_finished=[generation.finished for generation in base],
-        cache=folder / JUDGE_CACHE,
-    )
-    outcomes = [None if one.error else one.first if one.first == one.second else "tie" for one in result.outcomes]
-    return win_rate(result.outcomes), outcomes
-
-
-def response_ids(row: dict[str, Any], tokenizer) -> list[int]:
-    """The token ids of a sampled row's text, with the end token if the response finished, for diagnostics."""
-    ids = tokenizer(row["response_text"], add_special_tokens=False)["input_ids"]
-    return [*ids, tokenizer.eos_token_id] if row["finished"] and tokenizer.eos_token_id is not None else ids

@@ -11,13 +11,13 @@ from trl_ext.rollouts.pairing import PAIR_CHOICES
 from trl_ext.rollouts.replay import WEIGHT_CHOICES
 from trl_ext.settings import SETTINGS
 from trl_ext.trainers.defaults import check_at_least, check_choice, parse_json_option
-from trl_ext.trainers.policy.config import RESAMPLING, SAMPLER_CORRECTION, PolicyConfig
+from trl_ext.trainers.policy.config import RESAMPLING, PolicyConfig
 from trl_ext.trainers.trl_settings import refuse_given
 
 # Policy-gradient settings that a preference loss does not read: setting -> why.
 _NOT_READ = {
     **dict.fromkeys(
-        (*SETTINGS, "scale_rewards", "importance_sampling_level", "delta", "use_bias_correction_kl", "step_separator"),
+        (*SETTINGS, "scale_rewards", "importance_sampling_level", "delta", "use_bias_correction_kl"),
         "a preference loss does not read it",
     ),
     **dict.fromkeys(("surrogate", "loss_type"), "name the loss with `loss`"),
@@ -26,7 +26,6 @@ _NOT_READ = {
     **dict.fromkeys(
         ("entropy_coef", "use_adaptive_entropy", "top_entropy_quantile"), "train an algorithm of PolicyConfig for it"
     ),
-    **dict.fromkeys(SAMPLER_CORRECTION, "a preference loss has no importance weights of tokens"),
     **dict.fromkeys(RESAMPLING, "prompts whose responses tie make no pair and take no part in the mean"),
     "multi_objective_aggregation": "combine rewards with `trl_ext.rewards.RewardEnsemble`",
     "mask_truncated_completions": "use missing_eos_penalty, which lets finished responses win",

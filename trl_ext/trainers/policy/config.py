@@ -10,7 +10,6 @@ from trl import GRPOConfig as TRLGRPOConfig
 from trl import RLOOConfig as TRLRLOOConfig
 
 from trl_ext.algorithms import PolicyObjective
-from trl_ext.losses.mismatch import CORRECTIONS
 from trl_ext.names import load_function
 from trl_ext.processes import warn_once_per_run, world_size
 from trl_ext.registry import Algorithm
@@ -23,15 +22,10 @@ from trl_ext.trainers.defaults import (
     parse_json_option,
     resolve_device_defaults,
 )
-from trl_ext.trainers.policy.sampler_weights import check_sampler_correction
-from trl_ext.trainers.policy.step_credit import check_step_credit
 from trl_ext.trainers.trl_settings import POLICY_SETTINGS, explain, merge, refuse_given, translate
 
 # TRL's fields for options of a surrogate, whose names they begin with.
-_OPTION_FIELDS = {
-    "sapo": ("temperature_pos", "temperature_neg"),
-    "vespo": ("k_pos", "lambda_pos", "k_neg", "lambda_neg"),
-}
+_OPTION_FIELDS = {"sapo": ("temperature_pos", "temperature_neg")}
 # Method -> TRL's configuration of the same name, and the fields of its loss whose defaults differ, each with the
 # fields here that decide the same.
 _UNLIKE_TRL = {
@@ -47,7 +41,6 @@ _UNLIKE_TRL = {
 }
 # Settings that a configuration without their part refuses together.
 RESAMPLING = ("resample_groups", "group_filter")
-SAMPLER_CORRECTION = ("sampler_correction", "sampler_correction_min", "sampler_correction_max")
 
 
 def _override(text: str) -> Any:
@@ -143,31 +136,12 @@ class PolicyConfig(LossFields, AdvantageFields, PackedFields, TRLGRPOConfig):
             "before shaping and penalties. Default: those with two different rewards."
         },
     )
-    step_separator: str = field(
-        default="\n",
-        metadata={
-            "help": "For an advantage of steps: the text that ends a step; turns for turns between tool results."
-        },
-    )
     fast_rollouts: str = field(
         default="auto",
         metadata={
             "help": "auto: on a CPU, responses are sampled several times as fast as by transformers, where the model "
             "allows it and a check at the first batch agrees. off: transformers samples."
         },
-    )
-    sampler_correction: str | None = field(
-        default=None,
-        metadata={
-            "help": "Weigh tokens by the trainer's over the sampler's probability at sampling: "
-            f"{', '.join(CORRECTIONS)}. Default: none, and for vLLM what vllm_importance_sampling_mode says."
-        },
-    )
-    sampler_correction_min: float | None = field(
-        default=None, metadata={"help": "Lower bound on that ratio. Default: the correction's own."}
-    )
-    sampler_correction_max: float | None = field(
-        default=None, metadata={"help": "Upper bound on that ratio. Default: the correction's own."}
     )
     disable_dropout: bool = field(
         default=True,
@@ -185,8 +159,6 @@ class PolicyConfig(LossFields, AdvantageFields, PackedFields, TRLGRPOConfig):
         for name in ("resample_groups", "overlong_share"):
             setattr(self, name, objective.algorithm.rollout_setting(name, getattr(self, name)))
         self._check_values()
-        check_sampler_correction(self, objective)
-        check_step_credit(self, objective)
         self._check_group(objective)
         self._give_generation_limits()
         resolve_device_defaults(self)
@@ -256,7 +228,9 @@ class PolicyConfig(LossFields, AdvantageFields, PackedFields, TRLGRPOConfig):
 
     def _refuse_what_is_not_carried(self) -> None:
         self.scale_rewards = {True: "group", False: "none"}.get(self.scale_rewards, self.scale_rewards)
-        refuse_given(self, {"label_smoothing_factor": "it belongs to the loss of transformers.Trainer"})
+        of_vespo = ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")
+        refused = dict.fromkeys(of_vespo, "VESPO is --algorithm recipes/own/vespo.py:vespo, with --algorithm_kwargs")
+        refuse_given(self, refused | {"label_smoothing_factor": "it belongs to the loss of transformers.Trainer"})
         if self._method is not None and self.algorithm != self._method:
             raise ValueError(
                 f"{type(self).__name__} is the algorithm {self._method!r} and cannot be {self.algorithm!r}: "
@@ -312,6 +286,12 @@ class PolicyConfig(LossFields, AdvantageFields, PackedFields, TRLGRPOConfig):
                 f"resample_groups replaces groups of equal rewards, and the algorithm {self.algorithm!r} learns from "
                 "them too: leave it 0"
             )
+        of_functions = (self.missing_eos_penalty, self.overlong_share, objective.kl_in == "reward")
+        if objective.reads("components") and any(of_functions):
+            raise ValueError(
+                f"the advantage {objective.advantage} reads each reward function by itself, and no penalty on their "
+                "sum: leave out missing_eos_penalty, overlong_share and kl_in reward"
+            )
         if self.group_filter is not None:
             if not self.resample_groups:
                 raise ValueError("group_filter says which groups resample_groups replaces: set resample_groups")
@@ -361,11 +341,6 @@ class PolicyConfig(LossFields, AdvantageFields, PackedFields, TRLGRPOConfig):
             warn_once_per_run(
                 f"{self.algorithm} has no importance ratio, and a rollout serves {self.updates_per_rollout} updates: "
                 "all but the first are off-policy; num_iterations 1 and a generation_batch_size of one update avoid it"
-            )
-        if objective.batch_coupled and (self.gradient_accumulation_steps > 1 or world_size() > 1):
-            warn_once_per_run(
-                f"{self.algorithm} chooses tokens within each micro-batch of {self.per_device_train_batch_size} "
-                "responses, not within the whole batch of an update: its updates depend on per_device_train_batch_size"
             )
         means = (objective.aggregation, objective.kl_aggregation if objective.needs_reference else None)
         if "token_mean" in means and self.steps_per_generation % self.gradient_accumulation_steps:

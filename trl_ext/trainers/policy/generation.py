@@ -31,13 +31,9 @@ class PolicyGeneration:
     `args.stop` lists texts that end a response, or is None. A response keeps its stop string, and no token after the
     one that completes it. If that token extends beyond the stop string, reward functions receive the text only up to
     the string's end.
-
-    Attributes:
-        tool_mask: for each response of the latest rollout, 1 where the policy chose the token; None if it chose all.
     """
 
     _has_begun = False
-    tool_mask: list[list[int]] | None = None
 
     def has_ended(self, ids: list[int]) -> bool:
         """Whether a response, given as token ids, ended by itself or at a stop string, and not at the limit."""
@@ -107,7 +103,6 @@ class PolicyGeneration:
 
     def _generate(self, prompts: list):
         output = super()._generate(prompts)
-        self.tool_mask = output[2]
         if self.args.stop:
             self._log_what_ended(output[1])
         return output

@@ -25,22 +25,16 @@ def group_filter(args: PolicyConfig, given: dict[str, Any]) -> Callable[[Tensor]
     """The function that tells whether a group of rewards, [G], has a signal; `given` are the trainer's arguments.
 
     Raises:
-        ValueError: groups are to be replaced, and prompts cannot be drawn from such data.
+        ValueError: groups are to be replaced, and prompts cannot be drawn from such data by their index.
     """
-    if args.resample_groups:
-        check_drawable("resample_groups", given)
-    return has_two_rewards if args.group_filter is None else load_function(args.group_filter, "group filter")
-
-
-def check_drawable(setting: str, given: dict[str, Any]) -> None:
-    """Raise ValueError, naming the setting, unless prompts can be drawn from the data by their index."""
     dataset = given.get("train_dataset")
-    if given.get("environment_factory"):
-        raise ValueError(f"{setting} draws prompts from the data, and an environment makes its own")
-    if not isinstance(dataset, Dataset):
-        raise ValueError(f"{setting} draws prompts by their index: give a Dataset, not a stream")
-    if {"image", "images"} & set(dataset.column_names):
-        raise ValueError(f"{setting} is for text: this dataset has images")
+    if args.resample_groups and given.get("environment_factory"):
+        raise ValueError("resample_groups draws prompts from the data, and an environment makes its own")
+    if args.resample_groups and not isinstance(dataset, Dataset):
+        raise ValueError("resample_groups draws prompts by their index: give a Dataset, not a stream")
+    if args.resample_groups and {"image", "images"} & set(dataset.column_names):
+        raise ValueError("resample_groups is for text: this dataset has images")
+    return has_two_rewards if args.group_filter is None else load_function(args.group_filter, "group filter")
 
 
 def has_two_rewards(rewards: Tensor) -> bool:
@@ -96,39 +90,27 @@ def _further_inputs(trainer, inputs: Rows) -> Iterator[Rows]:
     seen = set(map(repr, trainer._logs["prompt"]))
     unseen = (index for index in order if repr(data[index]["prompt"]) not in seen)
     indices = itertools.chain(unseen, itertools.cycle(order))
+    first, size = trainer.accelerator.process_index * len(inputs), trainer.num_generations
     while True:
-        drawn = list(itertools.islice(indices, trainer.args.generation_batch_size // trainer.num_generations))
-        yield own_rows(trainer, drawn, inputs)
-
-
-def own_rows(trainer, drawn: Sequence[int], inputs: Rows) -> Rows:
-    """This process's rows of a rollout of the drawn prompts, with the columns of `inputs`."""
-    first = trainer.accelerator.process_index * len(inputs)
-    own = [drawn[row // trainer.num_generations] for row in range(first, first + len(inputs))]
-    data = trainer.train_dataset
-    return [{name: value for name, value in data[index].items() if name in inputs[0]} for index in own]
+        drawn = list(itertools.islice(indices, trainer.args.generation_batch_size // size))
+        own = [data[drawn[row // size]] for row in range(first, first + len(inputs))]
+        yield [{name: value for name, value in row.items() if name in inputs[0]} for row in own]
 
 
 class _Round:
-    """What the trainer holds after it has sampled and scored one round."""
+    """What a round has sampled and scored, over all processes."""
 
     def __init__(self, trainer, output: dict):
-        self.output = output
+        self.output, faults = output, trainer.reward_guard
         self.rewards, finished, lengths = trainer._rollout
-        faults = trainer.reward_guard
         self.failed = faults.failed
-        # Of each response of this process.
-        self.columns = {name: value.cpu() for name, value in output.items() if value.ndim}
-        self.columns["finished"] = torch.tensor(finished)
-        self.columns["length"] = torch.tensor(lengths)
-        self.columns["not_finite"] = torch.tensor([row in faults.not_finite for row in range(len(finished))])
-        self.table = {name: list(column) for name, column in _table(trainer).items()}
-        groups = raw_rewards(trainer).view(-1, trainer.num_generations)
-        self.signals = [bool(trainer.group_filter(rewards)) for rewards in groups]
-
-    def row(self, index: int) -> dict[str, Tensor]:
+        columns = {name: value.cpu() for name, value in output.items() if value.ndim}
+        columns |= {"finished": torch.tensor(finished), "length": torch.tensor(lengths)}
+        columns["not_finite"] = torch.tensor([row in faults.not_finite for row in range(len(finished))])
         # A slice would be sent with the whole tensor.
-        return {name: value[index].clone() for name, value in self.columns.items()}
+        self.rows = gather_object([{n: c[row].clone() for n, c in columns.items()} for row in range(len(finished))])
+        self.table = {name: list(column) for name, column in _table(trainer).items()}
+        self.signals = [bool(trainer.group_filter(r)) for r in _raw_rewards(trainer).view(-1, trainer.num_generations)]
 
 
 def _table(trainer) -> dict[str, deque]:
@@ -137,7 +119,7 @@ def _table(trainer) -> dict[str, deque]:
     return {"prompt": logs["prompt"], "completion": logs["completion"], **logs["rewards"], **logs["extra"]}
 
 
-def raw_rewards(trainer) -> Tensor:
+def _raw_rewards(trainer) -> Tensor:
     """The latest rewards over all processes before shaping and penalties, [N]."""
     rewards, finished, _ = trainer._rollout
     plain, first = rewards.clone(), trainer.accelerator.process_index * len(finished)
@@ -153,20 +135,15 @@ def raw_rewards(trainer) -> Tensor:
 
 def _merge(trainer, rounds: list[_Round], places: list[tuple[int, int]]) -> dict:
     """This process's part of the rollout made of the groups at `places`."""
-    size, count, device = trainer.num_generations, len(rounds[0].columns["finished"]), trainer.accelerator.device
+    size, count = trainer.num_generations, len(trainer._rollout[1])
     first = trainer.accelerator.process_index * count
     # Of each response of the rollout: its round, and its row there among those of all processes.
     sources = [(turn, group * size + place) for turn, group in places for place in range(size)]
-    sent = [
-        (target, rounds[turn].row(row - first))
-        for target, (turn, row) in enumerate(sources)
-        if turn and first <= row < first + count
-    ]
-    arrived = dict(gather_object(sent))
-    own = [arrived.get(first + index) or rounds[0].row(index) for index in range(count)]
+    own = [rounds[turn].rows[row] for turn, row in sources[first : first + count]]
     # A sampler may record its log-probabilities in some rounds only.
-    names = [name for name in rounds[0].columns if all(name in row for row in own)]
-    merged = {n: _padded([row[n] for row in own], n, trainer._tokenizer.pad_token_id).to(device) for n in names}
+    names = [name for name in rounds[0].rows[first] if all(name in row for row in own)]
+    pad, device = trainer._tokenizer.pad_token_id, trainer.accelerator.device
+    merged = {name: _padded([row[name] for row in own], name, pad).to(device) for name in names}
     finished, lengths, not_finite = (merged.pop(name) for name in ("finished", "length", "not_finite"))
     merged["num_items_in_batch"] = gather(trainer._token_mask(merged).sum()).sum()
     rewards = torch.stack([rounds[turn].rewards[row] for turn, row in sources])
@@ -184,8 +161,7 @@ def _padded(rows: list[Tensor], name: str, pad_token_id: int) -> Tensor:
     """Rows of one of TRL's tensors, padded as TRL does."""
     if not rows[0].ndim:
         return torch.stack(rows)
-    ids = dict.fromkeys(("prompt_ids", "completion_ids"), pad_token_id)
-    value = {**ids, "tool_mask": 1, "step_rewards": float("nan")}.get(name, 0)
+    value = {"prompt_ids": pad_token_id, "completion_ids": pad_token_id, "tool_mask": 1}.get(name, 0)
     side = "left" if name.startswith("prompt") else "right"
     return pad_sequence(rows, batch_first=True, padding_value=value, padding_side=side)
 

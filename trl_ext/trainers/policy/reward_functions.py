@@ -20,7 +20,6 @@ from trl_ext.rewards import RewardEnsemble, RewardModel, share_or_load
 from trl_ext.rewards.shaping import innermost
 from trl_ext.rewards.shaping_steps import soft_overlong
 from trl_ext.trainers.policies import is_zero3
-from trl_ext.trainers.policy.step_credit import find_steps
 
 # What every reward function is given besides the columns of the data.
 _OF_ROLLOUTS = ("prompts", "completions", "completion_ids", "finished", "environments")
@@ -48,17 +47,12 @@ def as_reward_functions(given: Any, packing: str = "auto") -> list:
     return functions
 
 
-def check_arguments(functions: list, columns: list[str], has_steps: bool) -> None:
+def check_arguments(functions: list, columns: list[str]) -> None:
     """Raise ValueError for an argument without a default that is no column of the data and that no rollout has."""
     columns = [name for name in columns if name not in ("prompt", "completion")]
-    given = (*_OF_ROLLOUTS, *columns, *["steps"] * has_steps)
+    given = (*_OF_ROLLOUTS, *columns)
     for function in map(innermost, functions):
         for name in () if isinstance(function, Module) else _needed(function):
-            if name == "steps" and not has_steps:
-                raise ValueError(
-                    f"the reward function {function_name(function)!r} takes the steps of responses: choose an "
-                    "--advantage of steps, such as process_normalized"
-                )
             if name not in given:
                 raise ValueError(
                     f"the reward function {function_name(function)!r} takes {name!r}, and the data have no such column"
@@ -174,12 +168,8 @@ def reward_columns(
         "log_metric": ignore,
         **{key: [row[key] for row in rows] for key in rows[0] if key not in ("prompt", "completion")},
     }
-    if trainer.objective.reads("step_rewards"):
-        arguments["steps"] = [texts for texts, _ in find_steps(trainer, completion_ids)]
     # A separate guard, since the trainer still needs the faults of its latest rollout.
-    guard = RewardGuard(
-        trainer.args.reward_errors, trainer.args.reward_timeout, trainer.objective.reads("step_rewards")
-    )
+    guard = RewardGuard(trainer.args.reward_errors, trainer.args.reward_timeout)
     columns: dict[str, list[float | None]] = {}
     for name, given in trainer.plain_reward_functions.items():
         # Without shaping: batch statistics mean nothing here, and running ones belong to training.

@@ -49,19 +49,15 @@ def log_reward_errors(trainer, mode: str, errors: int) -> None:
 
 
 def log_clipped(trainer, scores: PolicyScores, ref_log_probs: Tensor | None, mode: str) -> None:
-    """Log shares of a micro-batch's tokens, over all processes: with a clamped log-ratio, and dropped by DPPO."""
+    """Log the share of a micro-batch's tokens, over all processes, with a clamped log-ratio."""
     objective, metrics = trainer.objective, trainer._metrics[mode]
-    marked = [objective.clamped(scores, ref_log_probs), objective.dropped(scores), scores.mask != 0]
-    counts = torch.stack([tokens.sum() for tokens in marked]).float()
-    clamped, dropped, tokens = trainer.accelerator.reduce(counts, reduction="sum").tolist()
+    counts = torch.stack([objective.clamped(scores, ref_log_probs).sum(), (scores.mask != 0).sum()]).float()
+    clamped, tokens = trainer.accelerator.reduce(counts, reduction="sum").tolist()
     metrics["log_ratio/clamped"].append(clamped / max(tokens, 1))
-    if objective.surrogate in ("gmpo", "dppo_tv", "dppo_kl", "optimal_advantage"):
-        # TRL knows only the clip of the ratio, which these surrogates do not have, and has just logged zeros.
+    if objective.surrogate == "gmpo":
+        # TRL knows only the clip of the ratio, which this surrogate does not have, and has just logged zeros.
         for name in [name for name in metrics if name.startswith("clip_ratio/")]:
-            if name == "clip_ratio/region_mean" and objective.reads_sampler:
-                metrics[name][-1] = dropped / max(tokens, 1)
-            else:
-                del metrics[name]
+            del metrics[name]
 
 
 def log_advantages(trainer, mode: str, advantages: Tensor, *, again: bool = False) -> None:

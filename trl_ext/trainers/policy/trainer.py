@@ -7,6 +7,8 @@ replaces the loss.
 
 from __future__ import annotations
 
+import functools
+import operator
 from typing import Any, ClassVar
 
 import torch
@@ -17,7 +19,6 @@ from trl import GRPOTrainer as TRLGRPOTrainer
 
 from trl_ext.data.truncation import text_ids
 from trl_ext.losses import PolicyScores
-from trl_ext.losses.masking import masked_mean
 from trl_ext.models.batches import temporarily
 from trl_ext.processes import warn_once_per_run
 from trl_ext.resilience.reward_guard import RewardGuard
@@ -43,9 +44,7 @@ from trl_ext.trainers.policy.reward_functions import (
     reward_models,
 )
 from trl_ext.trainers.policy.rollout_metrics import log_advantages, log_clipped, log_reward_errors, log_rollout
-from trl_ext.trainers.policy.sampler_weights import correction_weights, log_disagreement, surrogate_weights
 from trl_ext.trainers.policy.scoring import count_from_the_first_token
-from trl_ext.trainers.policy.step_credit import add_step_rewards, find_steps, rewards_by_step, spread_over_tokens
 
 
 class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, RolloutMetrics, TRLGRPOTrainer):
@@ -61,10 +60,9 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
     Logged in addition to TRL's metrics: `reward_min`, `reward_max`, `advantages/mean`, `/std`, `/min` and `/max`,
     `shaped_reward` (after penalties) where it differs from `reward`, `unscorable`, `distinct_2` and `collapsed` of the
     rollout, `skipped_updates`, `log_ratio/clamped` (share of tokens with a log-ratio beyond 20, where the loss has no
-    gradient), TRL's `sampling/sampling_logp_difference` for any sampler that records log-probabilities, with
-    `sampling/effective_sample_size` (1 if it agrees with the trainer), and for a greedy baseline `greedy/reward` and
-    `greedy/mean_length`. `kl` is the mean of k3 per token. With `resample_groups`, `resampling/rounds`, `/prompts`
-    and `/responses` (all that the rollout took) and `/replaced` and `/dead` (shares of its groups).
+    gradient), and for a greedy baseline `greedy/reward` and `greedy/mean_length`. `kl` is the mean of k3 per token.
+    With `resample_groups`, `resampling/rounds`, `/prompts` and `/responses` (all that the rollout took) and
+    `/replaced` and `/dead` (shares of its groups).
 
     Raises:
         TypeError: `args` is not a `PolicyConfig`.
@@ -97,15 +95,15 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
         dataset = kwargs.get("train_dataset")
         if isinstance(dataset, Dataset) and len(dataset) and not kwargs.get("rollout_func"):
             # A transform may add columns.
-            check_arguments(functions, list(dataset[0]), self.objective.reads("step_rewards"))
+            check_arguments(functions, list(dataset[0]))
         self.group_filter = group_filter(args, kwargs)
         self._reward_models = reward_models(functions)
-        self.reward_guard = RewardGuard(args.reward_errors, args.reward_timeout, self.objective.reads("step_rewards"))
+        self.reward_guard = RewardGuard(args.reward_errors, args.reward_timeout)
         # The latest rollout's rewards, which responses ended, and their lengths; and the latest forward pass.
         self._rollout: tuple[Tensor, list[bool], list[int]] | None = None
         self._forward: tuple | None = None
         self._window_tokens: Tensor | None = None
-        self._seen_signal = self.has_told_of_sampler = False
+        self._seen_signal = False
         # Those that were sampled only to replace groups of others are counted apart.
         self.rollouts = self.further_rollouts = 0
         self.plain_reward_functions, guarded = named_and_guarded(functions, self.reward_guard)
@@ -139,7 +137,7 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
     def _fit_trl_to_objective(self) -> None:
         """Choose settings that make TRL's metrics describe this algorithm; TRL's loss is discarded."""
         objective = self.objective
-        self.loss_type = objective.surrogate if objective.surrogate in ("cispo", "vespo") else "grpo"
+        self.loss_type = "cispo" if objective.surrogate == "cispo" else "grpo"
         self.scale_rewards = "group"
         self.importance_sampling_level = "sequence" if objective.ratio == "sequence" else "token"
         clips = objective.epsilon is not None
@@ -147,14 +145,8 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
         self.epsilon_high = objective.epsilon_high if clips else float("inf")
         if objective.surrogate == "cispo":
             self.epsilon_high = objective.ratio_cap
-        if objective.surrogate == "vespo":
-            for option, value in objective.options.items():
-                setattr(self.args, f"vespo_{option}", value)
 
     def _check_prompts(self, dataset, args: PolicyConfig) -> None:
-        columns = getattr(dataset, "column_names", None) or ()
-        if self.objective.reads("optimal_values") and "optimal_value" not in columns:
-            raise ValueError(f"{args.algorithm} needs the data's column optimal_value: docs/policy.md makes it")
         needed = -(-args.generation_batch_size // args.num_generations)
         if isinstance(dataset, Dataset) and len(dataset) < needed:
             raise ValueError(
@@ -175,9 +167,6 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         finished = [self.has_ended(ids) for ids in completion_ids_list]
         inputs = [{**row, "finished": ended} for row, ended in zip(inputs, finished, strict=True)]
-        if self.objective.reads("step_rewards"):
-            self.steps = find_steps(self, completion_ids_list, self.tool_mask)
-            inputs = [{**row, "steps": texts} for row, (texts, _) in zip(inputs, self.steps, strict=True)]
         self.reward_guard.begin()
         rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         self._watch_modules(rewards, len(prompts))
@@ -213,12 +202,8 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
         """Responses to each prompt, in training or in evaluation."""
         return self.num_generations if self.model.training else self.num_generations_eval
 
-    def _sample(self, inputs):
-        output = super()._generate_and_score_completions(inputs)
-        return add_step_rewards(self, output) if self.objective.reads("step_rewards") else output
-
     def _generate_and_score_completions(self, inputs):
-        output = sample_rollout(self, self._sample, inputs)
+        output = sample_rollout(self, super()._generate_and_score_completions, inputs)
         mode, group_size = "train" if self.model.training else "eval", self.group_size
         bad = [index in self.reward_guard.not_finite for index in range(len(inputs))]
         rewards = self._weighted_sum(self._rollout[0])
@@ -232,13 +217,6 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
             self._metrics[mode].pop("frac_reward_zero_std", None)
         mask = self._token_mask(output)
         known = {"lengths": gather(mask.sum(dim=1)), "components": self._rollout[0], "weights": self.reward_weights}
-        if self.objective.reads("step_rewards"):
-            whole, known["step_rewards"] = rewards_by_step(self, output)
-            shaped = whole - penalties
-        if self.objective.reads("optimal_values"):
-            values = [row.get("optimal_value") for row in inputs]
-            values = [float("nan") if value is None else value for value in values]
-            known["optimal_values"] = gather(torch.tensor(values, device=mask.device))
         errors = len(self.reward_guard.failed)
         if self.objective.reads("greedy_rewards"):
             known["greedy_rewards"], bad_greedy = greedy_rewards(self, inputs, group_size, mode)
@@ -248,9 +226,6 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
         advantages = self.objective.advantages(shaped, group_size, **known)
         first = self.accelerator.process_index * len(inputs)
         output["advantages"] = advantages[first : first + len(inputs)]
-        if self.objective.reads("step_rewards"):
-            output["advantages"] = spread_over_tokens(output)
-            advantages = gather(masked_mean(output["advantages"], mask, dim=1).nan_to_num())
         output["bad_reward"] = torch.tensor(bad, device=advantages.device)
         output["group"] = (first + torch.arange(len(inputs), device=advantages.device)) // group_size
         log_advantages(self, mode, advantages)
@@ -339,15 +314,13 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
         )
         mode = "train" if training else "eval"
         log_clipped(self, scores, inputs.get("ref_per_token_logps"), mode)
-        correction = correction_weights(self, inputs, scores)
-        log_disagreement(self, inputs, scores, correction, mode)
         entropy_mask, kept = None, self.top_entropy_quantile
         if kept < 1:
             entropy_mask = self.get_high_entropy_mask(entropies, mask, 1 - kept)
         loss = self.objective(
             scores,
             ref_log_probs=inputs.get("ref_per_token_logps"),
-            weights=surrogate_weights(self, inputs, scores, correction, entropy_mask),
+            weights=self._surrogate_weights(inputs, scores, entropy_mask),
             token_count=inputs.get("mean_tokens"),
             constant=self.max_completion_length,
         )
@@ -363,6 +336,23 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
             return loss
         self.update_guard.observe_reward("bad_reward" in inputs and bool(inputs["bad_reward"].any()))
         return loss / self.current_gradient_accumulation_steps
+
+    def _surrogate_weights(self, inputs: dict, scores: PolicyScores, entropy_mask: Tensor | None) -> Tensor | None:
+        """Factors of the surrogate: TRL's masks of tokens and sequences, and its importance ratio of vLLM."""
+        factors = [] if entropy_mask is None else [entropy_mask]
+        if self.off_policy_mask_threshold is not None:
+            factors.append(
+                self.get_off_policy_mask(
+                    advantages=scores.advantages,
+                    per_token_logps=scores.log_probs,
+                    sampling_per_token_logps=inputs.get("sampling_per_token_logps", scores.old_log_probs),
+                    mask=scores.mask,
+                    off_policy_threshold=self.off_policy_mask_threshold,
+                )
+            )
+        if self.use_vllm and self.vllm_importance_sampling_correction and not self.objective.algorithm.reads_sampler:
+            factors.append(inputs["importance_sampling_ratio"])
+        return functools.reduce(operator.mul, factors) if factors else None
 
     def _entropy_coefficient(self) -> float:
         """The coefficient of this step's entropy bonus; TRL's own loss may change it for the next step."""

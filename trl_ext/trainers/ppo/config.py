@@ -14,7 +14,7 @@ from trl_ext.trainers.defaults import check_at_least, check_choice
 from trl_ext.trainers.policy.config import RESAMPLING, PolicyConfig
 from trl_ext.trainers.trl_settings import refuse_given
 
-VALUE_MODELS = ("shared", "adapter", "separate")
+VALUE_MODELS = ("shared", "separate")
 # Largest change of the KL coefficient per horizon of responses.
 LARGEST_ERROR = 0.2
 
@@ -48,7 +48,7 @@ PPO = Algorithm(
 # Settings of `PolicyConfig` that PPO does not use: setting -> why.
 _NOT_USED = {
     **dict.fromkeys(
-        ("advantage", "std_ddof", "advantage_eps", "scale_rewards", "multi_objective_aggregation", "step_separator"),
+        ("advantage", "std_ddof", "advantage_eps", "scale_rewards", "multi_objective_aggregation"),
         "PPO's advantages are those of its value function; use whiten_advantages, gamma and lam",
     ),
     **dict.fromkeys(RESAMPLING, "a value function learns from groups of equal rewards too: leave it out"),
@@ -77,8 +77,8 @@ class PPOConfig(PolicyConfig):
     value_model: str = field(
         default="shared",
         metadata={
-            "help": "shared: a linear head on the policy's last hidden states. adapter: the same on those of a LoRA "
-            "adapter of its own, beside the policy's. separate: a model of its own, value_model_name_or_path."
+            "help": "shared: a linear head on the policy's last hidden states. separate: a model of its own, "
+            "value_model_name_or_path."
         },
     )
     value_model_name_or_path: str | None = field(
@@ -98,32 +98,6 @@ class PPOConfig(PolicyConfig):
     lam: float = field(
         default=0.95, metadata={"help": "Of generalized advantage estimation: 1 for whole returns, 0 for one step."}
     )
-    value_lam: float | None = field(
-        default=None,
-        metadata={"help": "Of the returns that values are fitted to (decoupled GAE; VAPO: 1). Default: lam."},
-    )
-    length_adaptive_lam: float | None = field(
-        default=None,
-        metadata={
-            "help": "Alpha of VAPO, which has 0.05: the lambda of the advantages of a response of L tokens is "
-            "1 - 1 / (alpha L), and 0 where that is negative. Default: lam for every response."
-        },
-    )
-    value_pretraining_steps: int = field(
-        default=0,
-        metadata={
-            "help": "Updates that fit the value function alone, at the beginning, to samples of the unchanged policy. "
-            "A shared value model then trains its head only."
-        },
-    )
-    likelihood_coefficient: float = field(
-        default=0.0,
-        metadata={
-            "help": "Of VAPO's likelihood loss, which has 0.1: minus the mean log-probability of the tokens of "
-            "responses that were right, by a raw reward of likelihood_reward or more."
-        },
-    )
-    likelihood_reward: float = field(default=1.0, metadata={"help": "The lowest reward of a right response."})
     whiten_rewards: bool = field(
         default=False,
         metadata={
@@ -142,16 +116,14 @@ class PPOConfig(PolicyConfig):
 
     def __post_init__(self):
         self._check_value_model()
-        from_0 = ("value_coefficient", "value_learning_rate", "likelihood_coefficient", "value_pretraining_steps")
-        check_at_least(self, {"kl_horizon": 1, **dict.fromkeys(from_0, 0)})
-        for name in ("gamma", "lam", "value_lam"):
-            if getattr(self, name) is not None and not 0 <= getattr(self, name) <= 1:
+        check_at_least(self, {"kl_horizon": 1, "value_coefficient": 0, "value_learning_rate": 0})
+        for name in ("gamma", "lam"):
+            if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} must lie in [0, 1], got {getattr(self, name)}")
-        for name in ("value_clip", "kl_target", "length_adaptive_lam"):
+        for name in ("value_clip", "kl_target"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"{name} must be positive, got {value}; leave it None for none")
-        self._check_vapo()
         refuse_given(self, _NOT_USED)
         if self.ddp_find_unused_parameters:
             raise ValueError(
@@ -185,25 +157,4 @@ class PPOConfig(PolicyConfig):
             raise ValueError(
                 f"value_model {self.value_model} and value_model_name_or_path {given} contradict each other: a value "
                 "head on the policy's own base cannot have another base; use value_model separate"
-            )
-
-    def _check_vapo(self) -> None:
-        if not self.likelihood_coefficient and self.likelihood_reward != type(self).likelihood_reward:
-            raise ValueError(
-                "likelihood_reward is of the likelihood loss: set likelihood_coefficient, or leave it out"
-            )
-        if self.length_adaptive_lam is not None and self.lam != type(self).lam:
-            raise ValueError(
-                f"lam {self.lam} and length_adaptive_lam {self.length_adaptive_lam} contradict each other: both are "
-                "the lambda of the advantages; leave one out"
-            )
-        if self.value_pretraining_steps and self.weight_decay:
-            raise ValueError(
-                f"value_pretraining_steps leaves the policy as it is, and weight_decay {self.weight_decay} would not: "
-                "set weight_decay 0"
-            )
-        if 0 < self.max_steps <= self.value_pretraining_steps:
-            raise ValueError(
-                f"value_pretraining_steps {self.value_pretraining_steps} leaves nothing of max_steps {self.max_steps} "
-                "for the policy: give fewer, or more steps"
             )

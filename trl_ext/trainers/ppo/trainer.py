@@ -9,13 +9,11 @@ import torch
 from accelerate.utils import gather, is_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor
-from transformers import TrainerCallback
 from trl.models.utils import disable_gradient_checkpointing
 
 from trl_ext.advantages import clip_advantages, gae
 from trl_ext.losses import aggregate, clipped_value_loss, explained_variance, kl_estimate, whiten
-from trl_ext.losses.value import is_value_clipped, length_adaptive_lambda, moments
-from trl_ext.trainers.policy.resampling import raw_rewards
+from trl_ext.losses.value import is_value_clipped, moments
 from trl_ext.trainers.policy.reward_functions import length_penalty
 from trl_ext.trainers.policy.rollout_metrics import log_advantages
 from trl_ext.trainers.policy.trainer import PolicyTrainer
@@ -35,8 +33,8 @@ class PPOTrainer(PolicyTrainer):
     Logged in addition to the metrics of `PolicyTrainer` (whose `advantages/` describe each response's mean):
     `policy_loss`, `value_loss`, `value_clip_ratio` (share of tokens whose value is clipped), `approx_kl` (k3 of the
     rollout's policy against the current one, per token), and for each rollout `value/mean`, `returns/mean`,
-    `explained_variance`, and with a reference `kl_coef` and `kl/sequence` (the sum of k1 over a response); with
-    `likelihood_coefficient` `likelihood_loss`. With `num_generations` 1 there is no `frac_reward_zero_std`.
+    `explained_variance`, and with a reference `kl_coef` and `kl/sequence` (the sum of k1 over a response). With
+    `num_generations` 1 there is no `frac_reward_zero_std`.
 
     A checkpoint stores the value function in `value_head.safetensors`. Its model files contain only the policy.
 
@@ -50,7 +48,7 @@ class PPOTrainer(PolicyTrainer):
     _config_class = PPOConfig
     # An adaptive coefficient continues from its last value.
     carried_over = (*PolicyTrainer.carried_over, "objective.beta")
-    _own_means = ("value_loss", "value_clip_ratio", "approx_kl", "likelihood_loss")
+    _own_means = ("value_loss", "value_clip_ratio", "approx_kl")
 
     def __init__(self, model, reward_funcs=None, args: PPOConfig | None = None, **kwargs: Any):
         self.value_model = None
@@ -61,14 +59,6 @@ class PPOTrainer(PolicyTrainer):
             raise ValueError("PPO's value function has not been tried under FSDP: use DDP or DeepSpeed")
         self.value_model = VALUE_MODELS[self.args.value_model](self)
         self._sum_up = partial(self.accelerator.reduce, reduction="sum")
-        # DeepSpeed's optimizer has no gradients of single parameters before its step.
-        if self.args.value_pretraining_steps and not self.is_deepspeed_enabled:
-            self.add_callback(_ValuesAlone(self))
-
-    @property
-    def fits_values_only(self) -> bool:
-        """Whether this update leaves the policy as it is."""
-        return self.model.training and self.state.global_step < self.args.value_pretraining_steps
 
     # ---- Values ----
 
@@ -136,22 +126,13 @@ class PPOTrainer(PolicyTrainer):
         rewards = token_rewards(scores.masked_fill(~scored, 0), self._token_penalties(output, mask, mode), mask)
         if self.args.whiten_rewards:
             rewards = whiten(rewards, counted, shift_mean=False, reduce=self._sum_up)
-        lam, alpha, value_lam = self.args.lam, self.args.length_adaptive_lam, self.args.value_lam
-        rewards, lam = rewards.to(values.dtype), lam if alpha is None else length_adaptive_lambda(mask.sum(1), alpha)
-        advantages, returns = gae(rewards, values, mask, self.args.gamma, lam)
-        if value_lam is not None:
-            _, returns = gae(rewards, values, mask, self.args.gamma, value_lam)
+        advantages, returns = gae(rewards.to(values.dtype), values, mask, self.args.gamma, self.args.lam)
         if self.args.whiten_advantages:
             advantages = whiten(advantages, counted, reduce=self._sum_up)
         if self.objective.advantage_clip is not None:
             advantages = clip_advantages(advantages, self.objective.advantage_clip)
         advantages = advantages.masked_fill(counted == 0, 0)
         output |= {"advantages": advantages, "returns": returns, "value_mask": counted}
-        if self.args.likelihood_coefficient:
-            right = raw_rewards(self)[first : first + len(inputs)] >= self.args.likelihood_reward
-            # With these weights, a mean over the tokens of all responses is one over those of right ones.
-            every, of_right = self._sum_up(torch.stack([counted.sum(), counted[right].sum()]))
-            output["likelihood_weights"] = right * every / of_right.clamp(min=1)
         # The divisor of a step that spans several rollouts.
         output["num_items_in_batch"] = self._sum_up(counted.sum())
         self._log_rollout_values(mode, values, returns, counted, advantages, mask)
@@ -167,7 +148,7 @@ class PPOTrainer(PolicyTrainer):
         per_response = gather(divergence.sum(dim=1))
         self._metrics[mode]["kl_coef"].append(coefficient)
         self._metrics[mode]["kl/sequence"].append(per_response.mean().item())
-        if mode == "train" and self.args.kl_target is not None and not self.fits_values_only:
+        if mode == "train" and self.args.kl_target is not None:
             # Applies from the next rollout's rewards on; a KL term in the loss uses it from this rollout's updates on.
             self.objective.beta = adapted_coefficient(
                 coefficient,
@@ -218,13 +199,7 @@ class PPOTrainer(PolicyTrainer):
         )
         if not self._entropy_bonus_enabled:
             self._metrics[mode]["policy_loss"].append(gather(loss.detach() * parts).nanmean().item())
-        if "likelihood_weights" in inputs:
-            likelihood = -log_probs * inputs["likelihood_weights"][:, None]
-            mean = aggregate(likelihood, counted, "token_mean", token_count=inputs.get("mean_tokens"))
-            loss = loss + self.args.likelihood_coefficient * mean / parts
-            self._log_losses(mode, {"likelihood_loss": likelihood}, counted)
-        # A factor and not None, so that every parameter still has a gradient for other processes to wait for.
-        return loss * (not self.fits_values_only) + self.args.value_coefficient * value_loss / parts
+        return loss + self.args.value_coefficient * value_loss / parts
 
     def _log_losses(self, mode: str, per_token: dict[str, Tensor], mask: Tensor) -> None:
         """Log means over the tokens of this micro-batch on all processes."""
@@ -240,17 +215,13 @@ class PPOTrainer(PolicyTrainer):
         optimizer = super().create_optimizer(*args, **kwargs)
         if not is_new or self.args.value_learning_rate is None:
             return optimizer
-        own = self._value_weights()
+        own = {id(weight) for weight in self.value_model.parameters().values()}
         for group in list(optimizer.param_groups):
             moved = [weight for weight in group["params"] if id(weight) in own]
             if moved:
                 group["params"] = [weight for weight in group["params"] if id(weight) not in own]
                 optimizer.add_param_group({**group, "params": moved, "lr": self.args.value_learning_rate})
         return optimizer
-
-    def _value_weights(self) -> set[int]:
-        """The ids of the value function's parameters."""
-        return {id(weight) for weight in self.value_model.parameters().values()}
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         super()._save(output_dir, state_dict)
@@ -264,23 +235,6 @@ class PPOTrainer(PolicyTrainer):
         super()._load_best_model()
         if not self.is_deepspeed_enabled:
             self.value_model.load(self.state.best_model_checkpoint)
-
-
-class _ValuesAlone(TrainerCallback):
-    """Takes the policy's gradients of 0 away before an optimizer step of the value pretraining.
-
-    With them, Adam would count the step, and the corrections for its first steps would be used up.
-    """
-
-    def __init__(self, trainer: PPOTrainer):
-        self.trainer = trainer
-
-    def on_pre_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
-        if self.trainer.fits_values_only:
-            own = self.trainer._value_weights()
-            for weight in (weight for group in optimizer.param_groups for weight in group["params"]):
-                if id(weight) not in own:
-                    weight.grad = None
 
 
 def token_rewards(scores: Tensor, penalties: Tensor | None, mask: Tensor) -> Tensor:

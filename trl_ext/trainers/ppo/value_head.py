@@ -1,35 +1,32 @@
-"""PPO's value function: a head on the policy's trunk, on a separate adapter, or on a separate model.
+"""PPO's value function: a head on the policy's trunk, or on a separate model.
 
-Its parameters are part of the policy's module tree, below `value_head` or in the adapter `value`, so that the
-optimizer, gradient clipping and distributed engines find them. The policy's files do not contain them.
+Its parameters are part of the policy's module tree, below `value_head`, so that the optimizer, gradient clipping and
+distributed engines find them. The policy's files do not contain them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from copy import deepcopy
 from pathlib import Path
 
 import torch
 from accelerate.utils import is_peft_model
-from peft import LoraConfig, PeftModel
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import disable_dropout_in_model
 
 from trl_ext.files import replacing
 from trl_ext.models import resolve_model_path
-from trl_ext.models.packing import packing_of
-from trl_ext.models.shared_backbone import preserved_random_state, save_without
+from trl_ext.models.shared_backbone import preserved_random_state
 from trl_ext.rewards import RewardModel
 from trl_ext.trainers.policies import is_zero3
 from trl_ext.trainers.policy.scoring import reading_hidden_states
 
 VALUE_FILE = "value_head.safetensors"
-HEAD, ADAPTER = "value_head", "value"
+HEAD = "value_head"
 
 
 class ValueModel:
@@ -128,72 +125,7 @@ class SharedValueModel(ValueModel):
         return values
 
     def _value_of(self, hidden: Tensor) -> Tensor:
-        return _estimate(self.policy.value_head, hidden.detach() if self.trainer.fits_values_only else hidden)
-
-
-class AdapterValueModel(ValueModel):
-    """A head on the hidden states of the policy's base under a separate LoRA adapter, which initially changes nothing.
-
-    It needs one more forward pass over each batch. The policy's adapter and the value function share no gradient.
-
-    Raises:
-        ValueError: the policy has no LoRA adapter.
-    """
-
-    kind = "adapter"
-
-    def __init__(self, trainer):
-        super().__init__(trainer)
-        if not is_peft_model(self.policy):
-            raise ValueError(
-                "value_model adapter needs a policy with a LoRA adapter: full fine-tuning changes the base below it; "
-                "use value_model shared or separate"
-            )
-        self._active = self.policy.active_adapters[0]
-        config = self.policy.peft_config[self._active]
-        if not isinstance(config, LoraConfig):
-            raise ValueError(
-                f"value_model adapter is made like the policy's, which must be LoRA, not {config.peft_type}"
-            )
-        config = deepcopy(config)
-        config.init_lora_weights, config.modules_to_save, config.inference_mode = True, None, False
-        if trainer.args.disable_dropout:
-            config.lora_dropout = 0.0
-        trained = _trained(self.policy)
-        with preserved_random_state():
-            # Under ZeRO-3 all adapters must have the base's dtype.
-            has_float32 = any(weight.dtype == torch.float32 for weight in trained)
-            self.policy.add_adapter(ADAPTER, config, autocast_adapter_dtype=has_float32)
-        _add_head(self.policy, _new_head(self.policy))
-        save_without(self.policy, {ADAPTER: self.policy.value_head.weight})
-        for weight in (*trained, *self.parameters().values()):
-            weight.requires_grad_(True)
-
-    def _every_value(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        trainer, head, packing = self.trainer, self.policy.value_head, packing_of(self.policy)
-        with (
-            self._switched_on(),
-            # The backward pass would recompute checkpointed layers under the policy's adapter.
-            disable_gradient_checkpointing(self.policy, trainer.args.gradient_checkpointing_kwargs),
-            trainer.accelerator.autocast(),
-        ):
-            plan = None if packing is None else packing.plan(input_ids, attention_mask)
-            if plan is not None:
-                values = _estimate(head, packing.hidden_states(plan))
-                return values[plan.columns].masked_fill(~plan.present, 0)
-            return _estimate(head, _hidden_states(self.policy.get_base_model().base_model, input_ids, attention_mask))
-
-    @contextmanager
-    def _switched_on(self) -> Iterator[None]:
-        # PEFT freezes adapters that it switches off: here, and where TRL scores with the reference.
-        trained = {*_trained(self.policy), *self.parameters().values()}
-        self.policy.set_adapter(ADAPTER)
-        try:
-            yield
-        finally:
-            self.policy.set_adapter(self._active)
-            for weight in trained:
-                weight.requires_grad_(True)
+        return _estimate(self.policy.value_head, hidden)
 
 
 class SeparateValueModel(ValueModel):
@@ -218,7 +150,7 @@ class SeparateValueModel(ValueModel):
             return _estimate(own["head"], _hidden_states(own["trunk"], input_ids, attention_mask))
 
 
-VALUE_MODELS = {own.kind: own for own in (SharedValueModel, AdapterValueModel, SeparateValueModel)}
+VALUE_MODELS = {own.kind: own for own in (SharedValueModel, SeparateValueModel)}
 
 
 def _load_value_model(trainer) -> tuple[nn.Module, nn.Linear]:
@@ -226,7 +158,7 @@ def _load_value_model(trainer) -> tuple[nn.Module, nn.Linear]:
     args, device = trainer.args, trainer.accelerator.device
     name = resolve_model_path(args.value_model_name_or_path)
     if is_zero3(trainer.accelerator):
-        raise ValueError("value_model separate does not go with ZeRO-3: it is loaded whole; use value_model adapter")
+        raise ValueError("value_model separate does not go with ZeRO-3: it is loaded whole; use value_model shared")
     if AutoTokenizer.from_pretrained(name).get_vocab() != trainer.processing_class.get_vocab():
         raise ValueError(
             f"the value model {name} reads other tokens than the policy: give one with the policy's tokenizer, or use "
@@ -257,8 +189,7 @@ def _is_reward_model(name: str) -> bool:
 
 
 def _is_own(name: str) -> bool:
-    parts = name.split(".")
-    return HEAD in parts or (ADAPTER in parts and any(part.startswith("lora_") for part in parts))
+    return HEAD in name.split(".")
 
 
 def _add_head(policy, head: nn.Module) -> None:
@@ -277,10 +208,6 @@ def _new_head(policy) -> nn.Linear:
     nn.init.zeros_(head.weight)
     nn.init.zeros_(head.bias)
     return head
-
-
-def _trained(policy) -> list[nn.Parameter]:
-    return [weight for weight in policy.parameters() if weight.requires_grad]
 
 
 def _hidden_states(trunk: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> Tensor:

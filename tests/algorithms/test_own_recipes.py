@@ -1,0 +1,389 @@
+"""The methods of recipes/own: values and gradients of one batch to six decimals, and loops in float64.
+
+The batch: two responses of 3 and 2 tokens, advantages 1 and -1, and three policies.
+
+    log-prob          -1    -0.7  -0.5   |  -2    -0.3
+    when sampled      -1.3  -0.6  -0.55  |  -1.6  -0.5
+    by the sampler    -1.8  -0.4  -0.65  |  -0.6  -1.4
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+import torch
+from datasets import Dataset
+
+from tests.support.naive_policy import (
+    Steps,
+    check_against_loops,
+    check_padding_and_order,
+    evaluate,
+    log_probs,
+    model_in_float64,
+    rows_of,
+)
+from tests.support.rollout_once import OWN_RECIPES, build, prompts, thirds
+from tests.support.train_once import relative_difference, result
+from tests.support.trl_private import rollout_batches
+from trl_ext.advantages import group_normalized
+from trl_ext.algorithms import PolicyObjective
+from trl_ext.losses import PolicyLoss, PolicyScores, PreferenceObjective, PreferenceScores
+from trl_ext.names import load_function, load_module
+
+pytestmark = pytest.mark.usefixtures("own_tables")
+
+NEW = torch.tensor([[-1.0, -0.7, -0.5], [-2.0, -0.3, -0.9]], dtype=torch.float64)
+OLD = torch.tensor([[-1.3, -0.6, -0.55], [-1.6, -0.5, -0.9]], dtype=torch.float64)
+MASK = torch.tensor([[1, 1, 1], [1, 1, 0]])
+ADVANTAGES = torch.tensor([1.0, -1.0], dtype=torch.float64)
+SAMPLER = torch.tensor([[-1.8, -0.4, -0.65], [-0.6, -1.4, -0.9]], dtype=torch.float64)
+# name -> its file
+FILES = {
+    "clip_cov": "clip_cov",
+    "kl_cov": "kl_cov",
+    "dppo_tv": "dppo",
+    "dppo_kl": "dppo",
+    "vespo": "vespo",
+    "luspo": "luspo",
+    "a_star_po": "a_star_po",
+}
+SURROGATES = [name for name in FILES if name != "a_star_po"]
+ALL = [*FILES, "gdpo", "bco"]
+
+
+def place(name: str) -> str:
+    return f"{OWN_RECIPES / FILES.get(name, name)}.py:{name}"
+
+
+def function(name: str, file: str | None = None):
+    return load_function(f"{OWN_RECIPES / (file or FILES.get(name, name))}.py:{name}", "function")
+
+
+def tensor(*values) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_file_is_one_screen_with_its_paper_and_a_line_to_run_it(name):
+    text = (OWN_RECIPES / f"{FILES.get(name, name)}.py").read_text()
+    assert len(text.splitlines()) <= 55
+    assert re.search(r"^[^\n]*arXiv\s\d{4}\.\d{5}", text, re.M | re.S)
+    assert re.search(rf"^    accelerate launch recipes/\w+\.py .*recipes/own/\w+\.py:{name}\b", text, re.M)
+
+
+# ---- Surrogates ----
+
+
+@pytest.mark.parametrize(
+    "name, options, value, gradient",
+    [
+        ("luspo", {"clip_low": 0.2, "clip_high": 0.2}, -0.725519, [*[-0.543452] * 3, 0.452419, 0.452419]),
+        ("luspo", {}, -0.505750, [0] * 5),
+        # The sampler's ratios of the first response are 5/3 and less, and of the second 1.35 and 2.46, of which 2 is
+        # left: w is exp(0.65) and exp(-0.506853).
+        ("vespo", {}, -0.119154, [*[-0.047073] * 3, 0.096832, 0.096832]),
+        # The reference's values are of a mean over tokens.
+        ("dppo_tv", {}, 0.039648, [0, -0.148164, -0.232367, 0, 0.600833]),
+        ("dppo_kl", {}, 0.039648, [0, -0.148164, -0.232367, 0, 0.600833]),
+        ("clip_cov", {}, -0.416913, [-0.269972, -0.180967, -0.210254, 0, 0.244281]),
+        # The only token in the window of covariances is clipped already: PPO.
+        ("clip_cov", {"clip_low": 0.2, "clip_high": 0.2}, -0.226941, [0, -0.180967, -0.210254, 0, 0.244281]),
+        ("kl_cov", {}, -0.202849, [-0.269972, -0.180967, -0.210254, -0.065936, 0.244281]),
+    ],
+)
+def test_value_and_gradient_on_the_batch(name, options, value, gradient):
+    changed = {"aggregation": "token_mean"} if name.startswith("dppo") else {}
+    objective = PolicyObjective(place(name), options=options, **changed)
+    loss, found = evaluate(objective, NEW, old=OLD, mask=MASK, advantages=ADVANTAGES, sampler=SAMPLER)
+    assert loss == pytest.approx(value, abs=6e-7)
+    assert found.flatten().tolist() == pytest.approx([*gradient, 0], abs=6e-7)
+
+
+def test_vespo_without_a_record_of_the_sampler():
+    expected = [*[-0.140645] * 3, 0.157725, 0.157725, 0]
+    for sampler in (None, torch.full_like(OLD, math.nan), OLD):
+        objective = PolicyObjective(place("vespo"))
+        loss, found = evaluate(objective, NEW, old=OLD, mask=MASK, advantages=ADVANTAGES, sampler=sampler)
+        assert loss == pytest.approx(-0.053349, abs=6e-7)
+        assert found.flatten().tolist() == pytest.approx(expected, abs=6e-7)
+
+
+@pytest.mark.parametrize(
+    "name, settings",
+    [
+        ("clip_cov", {"ratio": "token", "aggregation": "token_mean", "advantage": "group_normalized", "std_ddof": 0}),
+        ("kl_cov", {"ratio": "token", "aggregation": "token_mean", "advantage": "group_normalized", "std_ddof": 0}),
+        ("dppo_tv", {"ratio": "token", "aggregation": "constant", "advantage": "group_centered"}),
+        ("dppo_kl", {"ratio": "token", "aggregation": "constant", "advantage": "group_centered"}),
+        ("vespo", {"ratio": "token", "aggregation": "token_mean", "advantage": "group_normalized", "beta": 0.0}),
+        ("luspo", {"ratio": "sequence", "aggregation": "sum", "advantage": "group_normalized", "std_ddof": 0}),
+        ("a_star_po", {"ratio": "none", "aggregation": "sequence_mean", "advantage": "no_baseline", "beta": 1e-3}),
+    ],
+)
+def test_the_settings_of_the_papers(name, settings):
+    objective = PolicyObjective(place(name))
+    assert {key: objective.to_dict()[key] for key in settings} == settings
+    assert objective.algorithm.reads_sampler == (name in ("vespo", "dppo_tv", "dppo_kl"))
+    assert objective.algorithm.group_size == {"dppo_tv": 16, "dppo_kl": 16, "a_star_po": 1}.get(name, 8)
+
+
+@pytest.mark.parametrize(
+    "before, after, variation, divergence",
+    [(1e-5, 1e-3, 0.000990, 0.000944), (0.99, 0.8, 0.19, 0.181005), (0.5, 0.62, 0.12, 0.029663)],
+)
+def test_the_bounds_of_dppo(before, after, variation, divergence):
+    """A token is kept at a bound just above its divergence and dropped just below, if A pushes it further."""
+    new, old = (tensor([p]).log() for p in (after, before))
+    outward = tensor(1.0 if after > before else -1.0)
+
+    def scores(advantages):
+        return PolicyScores(new, old, torch.ones(1, 1), advantages)
+
+    for name, distance in (("dppo_tv", variation), ("dppo_kl", divergence)):
+        for factor, kept in ((1 + 1e-3, True), (1 - 1e-3, False)):
+            bounds = {"delta_low": distance * factor, "delta_high": distance * factor}
+            assert bool(function(name)(scores(outward), **bounds)) == kept
+            assert bool(function(name)(scores(-outward), **bounds))
+    # A ratio of 100 is capped.
+    cap = function("dppo_tv")(scores(outward), delta_low=1.0, delta_high=1.0) / (-outward * new)
+    assert cap.item() == pytest.approx(min(after / before, 10.0))
+
+
+def test_dppo_of_certain_tokens_is_finite():
+    """Probabilities that round to 1."""
+    new = torch.tensor([[0.0, -1e-9, -2.0, 0.0]], requires_grad=True)
+    old = torch.tensor([[0.0, 0.0, 0.0, -2.0]])
+    advantages = torch.tensor([[1.0, 1.0, -1.0, 1.0]])
+    loss = function("dppo_kl")(PolicyScores(new, old, torch.ones(1, 4), advantages)).sum()
+    loss.backward()
+    assert loss.isfinite() and new.grad.isfinite().all()
+    assert new.grad[0, :2].tolist() == pytest.approx([-1.0, -1.0]) and new.grad[0, 2:].tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("name", ["dppo_tv", "dppo_kl"])
+def test_dppo_is_of_the_old_policy_where_the_sampler_recorded_nothing(name):
+    objective = PolicyObjective(place(name))
+    fixed = {"old": OLD, "mask": MASK, "advantages": ADVANTAGES}
+    nothing = evaluate(objective, NEW, sampler=torch.full_like(OLD, float("nan")), **fixed)
+    for sampler in (None, OLD):
+        loss, gradient = evaluate(objective, NEW, sampler=sampler, **fixed)
+        assert loss == nothing[0] and torch.equal(gradient, nothing[1])
+    partly = SAMPLER.clone()
+    partly[0, 1:] = float("nan")
+    mixed = torch.where(partly.isnan(), OLD, SAMPLER)
+    assert evaluate(objective, NEW, sampler=partly, **fixed)[0] == evaluate(objective, NEW, sampler=mixed, **fixed)[0]
+    assert evaluate(objective, NEW, sampler=SAMPLER, **fixed)[0] != nothing[0]
+
+
+# name -> options that make each branch occur on a few tokens.
+OPTIONS = {
+    "luspo": {"clip_low": 0.05, "clip_high": 0.1},
+    "vespo": {"k_pos": 1.5, "lambda_pos": 2.5, "k_neg": 3.5, "lambda_neg": 1.0, "sampler_cap": 1.25},
+    "dppo_tv": {"delta_low": 0.1, "delta_high": 0.05, "ratio_cap": 1.3},
+    "dppo_kl": {"delta_low": 0.02, "delta_high": 0.01, "ratio_cap": 1.3},
+    # All candidates are drawn, so that there is no choice among them.
+    "clip_cov": {"clip_low": 0.3, "clip_high": 0.3, "share": 1.0, "cov_low": 0.3, "cov_high": 1.5},
+    "kl_cov": {"share": 0.25, "coefficient": 0.6},
+}
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("has_token_advantages", [False, True])
+@pytest.mark.parametrize("name", SURROGATES)
+def test_value_and_gradient_against_loops(name, has_token_advantages, seed):
+    objective = PolicyObjective(place(name), options=OPTIONS[name])
+    check_against_loops("clip" if name == "luspo" else name, objective, OPTIONS[name], has_token_advantages, seed)
+
+
+@pytest.mark.parametrize("name", SURROGATES)
+def test_on_policy_the_gradient_is_that_of_reinforce(name):
+    """-A at each token, times the weight of the reduction; `clip_cov` drops no token here, for lack of a candidate."""
+    options = {"cov_low": 100.0, "cov_high": 200.0} if name == "clip_cov" else None
+    objective = PolicyObjective(place(name), options=options)
+    fixed = {"old": OLD, "mask": MASK, "advantages": ADVANTAGES}
+    _, gradient = evaluate(objective, OLD, sampler=OLD, **fixed)
+    plain = PolicyLoss(surrogate="reinforce", ratio="none", aggregation=objective.aggregation)
+    _, expected = evaluate(plain, OLD, **fixed)
+    assert torch.allclose(gradient, expected, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", SURROGATES)
+def test_padding_and_the_order_of_rows_change_nothing(name):
+    check_padding_and_order(PolicyObjective(place(name), options=OPTIONS[name]))
+
+
+def test_a_repeated_response_has_the_same_gradients_in_luspo_alone():
+    """Each token twice: GSPO's gradient of a token halves, since 1 / L does."""
+    wide = {"clip_low": 0.5, "clip_high": 0.5}
+    gspo, luspo = PolicyObjective("gspo", epsilon=0.5, epsilon_high=0.5), PolicyObjective(place("luspo"), options=wide)
+    for objective, factor in ((gspo, 0.5), (luspo, 1.0)):
+        _, once = evaluate(objective, NEW[:1], old=OLD[:1], mask=MASK[:1], advantages=ADVANTAGES[:1])
+        twice = {"old": OLD[:1].repeat(1, 2), "mask": MASK[:1].repeat(1, 2), "advantages": ADVANTAGES[:1]}
+        _, gradient = evaluate(objective, NEW[:1].repeat(1, 2), **twice)
+        assert torch.allclose(gradient[:, :3], factor * once, atol=1e-12)
+
+
+def test_clip_cov_draws_with_the_seed():
+    """Of 40 candidates among 100 tokens 5 are drawn: the same with the same seed, and each one sooner or later.
+
+    Half of the responses have advantage 1 and half -1; the four whose tokens are likelier than the mean and have
+    advantage 1 are the candidates.
+    """
+    values, mask = torch.full((10, 10), -2.0), torch.ones(10, 10)
+    values[:4] = -1.0
+    advantages = torch.tensor([1.0] * 4 + [-1.0] * 6)
+    clip_cov = function("clip_cov")
+
+    def drawn(seed):
+        torch.manual_seed(seed)
+        # Covariances of 1.2 * 0.6 = 0.72 for the candidates and 0.8 * 0.4 = 0.32 for the others.
+        return clip_cov(PolicyScores(values, values, mask, advantages), share=0.05, cov_low=0.5, cov_high=1.0) == 0
+
+    assert torch.equal(drawn(1), drawn(1)) and not torch.equal(drawn(1), drawn(2))
+    counts = sum(drawn(seed).long() for seed in range(200))
+    assert counts[4:].sum() == 0 and counts.sum() == 1000
+    # 25 expected of each, with a standard deviation of 4.7.
+    assert counts[:4].min() > 5 and counts[:4].max() < 50
+
+
+# ---- GDPO ----
+
+COMPONENTS = torch.tensor(
+    [[1, 0.2], [1, 0.8], [0, 0.5], [0, 0.5], [1, 1], [0, 1], [0, 1], [0, 1]], dtype=torch.float64
+)
+
+
+@pytest.mark.parametrize(
+    "weights, expected",
+    [
+        # Sums of the normalised: [-0.358370, 2.090121, -0.865875, -0.865875] and [1.499700, -0.499900 x 3].
+        ([1.0, 1.0], [-0.316107, 1.843631, -0.763762, -0.763762, 1.322839, -0.440946, -0.440946, -0.440946]),
+        ([1.0, 0.5], [0.258438, 1.505284, -0.881861, -0.881861, 1.527387, -0.509129, -0.509129, -0.509129]),
+    ],
+)
+def test_gdpo_normalises_each_reward_function_by_itself(weights, expected):
+    found = function("gdpo")(COMPONENTS.sum(1), 4, COMPONENTS, torch.tensor(weights))
+    assert found.tolist() == pytest.approx(expected, abs=1e-6)
+    objective = PolicyObjective("grpo", advantage=place("gdpo"))
+    known = {"components": COMPONENTS, "weights": torch.tensor(weights)}
+    assert torch.equal(objective.advantages(COMPONENTS.sum(1), 4, **known), found)
+
+
+def test_what_changes_nothing_in_gdpo():
+    gdpo, weights = function("gdpo"), torch.ones(2)
+    scaled = COMPONENTS * torch.tensor([1e4, 1.0])
+    one, other = (gdpo(c.sum(1), 4, c, weights) for c in (COMPONENTS, scaled))
+    # But for the 1e-4 that is added to a deviation.
+    torch.testing.assert_close(one, other, atol=5e-4, rtol=0)
+    assert not torch.allclose(group_normalized(COMPONENTS.sum(1), 4), group_normalized(scaled.sum(1), 4), atol=0.1)
+    # A function that says nothing of a response adds nothing there; equal rewards of every function are no signal.
+    missing = COMPONENTS.clone()
+    missing[4:, 1] = math.nan
+    torch.testing.assert_close(gdpo(missing[:, 0], 4, missing, weights), one)
+    equal = torch.cat([COMPONENTS[:4], torch.full((4, 2), 0.1)])
+    assert not gdpo(equal.sum(1), 4, equal, weights)[4:].any()
+    # A response that could not be scored.
+    unscored = COMPONENTS.sum(1).index_fill(0, torch.tensor([1]), math.nan)
+    assert gdpo(unscored, 4, COMPONENTS.index_fill(0, torch.tensor([1]), math.nan), weights)[1] == 0
+
+
+# ---- BCO ----
+
+
+def test_bco():
+    """Rewards .2, -.1 chosen and -.05, -.1 rejected: the shift is (0.05 - 0.075) / 2 = -0.0125, and a constant."""
+    leaf = tensor(2.0, -1.0, -0.5, -1.0).requires_grad_()
+    zero = torch.zeros(2, dtype=torch.float64)
+    scores = PreferenceScores(*leaf.split(2), zero, zero)
+    losses = function("bco")(scores, beta=0.1)
+    logits = [0.2125, -0.0875, 0.0375, 0.0875]
+    softplus = [math.log1p(math.exp(-x)) for x in logits]
+    assert losses.tolist() == pytest.approx([softplus[0] + softplus[2], softplus[1] + softplus[3]], abs=1e-12)
+    losses.sum().backward()
+    slopes = [0.1 / (1 + math.exp(x)) for x in logits]
+    assert leaf.grad.tolist() == pytest.approx([-slopes[0], -slopes[1], slopes[2], slopes[3]], abs=1e-12)
+    objective = PreferenceObjective(place("bco"))
+    assert objective.batch_coupled and objective.beta == 0.01
+
+
+# ---- A*-PO ----
+
+
+@pytest.mark.parametrize("beta, value", [(0.5, 0.477229), (0.05, 0.930685), (50.0, 0.251881)])
+def test_the_optimal_value(beta, value):
+    soft_value = function("soft_value", "a_star_po")
+    assert soft_value([1, 0, 0, 1, 0, 0, 0, 0], 8, beta).item() == pytest.approx(value, abs=6e-7)
+    # A reward that is missing is left out.
+    both = soft_value([1.0, 0, math.nan, 0.5, 0.5, 0.5], 3, beta)
+    assert both.tolist() == pytest.approx([soft_value([1.0, 0], 2, beta).item(), 0.5])
+
+
+def test_the_loss_of_a_star_po():
+    """The log-ratio is 5 and A is 0.28311: 2 (0.001 5 - 0.28311) 0.001 = -0.000556."""
+    log_ratios = tensor([2.0, 3.0]).requires_grad_()
+    scores = PolicyScores(
+        log_ratios, None, torch.ones(1, 2), tensor(0.28311), ratio="none", ref_log_probs=0 * log_ratios.detach()
+    )
+    loss = PolicyObjective(place("a_star_po"))(scores)
+    loss.backward()
+    assert loss.item() == pytest.approx(0.077345, abs=6e-7)
+    assert log_ratios.grad.flatten().tolist() == pytest.approx([-0.000556, -0.000556], abs=6e-7)
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"beta": 0.0}, "--beta 0.0 and --surrogate own contradict"),
+        ({"kl_in": "reward"}, "--kl_in reward and --surrogate own contradict"),
+    ],
+)
+def test_what_contradicts_a_star_po(settings, message):
+    with pytest.raises(ValueError, match=message):
+        PolicyObjective(place("a_star_po"), **settings)
+
+
+def a_star_po(policy_path, tmp_path, rows, **args):
+    reward = load_module(str(OWN_RECIPES / "a_star_po.py")).less_optimal_value(thirds)
+    settings = {"algorithm": place("a_star_po"), "num_generations": 1, "beta": 0.3, **args}
+    spec = {"model": policy_path, "perturb": 1, "fixed": True, "args": settings}
+    steps = Steps()
+    data = Dataset.from_list(rows)
+    return build(spec, str(tmp_path), reward_funcs=[reward], train_dataset=data, callbacks=[steps]), steps
+
+
+@pytest.mark.usefixtures("in_float64")
+@pytest.mark.parametrize("size, accumulation", [(8, 1), (2, 4)])
+def test_a_star_po_trains_on_its_regression(size, accumulation, policy_path, tmp_path):
+    """(0.3 h - (r - V))^2 of eight responses, V from the data; two rows have none, and their advantages are 0."""
+    rows = [{**row, "optimal_value": index / 10 if index < 6 else None} for index, row in enumerate(prompts())]
+    args = {"per_device_train_batch_size": size, "gradient_accumulation_steps": accumulation}
+    trainer, steps = a_star_po(policy_path, tmp_path, rows, **args)
+    trainer.train()
+    policy, reference = model_in_float64(policy_path, steps.weights[0]), model_in_float64(policy_path)
+    found = [row for batch in rollout_batches(trainer) for row in rows_of(batch)]
+    encode = trainer.processing_class.apply_chat_template
+    values = {
+        tuple(encode(row["prompt"], add_generation_prompt=True, tokenize=True, return_dict=True)["input_ids"]): row[
+            "optimal_value"
+        ]
+        for row in rows
+    }
+    total = 0.0
+    for prompt, response in found:
+        with torch.no_grad():
+            base = log_probs(reference, prompt, response).sum()
+        value = values[tuple(prompt)]
+        advantage = 0.0 if value is None else thirds([response])[0] - value
+        total = total + (0.3 * (log_probs(policy, prompt, response).sum() - base) - advantage) ** 2 / 8
+    total.backward()
+    gradient = torch.cat([p.grad.flatten() for _, p in policy.named_parameters()])
+    assert result(trainer).losses == pytest.approx([total.item()], rel=1e-6)
+    assert relative_difference(steps.gradients[0], gradient) < 1e-6
+
+
+def test_a_star_po_names_what_it_lacks(policy_path, tmp_path):
+    with pytest.raises(ValueError, match="'thirds' takes 'optimal_value', and the data have no such column"):
+        a_star_po(policy_path, tmp_path, prompts())

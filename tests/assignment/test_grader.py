@@ -1,0 +1,213 @@
+"""Assignments as they are written, and the grader on right, wrong and broken submissions."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import runpy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from trl_ext.assignment.write import HERE, SOLUTION, write_assignment
+from trl_ext.files import read_yaml
+
+SHIPPED = ("rlhf_project", "reasoning")
+
+
+def run(*arguments: str, folder: Path, **variables: str) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", **variables}
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
+
+
+def grade(submission: Path, *flags: str, **variables: str) -> tuple[dict[str, dict], dict]:
+    """The rows of Gradescope's JSON by name, and the whole of it."""
+    grader = submission.with_name(f"{submission.name}_grader")
+    done = run("grade.py", str(submission), "--out", "../out/results.json", *flags, folder=grader, **variables)
+    assert done.returncode == 0, done.stderr
+    result = json.loads((submission.parent / "out" / "results.json").read_text())
+    return {row["name"]: row for row in result["tests"]}, result
+
+
+def append(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a") as file:
+        file.write(text)
+
+
+def small(tmp_path: Path, **tests) -> Path:
+    """A folder of one's own: three functions of a shipped package, and thresholds."""
+    shutil.copytree(HERE / "packages" / "rlhf_project", tmp_path / "own")
+    spec = read_yaml(tmp_path / "own" / "assignment.yaml")
+    spec["points"] = {"dpo": 5, "group_centered": 3, "ipo": 1}
+    goal = {"measure": "win_rate.half.rate", "at_least": 0.6, "points": 2}
+    spec["thresholds"] = [{"recipe": "dpo", **goal}, {"recipe": "ipo", **goal, "zero_at": 0.4}]
+    spec["tests"] |= {"visible": 1, "hidden": 3, "seconds": 4, "partial_credit": True, **tests}
+    (tmp_path / "own" / "assignment.yaml").write_text(yaml.safe_dump(spec))
+    return tmp_path / "own"
+
+
+# ---- What is written ----
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_the_starter_is_blank_and_the_grader_apart(name, tmp_path):
+    source = HERE / "packages" / name
+    spec = read_yaml(source / "assignment.yaml")
+    starter, grader = write_assignment(source, tmp_path / "course")
+    found = {}
+    for file in sorted((starter / spec["package"]).glob("*.py")):
+        text = file.read_text()
+        assert "SOLUTION" not in text and "trl_ext" not in text
+        for node in ast.parse(text).body:
+            if isinstance(node, ast.FunctionDef):
+                assert len(node.body) == 2 and ast.get_docstring(node), node.name
+                found[node.name] = ast.unparse(node.body[1])
+        solved = SOLUTION.findall((source / spec["package"] / file.name).read_text())
+        assert not any(line in text for _, part in solved for line in part.splitlines() if len(line.strip()) > 30)
+    assert found.keys() == spec["points"].keys()
+    assert all(f"implement {name} in {spec['package']}/" in error for name, error in found.items())
+    assert "tests" not in read_yaml(starter / "assignment.yaml"), "no seed of hidden cases"
+    assert not list(starter.rglob("*grad*"))
+    assert {"grade.py", "worker.py", "setup.sh", "run_autograder", "cases.pt"} <= {p.name for p in grader.iterdir()}
+
+
+def test_hidden_cases_are_drawn_anew_unless_they_have_a_seed(tmp_path):
+    def drawn(name: str, **tests) -> list[str]:
+        starter, grader = write_assignment(small(tmp_path / name, **tests), tmp_path / name / "course")
+        items = [torch.load(folder / "cases.pt", weights_only=True) for folder in (starter / "tests", grader)]
+        return [str([case["arguments"] for item in each for case in item["cases"]]) for each in items]
+
+    one, two, three, four = drawn("one"), drawn("two"), drawn("three", hidden_seed=7), drawn("four", hidden_seed=7)
+    assert one[0] == two[0] and len({one[1], two[1], three[1]}) == 3 and three == four
+
+
+def test_what_cannot_be_written_is_refused(tmp_path):
+    source = small(tmp_path)
+    (tmp_path / "course_grader").mkdir()
+    (tmp_path / "course_grader" / "thesis.tex").write_text("x")
+    with pytest.raises(ValueError, match="course_grader is there already"):
+        write_assignment(source, tmp_path / "course")
+    spec = read_yaml(source / "assignment.yaml")
+    few = {"points": {"aggregate": 5}, "tests": spec["tests"] | {"hidden": 1}}
+    for change, part in (({"points": {"ipoo": 5}}, "unknown ipoo"), (few, "do not show the mistake")):
+        (source / "assignment.yaml").write_text(yaml.safe_dump(spec | change))
+        with pytest.raises(ValueError, match=part):
+            write_assignment(source, tmp_path / "other")
+    assert not (tmp_path / "course").exists() and not (tmp_path / "other").exists()
+
+
+@pytest.mark.slow
+def test_commands(tmp_path):
+    """The visible tests fail on the starter and pass on the solution, with torch and pytest alone."""
+    arguments = ("-m", "trl_ext.assignment", "--spec", "reasoning")
+    blocked = "import sys; sys.modules |= dict.fromkeys(['trl_ext', 'trl', 'transformers']); import pytest; "
+    for name, flags, status in (("starter", (), 1), ("solved", ("--solution",), 0)):
+        done = run(*arguments, "--out", name, *flags, folder=tmp_path)
+        assert done.returncode == 0, done.stderr
+        tested = run("-c", blocked + "sys.exit(pytest.main(['-q', 'tests']))", folder=tmp_path / name)
+        assert tested.returncode == status, tested.stdout[-3000:]
+        assert (" passed" in tested.stdout.splitlines()[-1]) == (" failed" not in tested.stdout.splitlines()[-1])
+    assert {path.name for path in tmp_path.iterdir()} == {"starter", "starter_grader", "solved", "solved_grader"}
+    again = run(*arguments, "--out", "starter", folder=tmp_path)
+    assert again.returncode == 2 and again.stderr.startswith("error: ") and again.stderr.count("\n") == 1
+
+
+# ---- The grader ----
+
+# Each is written behind the right function of its name, whose file's others keep their points.
+BROKEN = {
+    "dpo": ("def dpo(scores, *, beta=0.1):\n    while True:\n        pass\n", "it took more than 4 s"),
+    "ipo": ("def ipo(scores, **options):\n    raise SystemExit(0)\n", "ends the program"),
+    "aot": ("def aot(scores, **options):\n    import os\n    os._exit(0)\n", "it ended the process in which it ran"),
+    "sequence_log_probs": ("def split_minibatches(:\n", "log_probs.py cannot be imported (my_rlhf/log_probs.py, line"),
+    "group_normalized": ("del group_normalized\n", "my_rlhf/policy.py has no function group_normalized"),
+    "group_centered": ("def group_centered(rewards, group_size):\n    return 'ok'\n", "must be a tensor"),
+    "token_log_ratio": (
+        "def token_log_ratio(log_probs, old_log_probs):\n    import trl\n",
+        "trl cannot be imported here: the library holds the answers",
+    ),
+    # What the process can see: no keys, and no folder of the path with expected values.
+    "bradley_terry": (
+        "def bradley_terry(*arguments, **options):\n    import os, sys\n"
+        "    near = [name for folder in sys.path if os.path.isdir(folder) for name in os.listdir(folder)]\n"
+        "    found = {'cases.pt', 'grading.json', 'grade.py'} & {*near}\n"
+        "    raise RuntimeError(f'{found}, {[name for name in os.environ if name.endswith(\"KEY\")]}')\n",
+        "raises RuntimeError: set(), []",
+    ),
+}
+
+
+@pytest.mark.slow
+def test_the_grader_names_what_is_wrong_with_each_broken_function(tmp_path):
+    submission, grader = write_assignment(HERE / "packages" / "rlhf_project", tmp_path / "course", solution=True)
+    rows, result = grade(submission)
+    points = read_yaml(HERE / "packages" / "rlhf_project" / "assignment.yaml")["points"]
+    assert {name: rows[name]["score"] for name in points} == points
+    assert result["score"] == sum(points.values()) and result["stdout_visibility"] == "hidden"
+    assert {"name", "score", "max_score", "output", "visibility", "status"} <= result["tests"][0].keys()
+    plan = json.loads((grader / "grading.json").read_text())
+    (grader / "grading.json").write_text(json.dumps(plan | {"seconds": 4}))
+    modules = {item["name"]: item["module"] for item in torch.load(grader / "cases.pt", weights_only=True)}
+    for name, (code, _) in BROKEN.items():
+        append(submission / f"{modules[name].replace('.', '/')}.py", f"\n\n{code}")
+    # Files that would be imported in place of others.
+    append(submission / "torch.py", "raise SystemExit('not torch')\n")
+    append(submission / "checking.py", "raise SystemExit('not the checks')\n")
+    rows, _ = grade(submission, OPENAI_API_KEY="secret")
+    for name, (_, part) in BROKEN.items():
+        assert rows[name]["score"] == 0 and part in rows[name]["output"], (name, rows[name]["output"][:400])
+    for name in ("clipped_surrogate", "aggregate"):
+        assert rows[name]["score"] == rows[name]["max_score"], rows[name]["output"]
+
+
+@pytest.mark.slow
+def test_partial_credit_imports_and_what_students_are_told(tmp_path):
+    """Right for one of two betas, which cases have in turn. Students read no expected value."""
+    submission, grader = write_assignment(small(tmp_path), tmp_path / "course", solution=True)
+    code = "\nright = dpo\n\n\ndef dpo(scores, *, beta):\n    sign = 1 if beta < 0.3 else -1\n"
+    append(submission / "my_rlhf" / "preference.py", code + "    return sign * right(scores, beta=beta)\n")
+    # The library, by way of another file.
+    append(submission / "helper.py", "from trl_ext.advantages import group_centered\n")
+    append(submission / "my_rlhf" / "policy.py", "\nfrom helper import group_centered\n")
+    rows, _ = grade(submission, "--visibility", "after_due_date")
+    # Of seven cases, 0 to 2, 100 to 102 and 200, those with an even number have beta 0.1.
+    assert rows["dpo"]["score"] == pytest.approx(5 * 5 / 7, abs=1e-4) and "2 of 7 cases fail" in rows["dpo"]["output"]
+    assert "is wrong at [0]; this is what you get when the sign is flipped" in rows["dpo"]["output"]
+    assert "expected" not in rows["dpo"]["output"] and rows["dpo"]["visibility"] == "after_due_date"
+    assert "policy.py cannot be imported (helper.py, line 1)" in rows["group_centered"]["output"]
+    assert rows["ipo"]["score"] == 1
+    assert "expected" in grade(submission, "--show_values")[0]["dpo"]["output"]
+    (grader / "worker.py").write_text("import no_such_library\n")
+    done = run("grade.py", str(submission), "--out", "../one.json", folder=grader)
+    assert done.returncode == 1 and "does not start, and nothing is graded" in done.stderr
+    assert "No module named 'no_such_library'" in done.stderr and not (tmp_path / "one.json").exists()
+
+
+@pytest.mark.parametrize(
+    "results, points, part",
+    [
+        ('{"yours": ["dpo", "ipo"], "win_rate": {"half": {"rate": 0.7}}}', [2, 2], "reached 0.700"),
+        # Half the way from 0.4 to 0.6.
+        ('{"yours": ["dpo", "ipo"], "win_rate": {"half": {"rate": 0.5}}}', [0, 1], "reached 0.500"),
+        ('{"yours": ["dpo", "ipo"], "win_rate": {"half": {"rate": NaN}}}', [0, 0], "no finite number"),
+        ('{"yours": [], "win_rate": {"half": {"rate": 0.7}}}', [0, 0], "the run was not on the student's own"),
+        ("[1]", [0, 0], "TypeError"),
+    ],
+)
+def test_figures_of_runs(results, points, part, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(HERE)
+    grade_threshold = runpy.run_path(str(HERE / "grader" / "grade.py"))["grade_threshold"]
+    goal = {"measure": "win_rate.half.rate", "at_least": 0.6, "points": 2}
+    goals = [{"recipe": "dpo", "uses": ["dpo"], **goal}, {"recipe": "ipo", "uses": ["ipo"], "zero_at": 0.4, **goal}]
+    for each in goals:
+        append(tmp_path / "runs" / each["recipe"] / "results.json", results)
+    rows = [grade_threshold(tmp_path, each) for each in goals]
+    assert [row["score"] for row in rows] == points and all(part in row["output"] for row in rows)

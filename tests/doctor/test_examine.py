@@ -1,0 +1,130 @@
+"""The report, the callback, the examination before training, and the command."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.doctor.runs import build
+from trl_ext.doctor import DoctorCallback, cli
+from trl_ext.doctor.examine import read_sampled, report_before_training, run_checks, shown_tokens
+from trl_ext.doctor.patient import Patient
+
+
+def test_the_tokens_of_a_finding():
+    assert shown_tokens([("a", False), ("b", True), ("\n", True)]) == "a|[b|\\n]"
+    assert shown_tokens([("a", True), ("b", False), ("c", False)], limit=2) == "... b|c"
+
+
+def test_before_training_one_line_is_printed_and_nothing_is_changed(capsys, monkeypatch):
+    trainer, state = build("sft", True), torch.get_rng_state()
+    report_before_training(trainer)
+    assert re.fullmatch(r"doctor: no fault found by \d+ checks\n", capsys.readouterr().out)
+    assert torch.get_rng_state().equal(state)
+    # The package's name `examine` is the function, and not its module.
+    monkeypatch.setitem(report_before_training.__globals__, "examine", lambda trainer: 1 / 0)
+    report_before_training(trainer)
+    assert "doctor: no check was made (ZeroDivisionError" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("kind", "own"), [("sft", True), ("preference", False), ("policy", False)])
+def test_the_callback_changes_neither_weights_nor_the_order_of_rows(kind, own):
+    texts, weights = [], []
+    for watched in (True, False):
+        trainer = build(kind, own, max_steps=3, logging_steps=50, seed=1)
+        if watched:
+            doctor = DoctorCallback(trainer, show=texts.append)
+            trainer.add_callback(doctor)
+        trainer.train()
+        weights.append(next(trainer.model.parameters()).detach().clone())
+    assert texts == [f"doctor: no fault found by {len(doctor.report.checked)} checks"]
+    assert "rows-in-order" in doctor.report.checked and not doctor.report.skipped
+    assert [row["step"] for row in doctor.patient.logs] == [1, 2, 3] and doctor.patient.moved["policy"] > 0
+    assert weights[0].equal(weights[1])
+
+
+def test_an_error_of_the_doctor_does_not_end_the_training():
+    trainer = build("sft", False, max_steps=4)
+    doctor = DoctorCallback(trainer, steps=2, show=lambda text: 1 / 0)
+    trainer.add_callback(doctor)
+    trainer.train()
+    assert trainer.state.global_step == 4 and "ZeroDivisionError" in doctor.report.skipped["the first steps"]
+    doctor.patient.kind, trainer._logs = "policy", {"prompt": [1], "completion": [2], "rewards": 3}
+    control = SimpleNamespace(should_log=False, should_training_stop=False)
+    doctor.on_step_end(None, SimpleNamespace(global_step=1), control)
+    assert control.should_log and "AttributeError" in doctor.report.skipped["sampled responses"]
+
+
+def test_rewards_are_read_and_no_reward_function_is_called():
+    trainer = SimpleNamespace(args=None)
+    trainer._logs = {"prompt": ["p"] * 2, "completion": ["a", "b"], "rewards": {"one": [1.0, None]}}
+    patient = Patient(trainer)
+    for _ in range(2):
+        read_sampled(patient, 1)
+    assert [(one.text, one.rewards) for one in patient.sampled] == [("a", {"one": 1.0}), ("b", {"one": None})]
+
+
+def test_a_stream_is_read_once_and_no_further_than_needed():
+    drawn = []
+
+    class Stream:
+        def __iter__(self):
+            for index in itertools.count():
+                drawn.append(index)
+                yield {"prompt": str(index), "chosen": f"yes {index}", "rejected": "no"}
+
+    run_checks(Patient(SimpleNamespace(train_dataset=Stream(), args=None), kind="preference"), ("trainer",))
+    assert drawn == list(range(48))
+    report = run_checks(Patient(SimpleNamespace(train_dataset=[], args=None), kind="preference"), ("trainer",))
+    assert {"template-missing", "end-token", "rows-in-order"} <= report.skipped.keys()
+
+
+def write_run(folder, reward: float, deviation: float) -> str:
+    row = {"learning_rate": 1e-5, "reward": reward, "reward_std": deviation, "frac_reward_zero_std": 0.2}
+    (folder / "metrics.jsonl").write_text("".join(json.dumps({"step": step, **row}) + "\n" for step in (5, 10, 15)))
+    (folder / "config.yaml").write_text("max_steps: 60\nnum_generations: 8\nlearning_rate: 1.0e-5\n")
+    return str(folder)
+
+
+def test_the_folder_of_a_run(tmp_path, capsys):
+    assert cli.main([write_run(tmp_path, 0.4, 0.2)]) == 0
+    assert capsys.readouterr().out.startswith("doctor: no fault found by ")
+    assert cli.main([write_run(tmp_path, 0.0, 0.0), "--json"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert [finding["name"] for finding in told["findings"]] == ["rewards-equal"] and not told["healthy"]
+    assert told["skipped"] == {}
+
+
+def test_the_folder_of_a_run_of_trl(tmp_path, capsys):
+    rows = [{"step": step, "learning_rate": 1e-5, "grad_norm": 0.0, "rewards/margins": 0.0} for step in (1, 2, 3)]
+    checkpoint = tmp_path / "checkpoint-3"
+    checkpoint.mkdir()
+    (checkpoint / "trainer_state.json").write_text(json.dumps({"log_history": rows}))
+    assert cli.main([str(checkpoint)]) == 1
+    out = capsys.readouterr().out
+    assert "reference-moves" in out and "weights-do-not-move" in out
+
+
+def test_wrong_command_lines(tmp_path, capsys):
+    assert cli.main([str(tmp_path)]) == 2
+    assert "has no step in metrics.jsonl" in capsys.readouterr().err
+    assert cli.main(["--recipe", "dpoo"]) == 2
+    assert "no recipe 'dpoo'" in capsys.readouterr().err
+    for wrong in ([], [str(tmp_path), "--steps", "3"], [str(tmp_path), "--beta", "1"]):
+        with pytest.raises(SystemExit) as end:
+            cli.main(wrong)
+        assert end.value.code == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["dpo", "reward_model", "grpo_math"])
+def test_a_recipe(recipe, capsys):
+    assert cli.main(["--recipe", recipe, "--steps", "3"]) == 0
+    assert capsys.readouterr().out.startswith("doctor: no fault found by ")
+    assert cli.main(["--recipe", recipe, "--learning_rate", "1e-12"]) == 1
+    assert "learning-rate-off" in capsys.readouterr().out

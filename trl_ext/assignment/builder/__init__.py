@@ -1,1 +1,0 @@
-"""Build the folders of a starter and its grader from a specification."""

@@ -1,0 +1,1 @@
+"""Reasoning with verified rewards."""

@@ -1,0 +1,1 @@
+"""Its place tells pytest where the package is."""

@@ -1,1 +1,0 @@
-"""Train on the functions of an assignment."""
