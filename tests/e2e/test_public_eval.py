@@ -98,11 +98,7 @@ class TestRefusals:
         "arguments, message",
         [
             (["generate", "--model", "./no", "--out", "x.jsonl"], "no model folder './no'"),
-            (["score", "--reward_model", "./no", "--out", "x.jsonl"], "no model folder './no'"),
-            (["grade", "nowhere"], "no folder nowhere"),
             (["grade", ".", "--judge", "reward_model", "--model", "./no"], "no model folder './no'"),
-            (["grade", ".", "--tokenizer", "./no"], "no model folder './no'"),
-            (["pack", "nowhere"], "no folder nowhere"),
             (["tournament", "no.jsonl"], "no file no.jsonl: make it with `python -m public_eval.generate --model"),
             (["stages", "base=toy", "sft=./nowhere"], "no model folder './nowhere'"),
             (["judge", *OPENAI, "--candidate", "policy_generations/aot.jsonl"], "OPENAI_API_KEY is not set"),
@@ -140,19 +136,6 @@ class TestTournament:
         saved = json.loads((tmp_path / "t" / "tournament.json").read_text())
         assert [row["name"] for row in saved["ratings"]][0] == "good"
         assert out.split("column")[1].splitlines()[4].split() == ["good", "-", "0.900"]
-
-    def test_estimate(self, run, course, tmp_path):
-        good = write_policy(tmp_path, "good", response_rows(plan(win=10)))
-        even = write_policy(tmp_path, "even", response_rows(plan(win=5, loss=5)))
-        options = ("--judge", "openai", "--model", "gpt-5.4", "--estimate", "--json")
-        _, out, _ = run("tournament", good, even, *course["judging"], *options)
-        estimates = json.loads(out)["estimates"]
-        # Nothing is asked about the five rows on which both are right in the same words.
-        assert {name: row["calls"] for name, row in estimates.items()} == {
-            "base - good": 20,
-            "base - even": 20,
-            "good - even": 10,
-        }
 
 
 class TestCompareStages:
