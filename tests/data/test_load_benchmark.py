@@ -5,15 +5,17 @@ from __future__ import annotations
 import gzip
 import json
 import logging
-import time
 
 import datasets
 import pytest
 from trl.data_utils import is_conversational
 
-from tests.support import REPOSITORY
-from tests.support.files import PAIR, assistant, pair, user, write_rows
+from tests.support.files import assistant, pair, user, write_rows
 from trl_ext.data import load_benchmark
+
+GOOD = pair("a")
+PLAIN = {"row_id": "x", "prompt": "p", "chosen": "c", "rejected": "r"}
+COLUMNS = "expected the columns prompt, chosen, rejected"
 
 
 class TestFolder:
@@ -111,27 +113,42 @@ class TestBadRows:
         return str(error.value)
 
     @pytest.mark.parametrize(
-        "line, expected",
+        ("name", "lines", "expected"),
         [
-            ('{"row_id": x}', "line 2: bad JSON: Expecting value at column 12"),
-            ("[1]", "line 2: bad JSON: expected an object, got list"),
-            (pair("x", chosen_text=""), "line 2, row_id x: chosen_text: empty"),
-            (pair("x", rejected_text="An apple."), "line 2, row_id x: chosen_text: equal to rejected_text"),
-            ({"row_id": "x", "prompt_text": "p"}, "line 2, row_id x: chosen: missing (or chosen_text)"),
-            (pair("x", avg_confidence=2), "line 2, row_id x: avg_confidence: Input should be less than or equal to 1"),
-            (pair("x", score=float("nan")), "line 2, row_id x: score: is nan, not a finite number"),
-            (pair("a"), "line 2, row_id a: row_id: already used on line 1"),
+            ("train_prefs", [GOOD, '{"row_id": x}'], "1 bad row: line 2: bad JSON: Expecting value at column 12 ("),
+            ("train_prefs", [GOOD, "[1]"], "1 bad row: line 2: bad JSON: expected an object, got list ("),
+            ("train_prefs", [GOOD, pair("x", chosen_text="")], "1 bad row: line 2, row_id x: chosen_text: empty ("),
+            ("train_prefs", [GOOD, pair("x", rejected_text="An apple.")], "chosen_text: equal to rejected_text ("),
+            ("train_prefs", [GOOD, {"prompt_text": "p"}], "1 bad row: line 2: chosen: missing (or chosen_text) ("),
+            ("train_prefs", [GOOD, pair("x", avg_confidence=2)], "avg_confidence: Input should be less than or equal"),
+            ("train_prefs", [GOOD, pair("x", score=float("nan"))], "x: score: is nan, not a finite number ("),
+            ("train_prefs", [GOOD, GOOD], "1 bad row: line 2, row_id a: row_id: already used on line 1 ("),
+            ("train_prefs", [GOOD, PLAIN], "some prompts are plain strings and others messages"),
+            ("train_prefs", ["x", "y"], "2 bad rows: line 1: bad JSON: Expecting value at column 1; line 2: bad JSON"),
+            ("train_prefs", ["[1]"], "1 bad row: line 1: bad JSON: expected an object, got list"),
+            ("mine", [{}], "1 bad row: line 1: prompt: missing (or prompt_text or prompt_messages)"),
+            ("train_prefs", [], "empty"),
+            ("train_gen", ["", " "], "empty"),
+            # Wrong columns are told once.
+            (
+                "train_prefs",
+                [{"question": "q", "best": "a"}] * 8,
+                COLUMNS + "; found question, best: rename them (8 bad",
+            ),
+            (
+                "train_gen",
+                [{"question": "q"}] * 8,
+                "expected the columns prompt; found question: rename them (8 bad rows)",
+            ),
+            ("mine", [{"question": "q"}] * 8, COLUMNS + " for pairs, or prompt alone; found question: rename them (8"),
+            ("mine", [{"prompt": "q", "choosen": "a", "rejected": "b"}], "rename 'choosen' to 'chosen' (1 bad row)"),
+            ("mine", [{"promt": "q", "choosen": "a", "rejected": "b"}], "'promt' to 'prompt' and 'choosen' to"),
         ],
     )
-    def test_place_and_field(self, tmp_path, line, expected):
-        path = write_rows(tmp_path / "train_prefs.jsonl", [pair("a"), line])
-        for source in (path, tmp_path):
-            assert f"{path}: 1 bad row: {expected} (" in self.error(source)
-
-    def test_plain_rows_among_messages(self, tmp_path):
-        plain = {"row_id": "x", "prompt": "p", "chosen": "c", "rejected": "r"}
-        path = write_rows(tmp_path / "train_prefs.jsonl", [pair("a"), plain])
-        assert f"{path}: some prompts are plain strings and others messages" in self.error(path)
+    def test_the_place_and_the_field_are_named(self, tmp_path, name, lines, expected):
+        path = write_rows(tmp_path / f"{name}.jsonl", lines)
+        message = self.error(path if name == "mine" else tmp_path)
+        assert message.startswith(f"{path}: ") and expected in message, message
 
     def test_five_are_shown_and_the_rest_counted(self, tmp_path):
         path = write_rows(
@@ -141,45 +158,6 @@ class TestBadRows:
         assert "8 bad rows: line 1, row_id 0: " in message
         assert "line 5, row_id 4: chosen_text: empty; and 3 more (" in message
         assert "line 6" not in message
-
-    @pytest.mark.parametrize(
-        ("name", "row", "expected"),
-        [
-            ("train_prefs", {"question": "q", "best": "a"}, "prompt, chosen, rejected; found question, best"),
-            ("train_prefs", {"prompt": "q", "chosen": "a", "worse": "b"}, "rejected; found prompt, chosen, worse"),
-            ("train_gen", {"question": "q"}, "prompt; found question"),
-            ("mine", {"question": "q"}, "prompt, chosen, rejected for pairs, or prompt alone; found question"),
-        ],
-    )
-    def test_wrong_columns_are_told_once(self, tmp_path, name, row, expected):
-        path = write_rows(tmp_path / f"{name}.jsonl", [row] * 8)
-        source = path if name == "mine" else tmp_path
-        assert f"{expected}: rename them (8 bad rows)" in self.error(source)
-        assert self.error(source).startswith(f"{path}: expected the columns prompt")
-
-    @pytest.mark.parametrize(
-        ("lines", "expected"),
-        [
-            (["not json", "neither"], "2 bad rows: line 1: bad JSON: Expecting value at column 1; line 2: bad JSON"),
-            (["[1]"], "1 bad row: line 1: bad JSON: expected an object, got list"),
-            ([{}], "1 bad row: line 1: prompt: missing (or prompt_text or prompt_messages)"),
-            ([pair("a", chosen_text=""), "x"], "2 bad rows: line 1, row_id a: chosen_text: empty; line 2: bad JSON"),
-        ],
-    )
-    def test_a_file_without_a_good_row(self, tmp_path, lines, expected):
-        path = write_rows(tmp_path / "train_prefs.jsonl", lines)
-        assert f"{path}: {expected}" in self.error(path)
-
-    @pytest.mark.parametrize(
-        ("columns", "advice"),
-        [
-            (("prompt", "choosen", "rejected"), "rename 'choosen' to 'chosen' (1 bad row)"),
-            (("promt", "choosen", "rejected"), "rename 'promt' to 'prompt' and 'choosen' to 'chosen' (1 bad row)"),
-        ],
-    )
-    def test_misspelled_columns_are_pointed_out(self, tmp_path, columns, advice):
-        path = write_rows(tmp_path / "train_prefs.jsonl", [dict(zip(columns, "qab", strict=True))])
-        assert f"found {', '.join(columns)}: {advice}" in self.error(path)
 
     def test_an_array_and_compressed_rows(self, tmp_path):
         path = tmp_path / "rows.json"
@@ -235,12 +213,6 @@ class TestBadRows:
         message = self.error(tmp_path, skip_bad_rows=True)
         assert "2 bad rows: line 1, row_id a: chosen_text: empty; line 2: bad JSON" in message
 
-    @pytest.mark.parametrize("content", ["", "\n \n"])
-    def test_empty_file(self, tmp_path, content):
-        path = tmp_path / "train_gen.jsonl"
-        path.write_text(content)
-        assert f"{path}: empty" in self.error(path)
-
 
 class TestSources:
     def test_file_of_pairs_or_of_prompts(self, tmp_path):
@@ -275,14 +247,6 @@ class TestSources:
         monkeypatch.setattr(datasets, "load_dataset", lambda *_: pytest.fail("asked the hub"))
         with pytest.raises(ValueError, match="use sft.py, expert_iteration.py or grpo_math.py"):
             load_benchmark("word_problems")
-
-    def test_toy(self):
-        folder = REPOSITORY / "trl_ext" / "toy" / "data"
-        benchmark = load_benchmark()
-        for name, split in benchmark.items():
-            assert len(split) == len((folder / f"{name}.jsonl").read_bytes().splitlines())
-        assert {"train_prefs", "test_prefs", "train_gen", "test_gen"} <= set(benchmark)
-        assert benchmark["train_prefs"][0]["chosen"][0]["role"] == "assistant"
 
 
 class TestHub:
@@ -330,39 +294,3 @@ class TestHub:
         monkeypatch.setattr(datasets, "load_dataset", fail)
         with pytest.raises(FileNotFoundError, match="'tou' is neither a benchmark of the library .* nor a local file"):
             load_benchmark("tou")
-
-
-@pytest.mark.slow
-def test_fifty_thousand_rows_in_seconds(tmp_path):
-    write_rows(
-        tmp_path / "train_prefs.jsonl", [pair(str(i), chosen_text="good " * 80, score=i) for i in range(50_000)]
-    )
-    start = time.process_time()
-    assert len(load_benchmark(tmp_path)["train_prefs"]) == 50_000
-    assert time.process_time() - start < 15
-
-
-class TestRealBenchmark:
-    def test_every_row_arrives_unchanged(self, wildchat):
-        benchmark = load_benchmark(wildchat)
-        assert {name: len(split) for name, split in benchmark.items()} == {"test_prefs": 256, "test_gen": 256}
-        lines = (wildchat / "test_prefs.jsonl").read_text("utf-8").split("\n")
-        for line, row in zip(lines, benchmark["test_prefs"], strict=False):
-            raw = json.loads(line)
-            expected = {name: raw[name] for name in raw if name not in PAIR and name != "prompt_messages"}
-            expected["prompt"] = [
-                {"role": turn["role"], "content": turn["content"]} for turn in raw["prompt_messages"]
-            ]
-            expected["chosen"], expected["rejected"] = (
-                [assistant(raw["chosen_text"])],
-                [assistant(raw["rejected_text"])],
-            )
-            assert row == expected
-
-    def test_public_files(self, wildchat):
-        names = ["public_test_prefs_256", "public_test_gen_prompts_128", "public_test_gen_base_responses_128"]
-        benchmark = load_benchmark(wildchat, splits=names)
-        assert [len(split) for split in benchmark.values()] == [256, 128, 128]
-        prompts, responses = benchmark[names[1]], benchmark[names[2]]
-        assert prompts["row_id"][:] == responses["row_id"][:]
-        assert prompts["prompt"][:] == responses["prompt"][:]

@@ -11,7 +11,6 @@ from trl_ext.data.boxes import boxed_answer, last_boxed
 from trl_ext.data.math import demonstration, load_math, math_prompt
 from trl_ext.toy import score
 from trl_ext.toy.prompts import prompt_pool
-from trl_ext.toy.traces import addition_trace
 
 LAYOUTS = {
     "ours": (
@@ -195,16 +194,3 @@ class TestTheEmbeddedAdditions:
         train = load_math("toy", "train")
         right = [score(row["prompt_text"], row["response"]) == 1 for row in train]
         assert right.count(False) == 107
-
-    def test_a_right_trace_has_right_steps(self):
-        for row in load_math("toy", "train"):
-            if score(row["prompt_text"], row["response"]) == 1:
-                steps = re.findall(r"([\d+]+)=(\d+)", row["response"])
-                assert len(steps) == 2
-                assert all(sum(map(int, left.split("+"))) == int(right) for left, right in steps)
-
-    def test_traces_without_a_mistake(self):
-        prompts = [row["prompt_text"] for row in load_math("toy", "test")]
-        assert {float(score(prompt, addition_trace(prompt))) for prompt in prompts} == {1.0}
-        with pytest.raises(ValueError, match="no addition"):
-            addition_trace("Say happy three times.")

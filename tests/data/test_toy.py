@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import random
-import re
-import unicodedata
 
 import pytest
 
 from tests.support.files import read_rows
-from trl_ext.toy import DATA_DIR, MAX_NEW_TOKENS, MODEL_DIR, kind_of, score, score_parts
+from trl_ext.toy import DATA_DIR, MODEL_DIR, kind_of, score, score_parts
 
 LIST = "List four animals. Use commas."
 STARTS = "Name three words that start with b."
@@ -189,40 +187,6 @@ def test_splits_have_their_sizes(splits):
     assert {name: len(rows) for name, rows in splits.items()} == expected
 
 
-def test_rows_have_the_stated_columns(splits):
-    common = {"row_id", "prompt_messages", "prompt_text"}
-    ratings = {"avg_confidence", "avg_preference_strength", "avg_training_quality"}
-    columns = {
-        "prefs": common | {"chosen_text", "rejected_text", "kind"} | ratings,
-        "gen": common | {"reference_response_text", "kind"},
-        "math": common | {"answer"},
-    }
-    for name, rows in splits.items():
-        assert len({row["row_id"] for row in rows}) == len({row["prompt_text"] for row in rows}) == len(rows)
-        for row in rows:
-            own = {"response"} if name == "train_math" else set()
-            assert set(row) == columns[name.split("_")[1]] | own
-            assert re.fullmatch("[0-9a-f]{32}", row["row_id"])
-            assert row["prompt_messages"] == [{"role": "user", "content": row["prompt_text"]}]
-            assert kind_of(row["prompt_text"]) == row.get("kind", "add")
-
-
-def test_preferences_are_valid(splits):
-    for name in PREFERENCE_ROWS:
-        for row in splits[f"{name}_prefs"]:
-            assert row["chosen_text"].strip() and row["rejected_text"].strip()
-            assert row["chosen_text"] != row["rejected_text"]
-            assert 0.5 <= row["avg_confidence"] <= 1
-            assert 1 <= row["avg_preference_strength"] <= 5 and 1 <= row["avg_training_quality"] <= 5
-    assert all(row["reference_response_text"].strip() for row in splits["test_gen"] + splits["train_gen"])
-
-
-def test_answers_of_the_additions_are_right(splits):
-    for row in splits["train_math"] + splits["test_math"]:
-        first, second = re.fullmatch(r"What is (\d+) \+ (\d+)\?", row["prompt_text"]).groups()
-        assert row["answer"] == str(int(first) + int(second))
-
-
 def test_prompts_of_pretraining_train_validation_and_test_are_disjoint(splits):
     from trl_ext.toy.prompts import prompt_pool
 
@@ -258,11 +222,6 @@ def test_tokenizer_is_lossless_on_composed_text(tokenizer):
         assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
 
-def test_tokenizer_composes_decomposed_characters_as_every_qwen2_tokenizer_does(tokenizer):
-    decomposed = "e\u0301 n\u0303"
-    assert tokenizer.decode(tokenizer(decomposed)["input_ids"]) == unicodedata.normalize("NFC", decomposed) == "é ñ"
-
-
 def test_tokenizer_splits_digits_and_has_nonzero_end_and_pad(tokenizer):
     assert len(tokenizer) == 1024
     assert tokenizer.convert_ids_to_tokens(tokenizer("47+385")["input_ids"]) == ["4", "7", "+", "3", "8", "5"]
@@ -282,21 +241,6 @@ def test_the_prompt_is_a_prefix_of_the_conversation_and_the_completion_ends_at_t
         assert whole[len(prompt) :] == tokenizer(response)["input_ids"] + [tokenizer.eos_token_id]
 
 
-def test_template_marks_the_tokens_of_the_assistant(tokenizer):
-    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "cat."}]
-    encoded = tokenizer.apply_chat_template(turns, return_dict=True, return_assistant_tokens_mask=True)
-    marked = [token for token, mark in zip(encoded["input_ids"], encoded["assistant_masks"], strict=True) if mark]
-    assert tokenizer.decode(marked) == "cat.<|im_end|>"
-
-
-def test_the_folder_is_small_and_names_no_machine():
-    files = [path for path in MODEL_DIR.parent.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
-    assert sum(path.stat().st_size for path in files) < 5_000_000
-    for path in MODEL_DIR.glob("*.json"):
-        text = path.read_text(encoding="utf-8")
-        assert "_name_or_path" not in text and "/tmp" not in text and "/work" not in text and "/home" not in text
-
-
 def test_model_is_a_small_imperfect_base(model, tokenizer, splits):
     from tools.toy_benchmark import respond
 
@@ -307,18 +251,6 @@ def test_model_is_a_small_imperfect_base(model, tokenizer, splits):
     responses = respond(model, tokenizer, prompts)
     scores = [score(prompt, one.text, finished=one.finished) for prompt, one in zip(prompts, responses, strict=True)]
     assert 0.4 <= sum(scores) / 64 <= 0.65
-
-
-def test_a_response_at_the_limit_is_marked_as_cut(model, tokenizer):
-    from tools.toy_benchmark import respond
-
-    prompts = ["Say happy five times.", SENTENCE]
-    whole = respond(model, tokenizer, prompts)
-    cut = respond(model, tokenizer, prompts, max_new_tokens=3)
-    assert [one.finished for one in whole] == [True, True] and [one.finished for one in cut] == [False, False]
-    for left, right in zip(cut, whole, strict=True):
-        assert right.text.startswith(left.text) and len(tokenizer(left.text)["input_ids"]) == 3
-        assert len(tokenizer(right.text)["input_ids"]) < MAX_NEW_TOKENS
 
 
 def test_building_rows_twice_gives_the_same_rows(model, tokenizer):

@@ -70,12 +70,6 @@ def test_both_ends_of_every_range(versions):
     assert named <= {line.split("==")[0] for line in oldest}
 
 
-def test_what_broke_in_a_minor_release_has_an_upper_bound():
-    for name in ("trl", "transformers", "vllm"):
-        lines = [*PROJECT["project"]["dependencies"], *PROJECT["project"]["optional-dependencies"]["vllm"]]
-        assert re.fullmatch(rf"{name}>=[\d.]+,<[\d.]+", next(line for line in lines if line.startswith(name + ">")))
-
-
 def test_the_extra_with_the_tested_versions_is_the_constraints():
     pins = dict(
         line.split(" ")[0].split("==")
@@ -86,14 +80,6 @@ def test_the_extra_with_the_tested_versions_is_the_constraints():
     assert PROJECT["project"]["optional-dependencies"]["tested"] == [
         f"{name}=={pins[name]}" for name in named if name in pins
     ]
-
-
-def test_the_contract_tests_permit_what_the_project_permits():
-    [bounds] = [line for line in PROJECT["project"]["dependencies"] if line.startswith("trl>")]
-    oldest, below = re.fullmatch(r"trl>=([\d.]+),<([\d.]+)", bounds).groups()
-    for name in ("test_trl_contract.py", "test_policy_contract.py"):
-        text = (REPOSITORY / "tests" / "contract" / name).read_text()
-        assert f'Version("{oldest}") <= ' in text and f' < Version("{below}")' in text, name
 
 
 # ---- Texts ----

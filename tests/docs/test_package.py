@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib
 import inspect
 import re
 import subprocess
@@ -50,44 +49,12 @@ def test_what_scripts_for_trl_import_is_trls_own():
         assert own is getattr(trl, own.__name__)
 
 
-def test_trainers_are_all_public():
-    from trl_ext import trainers
-
-    trained_with = [{n for n in room.__all__ if n.endswith(("Config", "Trainer"))} for room in (trl_ext, trainers)]
-    assert trained_with[0] == trained_with[1]
-
-
 def test_one_trainer_does_not_load_the_others():
     code = "import sys; from trl_ext import GRPOTrainer; print(*[m for m in sys.modules if m.startswith('trl_ext')])"
     loaded = set(subprocess.check_output([sys.executable, "-c", code], text=True).split())
     assert not loaded & {
         f"trl_ext.trainers.{name}" for name in ("ppo.trainer", "preference.trainer", "reward.trainer", "sft", "kto")
     }
-
-
-@pytest.mark.parametrize(
-    ("module", "names"),
-    [
-        ("data", "PreferenceRow PromptRow load_benchmark truncate_pair"),
-        ("evaluation", "PairwiseJudge diagnose_generations win_rate"),
-    ],
-)
-def test_promised_names(module, names):
-    found = importlib.import_module(f"trl_ext.{module}")
-    assert all(callable(getattr(found, name)) for name in names.split()), "`win_rate` is the name of a module as well"
-
-
-def test_every_loss_is_a_function_of_its_name():
-    from trl_ext import losses
-    from trl_ext.registry import preference_losses
-
-    own = [name for name in preference_losses if preference_losses[name].function.__module__.startswith("trl_ext.")]
-    assert all(getattr(losses, name) is preference_losses[name].function for name in own)
-
-
-def test_unknown_name_is_an_attribute_error():
-    with pytest.raises(AttributeError, match="no attribute 'NopeTrainer'"):
-        trl_ext.NopeTrainer  # noqa: B018
 
 
 def _imports(path: Path) -> set[str]:
@@ -182,12 +149,6 @@ def test_tests_and_benchmarks_share_through_support_alone():
             assert not [module for module in found if module.split(".")[0] == "benchmarks"], path
         if path.is_relative_to(PACKAGE.parent / "benchmarks"):
             assert all(m.startswith("tests.support") for m in found if m.split(".")[0] == "tests"), path
-
-
-def test_recipes_define_nothing_but_main():
-    for path in PACKAGE.parent.glob("recipes/*.py"):
-        defined = [node for node in ast.parse(path.read_text()).body if hasattr(node, "name")]
-        assert {node.name for node in defined} <= {"main"}, path
 
 
 def test_the_trainers_repeat_no_two_lines_of_trl():

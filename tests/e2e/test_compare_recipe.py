@@ -282,23 +282,6 @@ def test_prompts_without_a_judge_need_a_metric(compare, capsys):
     assert [call["seed"] for _, call in compare.calls] == ["0", "1"]
 
 
-def test_methods_of_reasoning_are_compared_by_their_accuracy(compare, capsys):
-    """The better by 0.3, with noise of up to 0.01 on each side; no reward model is trained."""
-    compare.main("--methods", "sft,grpo_math", "--seeds", "0-1")
-    assert {recipe for recipe, _ in compare.calls} == {"sft", "grpo_math"}
-    found = summary()
-    assert found["metric"] == "score"
-    (one,) = found["comparisons"]
-    assert one["difference"]["mean"] == pytest.approx(0.3, abs=0.02)
-
-
-def test_a_files_baseline_may_be_none_of_the_chosen_methods(compare):
-    """A study that is spread over days names a few of its file's methods each time."""
-    words = ["--config", str(CONFIGS / "toy.yaml"), "--methods"]
-    assert compare.module.read_plan(compare.module._parse([*words, "ipo,dpo"])).baseline == "dpo"
-    assert compare.module.read_plan(compare.module._parse([*words, "ipo,aot"])).baseline == "ipo"
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_run_of_the_files_has_arguments_that_its_recipe_takes(path, compare, monkeypatch):

@@ -15,7 +15,6 @@ import pytest
 
 from tests.support import recipes
 from tests.support.recipes import read, refused
-from tests.support.train_once import in_processes
 from trl_ext.data.math import load_math
 from trl_ext.evaluation.reasoning import grader
 from trl_ext.evaluation.report import write_report
@@ -116,17 +115,6 @@ def test_a_kill_loses_what_was_not_saved_and_no_more(tmp_path, monkeypatch):
     assert (tmp_path / "straight" / "generations.jsonl").read_bytes() == rows.read_bytes()
 
 
-@pytest.mark.slow
-def test_several_processes_divide_the_work(tmp_path):
-    in_processes(2, str(recipes.RECIPES / "evaluate_math.py"), *SHORT, "--use_cpu=true", cwd=tmp_path)
-    run = tmp_path / "runs" / "evaluate-math-toy"
-    assert read(run, "results.json")["run"]["processes"] == 2
-    rows = read(run, "generations.jsonl")
-    assert [(row["row_id"], row["sample"]) for row in rows] == [
-        (row["row_id"], sample) for row in load_math("toy", "test")[:10] for sample in range(4)
-    ]
-
-
 def test_a_folder_is_of_one_evaluation(straight, monkeypatch, capsys):
     again = ["--output_dir", "straight"]
     message = refused(monkeypatch, capsys, "evaluate_math", *SHORT, *again)
@@ -141,21 +129,6 @@ def test_a_folder_is_of_one_evaluation(straight, monkeypatch, capsys):
     (straight / "config.yaml").write_text(config)
     recipes.run(monkeypatch, "evaluate_math", *SHORT, *again, "--seed", "7", "--overwrite_output_dir")
     assert read(straight, "results.json")["run"]["seed"] == 7
-
-
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (["--samples_per_prompt", "0"], "samples_per_prompt must be at least 1"),
-        (["--samples_per_prompt", "4", "--pass_at", "8"], "pass_at 8 must lie between 1 and samples_per_prompt 4"),
-        (["--generation_temperature", "0"], "at temperature 0 would all be the same"),
-        (["--model_name_or_path", "./nowhere"], "nowhere"),
-        (["--use_peft", "true"], "--use_peft is for training"),
-    ],
-)
-def test_refusals(arguments, expected, monkeypatch, capsys, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    assert expected in refused(monkeypatch, capsys, "evaluate_math", *arguments)
 
 
 def test_vllm_that_is_not_installed(monkeypatch, capsys, tmp_path):

@@ -101,15 +101,6 @@ def test_rollouts_end_at_the_stop_string(peft, tmp_path):
     assert vars(trainer.model).get("generate") in (None, trainer.sampler.generate), "the model is left as it was"
 
 
-def test_without_stop_strings_the_model_ends_by_itself(tmp_path):
-    trainer = stop_trainer(tmp_path, None)
-    trainer.model.train()
-    output = score_rollout(trainer, [trainer.train_dataset[index // 4] for index in range(16)])
-    lengths = output["completion_mask"].sum(dim=1)
-    last = output["completion_ids"][range(16), lengths - 1].tolist()
-    assert last.count(trainer.processing_class.eos_token_id) >= 8
-
-
 def test_what_a_stop_string_ended_pays_no_penalty(tmp_path):
     trainer = stop_trainer(tmp_path, ["</answer>"], missing_eos_penalty=1.0)
     tag = trainer.processing_class("<answer>5</answer>")["input_ids"]
@@ -231,24 +222,6 @@ def test_a_saved_configuration_reads_back(tmp_path, monkeypatch):
     assert again[-1].max_steps == 20 and again[-1].stop == ["</answer>"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (["--rollout_batch_size", "20"], "rollout_batch_size 20"),
-        (["--reward", "r2"], "reward must be one of r1_zero, question_only, gsm8k, countdown"),
-        (["--reward", "countdown"], "nums and target"),
-        (["--algorithm", "grpoo"], "grpoo"),
-        (["--max_new_tokens", "7"], "max_completion_length"),
-        (["--validation_split", "nope"], "nope"),
-    ],
-    ids=lambda value: "-".join(value)[-30:] if isinstance(value, list) else "",
-)
-def test_bad_input_is_one_line(arguments, expected, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert expected in refused(monkeypatch, capsys, "grpo_math", *SHORT, "--output_dir", "run", *arguments)
-    assert not list(tmp_path.rglob("*.jsonl"))
-
-
 @pytest.mark.slow
 def test_a_run_out_of_time_ends_with_a_checkpoint_and_its_table(tmp_path, monkeypatch, capsys):
     """A budget that is spent at once: one rollout of two updates is finished. With more hours it goes on to the end,
@@ -295,17 +268,6 @@ def test_a_run_killed_before_its_first_checkpoint(tmp_path, monkeypatch, capsys)
     assert "resume it with" not in line
     recipes.run(monkeypatch, "grpo_math", *command, "--resume_from_checkpoint")
     assert [row["step"] for row in read(tmp_path / "run", "metrics.jsonl") if "loss" in row] == [1, 2, 3, 4]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("algorithm", ["grpo", "dr_grpo", "reinforce_with_baseline", "no_baseline", "grpo_no_clip"])
-def test_every_algorithm_of_the_table_runs_off_policy(algorithm, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    off = ["--train_batch_size=8", "--per_device_train_batch_size=8", "--epochs_per_rollout_batch=1"]
-    recipes.run(monkeypatch, "grpo_math", *SHORT, *off, "--algorithm", algorithm, "--output_dir", "run")
-    results = json.loads((tmp_path / "run" / "results.json").read_text())
-    expected = "reinforce" if algorithm == "no_baseline" else algorithm
-    assert (results["run"]["algorithm"], results["run"]["updates_per_rollout"]) == (expected, 2)
 
 
 @pytest.mark.long

@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from tests.support import REPOSITORY, recipes
+from tests.support import recipes
 
 nbformat = pytest.importorskip("nbformat", reason="the notebooks need the extra: pip install 'trl_ext[notebooks]'")
 
@@ -24,7 +24,6 @@ EXPECTED = [
     "05_verified_rewards",
     "06_judge_and_report",
 ]
-MODEL_LINE = 'MODEL, DATA = "toy", "toy"\n# On a GPU: MODEL, DATA = "'
 PRETRAINED = 'MODEL, DATA = "smollm2", "instructions"'
 # What the notebooks that name the pretrained model change for it, so that a test runs them in a minute or two.
 SHORT = {
@@ -69,33 +68,6 @@ def test_is_stripped_and_its_cells_have_names(path):
 
 
 @each_notebook
-def test_says_what_it_teaches_and_ends_with_exercises(path):
-    notebook = read(path)
-    assert notebook.cells[0].source.startswith("# " + path.stem[1] + ". ")
-    assert "**The question.**" in notebook.cells[0].source and "**You will learn**" in notebook.cells[0].source
-    last = notebook.cells[-1].source
-    assert last.startswith("## Exercises")
-    assert len(re.findall(r"^\d\. ", last, flags=re.MULTILINE)) in (2, 3)
-
-
-@each_notebook
-def test_one_line_changes_the_model(path):
-    """The line is in the first cell of code, with that for a GPU beside it, and no other cell names a model."""
-    first, *others = code(read(path))
-    assert first.count(MODEL_LINE) == 1
-    assert first.count(PRETRAINED) == (path.stem in SHORT)
-    for source in others:
-        nodes = list(ast.walk(ast.parse(source)))
-        calls = [node for node in nodes if isinstance(node, ast.Call)]
-        given = [one for call in calls for one in (*call.args, *(keyword.value for keyword in call.keywords))]
-        assert "toy" not in [one.value for one in given if isinstance(one, ast.Constant)]
-        assert not {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)} & {
-            "MODEL",
-            "DATA",
-        }
-
-
-@each_notebook
 def test_imports_resolve_and_are_public(path):
     for source in code(read(path)):
         for node in ast.walk(ast.parse(source)):
@@ -108,15 +80,6 @@ def test_imports_resolve_and_are_public(path):
                     assert not alias.name.startswith("_")
                     if not hasattr(module, alias.name):
                         importlib.import_module(f"{node.module}.{alias.name}")
-
-
-@each_notebook
-def test_paths_named_in_the_text_exist(path):
-    text = "\n".join(cell.source for cell in read(path).cells if cell.cell_type == "markdown")
-    named = re.findall(r"`?((?:recipes|docs|trl_ext)/[\w/.-]*\w)", text)
-    assert named
-    for name in named:
-        assert (REPOSITORY / name).exists(), name
 
 
 # What is certain of the printed lines, beyond the line that sums each notebook up.

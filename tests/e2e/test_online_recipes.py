@@ -74,15 +74,6 @@ def ensemble_run(tmp_path_factory) -> Path:
 
 @pytest.mark.slow
 class TestARun:
-    def test_files(self, ensemble_run):
-        run = ensemble_run / "runs" / "grpo-toy"
-        for name in ("config.yaml", "metrics.jsonl", "generations.jsonl", "results.json"):
-            assert (run / name).stat().st_size > 0, name
-        assert (run / "report.png").read_bytes().startswith(b"\x89PNG")
-        assert sorted(path.name for path in (run / "samples").iterdir()) == [
-            f"step_{step:06d}.jsonl" for step in (0, 2, 4)
-        ]
-
     def test_the_backbone_is_shared_and_only_the_policy_saved(self, ensemble_run):
         assert (ensemble_run / "stderr.txt").read_text().count("on the policy's backbone") == 2
         saved = load_file(ensemble_run / "runs" / "grpo-toy" / "adapter_model.safetensors")
@@ -334,42 +325,3 @@ def test_the_process_whose_reward_function_fails_says_so(tmp_path):
     assert len(own) == 1, done.stderr[-4000:]
     assert "'fails_on_the_second_process' failed on row_id" in own[0]
     assert not (tmp_path / "runs" / "grpo-toy" / "results.json").exists()
-
-
-@pytest.mark.slow
-def test_a_resumed_run_ends_as_the_straight_one(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    write_rewards(tmp_path)
-    arguments = [*SHORT_ROLLOUTS, "--reward_function", "my_rewards.py:known", "--generation_eval_every=0"]
-    recipes.run(monkeypatch, "gspo", *arguments, "--output_dir", "straight")
-    recipes.run(monkeypatch, "gspo", *arguments, "--output_dir", "broken")
-    for path in (tmp_path / "broken").glob("checkpoint-4/*"):
-        path.unlink()
-    (tmp_path / "broken" / "checkpoint-4").rmdir()
-    recipes.run(monkeypatch, "gspo", *arguments, "--output_dir", "broken", "--resume_from_checkpoint")
-    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("straight", "broken"))
-    assert all(one[name].equal(other[name]) for name in one)
-    steps = [row["step"] for row in read(tmp_path / "broken", "metrics.jsonl") if "loss" in row]
-    assert steps == [1, 2, 3, 4]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        ([], "--reward_model FOLDER"),
-        (["--reward_model", "toy"], "no score head"),
-        (["--reward_function", "nothing.py:f"], "nothing.py"),
-        (["--reward_function", "my_rewards.py:unknown"], "no reward function 'unknown'"),
-        (["--reward_function", "my_rewards.py:known", "--num_generations", "1"], "num_generations 1"),
-        (["--reward_function", "my_rewards.py:known", "--num_generations", "7"], "generation_batch_size 448"),
-        (["--reward_function", "my_rewards.py:known", "--max_completion_length", "4000"], "--max_completion_length"),
-        (["--reward_function", "my_rewards.py:known", "--calibrate_rewards", "true"], "several --reward_model"),
-    ],
-    ids=lambda value: "-".join(value)[-40:].replace("/", "") if isinstance(value, list) else "",
-)
-def test_bad_input_is_refused_before_the_first_rollout(arguments, expected, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    write_rewards(tmp_path)
-    assert expected in refused(monkeypatch, capsys, "grpo", *arguments)
-    assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").rglob("*.jsonl"))

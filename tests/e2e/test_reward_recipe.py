@@ -6,14 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file
 
 from tests.support import recipes
 from tests.support.files import write_rows
-from tests.support.recipes import read, refused
+from tests.support.recipes import read
 from tests.support.tiny import pairs
-from trl_ext.runs.folder import config_text
 
 SHORT = [
     "--max_steps=6",
@@ -119,51 +117,6 @@ class TestARun:
             expected = torch.tensor([row[f"{side}_score"] for row in scores])
             torch.testing.assert_close(again, expected, atol=1e-5, rtol=1e-5)
 
-    def test_config_reads_back_to_the_same_run(self, toy_run, monkeypatch):
-        first, again = toy_run / "runs" / "reward-model-toy", toy_run / "again"
-        recipes.run(monkeypatch, "reward_model", "--config", str(first / "config.yaml"), f"--output_dir={again}")
-        for key in ("selection", "pairs", "true_order"):
-            assert read(first, "results.json")[key] == read(again, "results.json")[key]
-        assert largest_difference(first, again) == 0.0
-
-
-@pytest.mark.slow
-def test_wildchat_pairs_with_a_tiny_model(tmp_path, tiny_model_path, monkeypatch, wildchat, caplog):
-    """Real text through an adapter, with margins from a column; the choice falls back on the held-out split."""
-    run = tmp_path / "run"
-    recipes.run(
-        monkeypatch,
-        "reward_model",
-        f"--dataset_name={wildchat}",
-        "--train_split=test_prefs",
-        f"--model_name_or_path={tiny_model_path}",
-        f"--output_dir={run}",
-        "--max_prompt_tokens=700",
-        "--margin_column=avg_preference_strength",
-        "--margin_scale=0.1",
-        "--use_peft=true",
-        "--lora_target_modules",
-        *["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
-        *SHORT,
-        "--max_steps=4",
-        *BEST,
-        "--learning_rate=1e-2",
-    )
-    assert "no split 'validation_prefs': the checkpoint is chosen on test_prefs" in caplog.text
-    results = read(run, "results.json")
-    assert results["run"]["train_pairs"] == 256 == results["pairs"]["n"] == results["selection"]["n"]
-    assert results["true_order"] is None
-    assert "score" in str(list(load_file(run / "adapter_model.safetensors")))
-    assert read(run, "adapter_config.json")["base_model_name_or_path"] == str(Path(tiny_model_path).resolve())
-    from trl_ext import load_benchmark
-    from trl_ext.rewards import RewardModel
-
-    rows = load_benchmark(wildchat, splits="test_prefs")["test_prefs"][:6]
-    model = RewardModel(str(run))
-    again = torch.as_tensor(model.score(rows["prompt"], rows["chosen"]))
-    expected = torch.tensor([row["chosen_score"] for row in read(run, "scores.jsonl")[:6]])
-    torch.testing.assert_close(again, expected, atol=1e-5, rtol=1e-5)
-
 
 def write_pairs(path: Path, count: int = 8) -> str:
     rows = [{name: pair[name] for name in ("row_id", "prompt", "chosen", "rejected")} for pair in pairs(count)]
@@ -187,34 +140,6 @@ def test_pairs_alone_train_without_a_choice(tmp_path, monkeypatch, tiny_model_pa
     assert "there are no pairs to choose a checkpoint by: the last weights are kept" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--max_length=64"], "max_length is not used by RewardConfig"),
-        (["--label_smoothing=0.5"], "label_smoothing must lie in [0, 0.5), got 0.5"),
-        (["--margin_column=strength"], "margin_column 'strength' is not in the train dataset"),
-        (["--train_split=train_gen"], "train_dataset holds prompts and no pairs"),
-        (["--train_split=nothing"], "toy has no split 'nothing' to train on"),
-        (["--eval_split=tset_prefs"], "Name one of these with --eval_split, or none"),
-        (["--eval_split=test_gen"], "eval_dataset holds prompts and no pairs"),
-        (["--selection_split=nothing"], "toy has no split 'nothing' to choose a checkpoint by"),
-        (["--selection_split=test_gen"], "selection_split holds prompts and no pairs"),
-        (["--lerning_rate=1"], "unknown flag --lerning_rate; did you mean 'learning_rate'?"),
-        (["--model_name_or_path=./none"], "no model folder './none'"),
-    ],
-)
-def test_one_line_before_any_training(arguments, message, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert message in refused(monkeypatch, capsys, "reward_model", *arguments)
-    assert not (tmp_path / "runs").exists()
-
-
-def test_an_empty_file(tmp_path, monkeypatch, capsys):
-    (tmp_path / "pairs.jsonl").write_text("")
-    message = refused(monkeypatch, capsys, "reward_model", f"--dataset_name={tmp_path / 'pairs.jsonl'}")
-    assert "pairs.jsonl: empty; expected at least one row" in message
-
-
 def test_the_course_run(monkeypatch):
     """The course's settings, number by number."""
     path = recipes.RECIPES / "configs" / "wildchat" / "reward_model.yaml"
@@ -229,14 +154,3 @@ def test_the_course_run(monkeypatch):
     assert training.disable_dropout is False
     assert arguments.eval_split == "test_prefs" and arguments.selection_split is None
     assert "bf16: true" in path.read_text() and model.dtype == "bfloat16"
-
-
-def test_switched_off_is_written_as_such(monkeypatch, tmp_path):
-    """An explicit `none` must not come back as the default."""
-
-    parsed = recipes.parse(monkeypatch, "reward_model", "--load_best_model_at_end=false", "--max_response_tokens=9")
-    text = config_text(*parsed)
-    (tmp_path / "again.yaml").write_text(text)
-    _, _, again = recipes.parse(monkeypatch, "reward_model", "--config", str(tmp_path / "again.yaml"))
-    assert again.load_best_model_at_end is False and again.max_response_tokens == 9
-    assert yaml.safe_load(text)["load_best_model_at_end"] is False

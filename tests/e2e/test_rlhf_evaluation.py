@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import re
 from types import SimpleNamespace
 
 import pytest
 from datasets import Dataset
 
 from trl_ext.data import load_benchmark
-from trl_ext.evaluation.report import write_report
-from trl_ext.evaluation.reporting.tables import Cell, Table
 from trl_ext.evaluation.submissions.assets import load_prompts
 from trl_ext.runs.offline import demonstrations, shared_prompts
 from trl_ext.runs.reward import training_pairs
@@ -39,23 +35,6 @@ def test_the_front_of_reward_against_kl():
     assert [p["on_front"] for p in pareto_points(models, "true score")] == [True, False, False]
 
 
-def test_tables_and_pictures_come_first_in_the_report(tmp_path):
-    """What a model wrote stays text, in the page and in Markdown."""
-    (tmp_path / "run").mkdir()
-    run = {"objective": "dpo", "model": "toy", "dataset": "toy"}
-    (tmp_path / "run" / "results.json").write_text(json.dumps({"run": run}))
-    table = Table("stages-own", "Own <title>", "A note.", ["model"], [[Cell("<b>sft</b>", prose=True)]])
-    write_report(tmp_path / "run", tmp_path / "r.html", stages=[table], pictures={'A "picture"': b"png"})
-    page = (tmp_path / "r.html").read_text()
-    assert "Own &lt;title&gt;" in page and "&lt;b&gt;sft&lt;/b&gt;" in page and "<b>sft" not in page
-    # Base 64 of the three bytes p, n, g.
-    assert '<img alt="A &quot;picture&quot;" src="data:image/png;base64,cG5n">' in page
-    assert page.index('id="stages"') < page.index('id="summary"')
-    report = (tmp_path / "r.md").read_text()
-    assert report.index("## Own <title>") < report.index("## Settings")
-    assert "<b>" not in report and "sft" in report
-
-
 def test_the_embedded_adversarial_prompts():
     """Five families; what is graded is a prompt of the benchmark's test pool, and none is its prompt as a whole."""
     rows = load_prompts(find_adversarial("recipes/configs/toy/rlhf_adversarial.jsonl"))
@@ -71,11 +50,6 @@ def test_the_embedded_adversarial_prompts():
             assert pool_of(row["graded_as"]) == "test" and parse(row["graded_as"])
         with pytest.raises(ValueError, match="unknown prompt"):
             parse(row["prompt_text"])
-
-
-def test_adversarial_prompts_for_gpt2_are_plain_text():
-    rows = load_prompts(find_adversarial("recipes/configs/gpt2_hh/adversarial.jsonl"))
-    assert all(re.fullmatch(r"\n\nHuman: .+\n\nAssistant:", row["prompt"], flags=re.DOTALL) for row in rows)
 
 
 def test_label_noise_turns_the_share_that_is_asked_for():

@@ -7,14 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from tests.support import recipes
 from tests.support.recipes import read, refused
 from tests.support.train_once import in_processes
 from trl_ext.data.math import load_math
 from trl_ext.evaluation.reasoning import category_of, grader
-from trl_ext.evaluation.report import write_report
 from trl_ext.runs import reasoning
 
 SHORT = [
@@ -86,11 +84,6 @@ class TestARun:
             assert all(one["prompt_text"] and one["answer"] and "response_text" in one for one in rows)
         assert [row["step"] for row in metrics if "loss" in row] == [1, 2, 3, 4, 5, 6]
 
-    def test_the_report_finds_nothing_damaged(self, finished, tmp_path):
-        summary = write_report([finished / "runs"], tmp_path / "report.html")
-        (row,) = summary["policies"]
-        assert row["score_gain"]["n"] == 16 and not summary["problems"]
-
 
 @pytest.mark.long
 def test_a_run_of_the_defaults_learns_to_add(tmp_path):
@@ -100,27 +93,6 @@ def test_a_run_of_the_defaults_learns_to_add(tmp_path):
     assert results["score"]["base"] < 0.25 and results["score"]["policy"] > 0.6
     assert results["score"]["gain"]["low"] > 0.4
     assert results["reasoning"]["gain"]["greedy"]["low"] > 0
-
-
-@pytest.mark.slow
-def test_a_resumed_run_ends_as_the_straight_one(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    recipes.run(monkeypatch, "sft", *SHORT, "--output_dir", "straight")
-    recipes.run(monkeypatch, "sft", *SHORT, "--output_dir", "broken")
-    for path in sorted((tmp_path / "broken").glob("checkpoint-6/*")):
-        path.unlink()
-    (tmp_path / "broken" / "checkpoint-6").rmdir()
-    recipes.run(monkeypatch, "sft", *SHORT, "--output_dir", "broken", "--resume_from_checkpoint")
-    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("straight", "broken"))
-    assert all(one[name].equal(other[name]) for name in one)
-    results = [read(tmp_path / name, "results.json") for name in ("straight", "broken")]
-    assert results[0]["reasoning"] == results[1]["reasoning"], "the base's responses are of the base"
-    steps = [row["step"] for row in read(tmp_path / "broken", "metrics.jsonl") if "loss" in row]
-    assert steps == [1, 2, 3, 4, 5, 6]
-    # Without them, the base is not known any more.
-    (tmp_path / "broken" / "samples" / "base_greedy.jsonl").unlink()
-    with pytest.raises(SystemExit):
-        recipes.run(monkeypatch, "sft", *SHORT, "--output_dir", "broken", "--resume_from_checkpoint")
 
 
 @pytest.mark.slow
@@ -167,26 +139,6 @@ class TestChoosingDemonstrations:
         assert (row["prompt"], row["completion"]) == ("Sum?", "2+2=4.\n\\boxed{4}")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (["--dataset_name", "nowhere"], "no problems at 'nowhere'"),
-        (["--eval_split", "dev"], "toy has no split 'dev'"),
-        (["--prompt_template", "r1-zero"], "did you mean 'r1_zero'"),
-        (["--reward", "r1"], "reward must be one of"),
-        (["--reward", "countdown"], "needs problems with nums and target"),
-        (["--num_examples", "400"], "has 293 problems, and 400 were asked for: lower --num_examples"),
-        (["--max_hours", "0"], "max_hours must be positive, got 0"),
-        (["--train_split", "test"], "has no response or solution to train on"),
-        (["--reward", "question_only"], "filter_correct: no response of 'train' verifies"),
-    ],
-)
-def test_refusals_before_training(arguments, expected, monkeypatch, capsys, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    assert expected in refused(monkeypatch, capsys, "sft", *arguments)
-    assert not list(tmp_path.glob("runs/*/metrics.jsonl"))
-
-
 @pytest.mark.parametrize("left", [["metrics.jsonl"], ["metrics.jsonl", "checkpoint-2/model.safetensors"]])
 def test_a_folder_without_a_whole_checkpoint_says_how_to_begin_anew(left, monkeypatch, capsys, tmp_path):
     """Without a flag and with --resume_from_checkpoint, in one line each; neither sends the user to the other."""
@@ -211,10 +163,3 @@ def test_a_folder_without_a_whole_checkpoint_says_how_to_begin_anew(left, monkey
     # Whose learning rate can go on.
     torch.save({}, tmp_path / "run" / "checkpoint-1" / "scheduler.pt")
     assert "resume it with --resume_from_checkpoint" in refused(monkeypatch, capsys, "sft", "--output_dir=run")
-
-
-def test_bad_rows_are_named(monkeypatch, capsys, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.jsonl").write_text('{"question": "Sum?", "answer": "4"}\n{"row_id": "b", "question": "Sum?"}\n')
-    message = refused(monkeypatch, capsys, "sft", "--dataset_name", str(tmp_path))
-    assert "train.jsonl: 1 bad row: line 2, row_id b: answer:" in message

@@ -54,21 +54,6 @@ def test_a_shaped_run_resumes_with_what_it_has_learnt(known, tmp_path, monkeypat
     assert all(one[tensor].equal(two[tensor]) for tensor in one)
 
 
-@pytest.mark.parametrize(
-    ("script", "shaping", "message"),
-    [
-        ("grpo", "[", "reward_shaping: bad JSON"),
-        ("grpo", '["clip"]', "reward_shaping, step 1: clip: limit: Field required"),
-        ("remax", '["center"]', "center and whiten do not go with remax"),
-    ],
-)
-def test_what_is_refused_in_one_line(script, shaping, message, known, monkeypatch, capsys):
-    with pytest.raises(SystemExit) as ended:
-        recipes.run(monkeypatch, script, *SHORT_ROLLOUTS, "--reward_function", known, "--reward_shaping", shaping)
-    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert ended.value.code == 2 and len(lines) == 1 and message in lines[0]
-
-
 def test_a_value_comes_from_reference_responses(known, tmp_path, monkeypatch, capsys):
     """Where the training prompts have none, the recipe says what needs them."""
     (tmp_path / "prompts.jsonl").write_text(

@@ -93,13 +93,6 @@ def test_a_checkpoint_of_stock_trainers_has_no_list(name, run):
     assert fault_of(folder) is not None
 
 
-def test_no_checkpoint_is_left(run):
-    for path in run.glob("checkpoint-*/model.safetensors"):
-        path.unlink()
-    assert last_checkpoint(run) is None
-    assert last_checkpoint(run / "nowhere") is None
-
-
 # ---- What is deleted ----
 
 
@@ -255,11 +248,6 @@ def test_a_notebook_that_is_interrupted_resumes_with_the_same_trainer(event, sav
     trainer.train(resume_from_checkpoint=True)
     ended, straight = (load_file(folder / "checkpoint-3" / "model.safetensors") for folder in (tmp_path, saved))
     assert all(straight[name].equal(ended[name]) for name in straight)
-
-
-def test_a_run_without_a_checkpoint(spec, tmp_path):
-    with pytest.raises(FileNotFoundError, match="has no checkpoint to resume from"):
-        build(spec, str(tmp_path)).train(resume_from_checkpoint=True)
 
 
 def test_a_checkpoint_that_is_named_and_damaged_is_refused(spec, run):

@@ -96,12 +96,6 @@ def test_a_folder_of_other_arguments_is_refused(runs, tmp_path):
         check_runs([Run("stand_in", run.folder, {"value": 7})])
 
 
-def test_the_record_of_a_run_with_an_empty_configuration(tmp_path):
-    (tmp_path / "empty.yaml").touch()
-    run = Run("best_of_n", tmp_path / "run", {"config": str(tmp_path / "empty.yaml"), "n": 4})
-    assert run.record() == {"recipe": "best_of_n", "n": 4}
-
-
 def test_the_command_of_a_run(runs, capsys):
     print_commands(runs[:1])
     name, command = capsys.readouterr().out.splitlines()

@@ -8,7 +8,8 @@ import pytest
 import yaml
 
 from tests.support import recipes
-from tests.support.recipes import refused, write_labelled_pairs
+from tests.support.files import write_rows
+from tests.support.recipes import refused, write_labelled_pairs, write_rewards
 from trl_ext.losses import PreferenceObjective  # noqa: F401  the losses register before a test copies their table
 from trl_ext.runs.arguments import toy_config
 from trl_ext.runs.folder import clear_run_folder, config_text, open_run_folder
@@ -24,54 +25,103 @@ SPLITS = {
 REWARD = {"grpo": ["--reward_function=builtins:len"]}
 
 
-@pytest.mark.parametrize(
-    ("script", "arguments", "phrases"),
-    [
-        ("preference", ["--loss=dpoo"], ["did you mean 'dpo'?"]),
-        ("aot", ["--beta=0"], ["beta must be positive, got 0.0", "would not depend on the policy"]),
-        ("aot", ["--bta=1"], ["unknown flag --bta; did you mean 'beta'?"]),
-        ("aot", ["--loss=dpo"], ["AOTConfig is the loss 'aot' and cannot be 'dpo'"]),
-        ("aot", ["--label_smoothing=0.1"], ["'aot' has no label smoothing", "cdpo"]),
-        ("aot", ["--max_prompt_tokens=0"], ["max_prompt_tokens must be at least 1"]),
-        ("preference", ["--loss=simpo", '--loss_kwargs={"gama": 1}'], ["no option 'gama'", "did you mean 'gamma'?"]),
-        ("preference", ["--loss=simpo", "--loss_kwargs=gamma"], ["loss_kwargs must be a JSON object"]),
-        ("aot", ["--dataset_name=./no-such-folder"], ["no-such-folder"]),
-        ("aot", ["--model_name_or_path=./no-such-model"], ["no model folder './no-such-model'"]),
-        ("aot", ["--config=no.yaml"], ["no configuration file 'no.yaml'"]),
-        ("aot", ["--resume_from_checkpoint", "--output_dir=empty"], ["empty has no checkpoint to resume"]),
-        ("aot", ["--train_split=nope"], ["no split 'nope'", "train_prefs"]),
-        *(
-            (recipe, [f"--{flag}=nope", *REWARD.get(recipe, [])], ["toy has no split 'nope'", f"--{flag}"])
-            for recipe, flags in SPLITS.items()
-            for flag in flags
-        ),
-        (
-            "aot",
-            ["--train_split=test_gen"],
-            ["train_dataset holds prompts and no pairs", "name another --train_split"],
-        ),
-        (
-            "aot",
-            ["--eval_split=test_gen"],
-            ["eval_dataset holds prompts and no pairs", "name another --eval_split"],
-        ),
-        ("aot", ["--per_device_train_batch_size=0"], ["per_device_train_batch_size must be at least 1, got 0"]),
-        ("aot", ["--num_eval_prompts=0"], ["num_eval_prompts must be at least 1, got 0"]),
-        ("aot", ["--learning_rate", "-1e-3"], ["learning_rate must be a number from 0 up, got -0.001"]),
-        ("aot", ["--max_steps=0"], ["max_steps must be at least 1, got 0"]),
-        ("preference", ["--loss=mine.py"], ["'mine.py' is a file", "mine.py:function"]),
-        (
-            "aot",
-            ["--model_name_or_path=nobody/no-model"],
-            ["'nobody/no-model' could not be loaded", "give a copy's folder"],
-        ),
+# By recipe: flags, and what the line says, with ` ... ` between its parts.
+KNOWN = "--reward_function=my_rewards.py:known"
+REFUSED = {
+    "preference": [
+        (["--loss=dpoo"], "did you mean 'dpo'?"),
+        (["--loss=simpo", '--loss_kwargs={"gama": 1}'], "no option 'gama' ... did you mean 'gamma'?"),
+        (["--loss=simpo", "--loss_kwargs=gamma"], "loss_kwargs must be a JSON object"),
+        (["--loss=mine.py"], "'mine.py' is a file"),
     ],
+    "aot": [
+        (["--beta=0"], "beta must be positive, got 0.0"),
+        (["--bta=1"], "unknown flag --bta; did you mean 'beta'?"),
+        (["--loss=dpo"], "AOTConfig is the loss 'aot' and cannot be 'dpo'"),
+        (["--label_smoothing=0.1"], "'aot' has no label smoothing"),
+        (["--max_prompt_tokens=0"], "max_prompt_tokens must be at least 1"),
+        (["--dataset_name=./no-such-folder"], "no-such-folder"),
+        (["--model_name_or_path=./no-such-model"], "no model folder './no-such-model'"),
+        (["--model_name_or_path=nobody/no-model"], "'nobody/no-model' could not be loaded"),
+        (["--config=no.yaml"], "no configuration file 'no.yaml'"),
+        (["--resume_from_checkpoint", "--output_dir=empty"], "empty has no checkpoint to resume"),
+        (["--train_split=test_gen"], "train_dataset holds prompts and no pairs ... name another --train_split"),
+        (["--eval_split=test_gen"], "eval_dataset holds prompts and no pairs ... name another --eval_split"),
+        (["--per_device_train_batch_size=0"], "per_device_train_batch_size must be at least 1, got 0"),
+        (["--num_eval_prompts=0"], "num_eval_prompts must be at least 1, got 0"),
+        (["--learning_rate", "-1e-3"], "learning_rate must be a number from 0 up, got -0.001"),
+        (["--max_steps=0"], "max_steps must be at least 1, got 0"),
+    ],
+    "reward_model": [
+        (["--max_length=64"], "max_length is not used by RewardConfig"),
+        (["--label_smoothing=0.5"], "label_smoothing must lie in [0, 0.5), got 0.5"),
+        (["--margin_column=strength"], "margin_column 'strength' is not in the train dataset"),
+        (["--train_split=train_gen"], "train_dataset holds prompts and no pairs"),
+        (["--eval_split=test_gen"], "eval_dataset holds prompts and no pairs"),
+        (["--eval_split=tset_prefs"], "Name one of these with --eval_split, or none"),
+        (["--selection_split=test_gen"], "selection_split holds prompts and no pairs"),
+        (["--dataset_name=empty.jsonl"], "empty.jsonl: empty; expected at least one row"),
+    ],
+    "grpo": [
+        ([], "--reward_model FOLDER"),
+        (["--explain", "grpo"], "python -m trl_ext.algorithms --explain NAME"),
+        (["--reward_model", "toy"], "no score head"),
+        (["--reward_function", "nothing.py:f"], "nothing.py"),
+        (["--reward_function", "my_rewards.py:unknown"], "no reward function 'unknown'"),
+        ([KNOWN, "--num_generations", "1"], "num_generations 1"),
+        ([KNOWN, "--num_generations", "7"], "generation_batch_size 448"),
+        ([KNOWN, "--max_completion_length", "4000"], "--max_completion_length"),
+        ([KNOWN, "--calibrate_rewards", "true"], "several --reward_model"),
+        ([KNOWN, "--reward_shaping", "["], "reward_shaping: bad JSON"),
+        ([KNOWN, "--reward_shaping", '["clip"]'], "reward_shaping, step 1: clip: limit: Field required"),
+    ],
+    "remax": [([KNOWN, "--reward_shaping", '["center"]'], "center and whiten do not go with remax")],
+    "sft": [
+        (["--dataset_name", "nowhere"], "no problems at 'nowhere'"),
+        (["--eval_split", "dev"], "toy has no split 'dev'"),
+        (["--prompt_template", "r1-zero"], "did you mean 'r1_zero'"),
+        (["--reward", "r1"], "reward must be one of"),
+        (["--reward", "countdown"], "needs problems with nums and target"),
+        (["--num_examples", "400"], "has 293 problems, and 400 were asked for: lower --num_examples"),
+        (["--max_hours", "0"], "max_hours must be positive, got 0"),
+        (["--train_split", "test"], "has no response or solution to train on"),
+        (["--reward", "question_only"], "filter_correct: no response of 'train' verifies"),
+        (["--dataset_name", "problems.jsonl"], "problems.jsonl: 1 bad row: line 2, row_id b: answer:"),
+    ],
+    "grpo_math": [
+        (["--rollout_batch_size", "20"], "rollout_batch_size 20"),
+        (["--reward", "r2"], "reward must be one of r1_zero, question_only, gsm8k, countdown"),
+        (["--algorithm", "grpoo"], "grpoo"),
+        (["--validation_split", "nope"], "nope"),
+    ],
+    "evaluate_math": [
+        (["--samples_per_prompt", "0"], "samples_per_prompt must be at least 1"),
+        (["--samples_per_prompt", "4", "--pass_at", "8"], "pass_at 8 must lie between 1 and samples_per_prompt 4"),
+        (["--generation_temperature", "0"], "at temperature 0 would all be the same"),
+        (["--model_name_or_path", "./nowhere"], "nowhere"),
+        (["--use_peft", "true"], "--use_peft is for training"),
+    ],
+}
+for recipe, names in SPLITS.items():
+    for name in names:
+        REFUSED[recipe] = [
+            *REFUSED.get(recipe, []),
+            ([f"--{name}=nope", *REWARD.get(recipe, [])], f"has no split 'nope' ... --{name}"),
+        ]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "flags", "phrase"), [(recipe, *row) for recipe, rows in REFUSED.items() for row in rows]
 )
-def test_wrong_arguments_end_in_one_line(script, arguments, phrases, tmp_path, monkeypatch, capsys):
+def test_wrong_arguments_end_in_one_line(recipe, flags, phrase, tmp_path, monkeypatch, capsys):
+    """Before any training."""
     monkeypatch.chdir(tmp_path)
-    message = refused(monkeypatch, capsys, script, *arguments)
-    assert all(phrase in message for phrase in phrases), message
-    assert not (tmp_path / "runs").exists()
+    write_rewards(tmp_path)
+    (tmp_path / "empty.jsonl").touch()
+    write_rows(tmp_path / "problems.jsonl", [{"question": "Sum?", "answer": "4"}, {"row_id": "b", "question": "Sum?"}])
+    message = refused(monkeypatch, capsys, recipe, *flags)
+    assert all(part in message for part in phrase.split(" ... ")), message
+    assert not list(tmp_path.glob("runs/*/*.jsonl"))
 
 
 @pytest.mark.parametrize(
@@ -221,7 +271,3 @@ def test_help_is_the_recipes_own_flags_with_the_values_of_the_default_file(recip
     for name, value in yaml.safe_load(toy_config(recipe).read_text()).items():
         if not isinstance(value, (list, dict, bool, float)):
             assert f"  --{name} {value}" in short, name
-
-
-def test_explain_names_its_command(monkeypatch, capsys):
-    assert "python -m trl_ext.algorithms --explain NAME" in refused(monkeypatch, capsys, "grpo", "--explain", "grpo")

@@ -127,18 +127,14 @@ def test_each_field_of_each_recipe(tmp_path, check):
     assert names.issuperset(FIXED.split()) and not allowed.intersection(FIXED.split())
 
 
-def test_packing_of_demonstrations_may_not_change(check):
-    """Of pairs, it leaves out padding; of demonstrations, it puts several into one row."""
-    with pytest.raises(ValueError, match="begun with packing None, and now it is True"):
-        check(packing=True, packing_strategy="bfd")
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"algorithm": "dr_grpo"}, "begun with algorithm 'grpo', and now it is 'dr_grpo': resume it with its own"),
         ({"seed": 9, "learning_rate": 1e-5}, r"learning_rate 0.0005, and now it is 1e-05 \(and seed\)"),
         ({"beta": 0.1}, "begun with beta None, and now it is 0.1"),
+        # Of pairs, packing leaves out padding; of demonstrations, it puts several into one row.
+        ({"packing": True, "packing_strategy": "bfd"}, "begun with packing None, and now it is True"),
     ],
 )
 def test_what_changes_it_is_refused(check, settings, message):
@@ -208,10 +204,7 @@ def state_at(step: int, of: int) -> SimpleNamespace:
 @pytest.mark.parametrize(("row", "line"), LINES)
 def test_the_line_of_a_step(monkeypatch, capsys, row, line):
     """6 seconds for 3 steps are 14 for the 7 that are left."""
-    lines, state = (
-        callbacks.StepLineCallback(),
-        SimpleNamespace(global_step=0, max_steps=10, is_world_process_zero=True),
-    )
+    lines, state = callbacks.StepLineCallback(), state_at(0, 10)
     now = iter([100.0, 106.0])
     monkeypatch.setattr(callbacks.time, "monotonic", lambda: next(now))
     lines.on_step_begin(None, state, None)
@@ -221,10 +214,7 @@ def test_the_line_of_a_step(monkeypatch, capsys, row, line):
 
 
 def test_lines_are_aligned_and_rounds_count_on(capsys):
-    lines, state = (
-        callbacks.StepLineCallback(),
-        SimpleNamespace(global_step=7, max_steps=7, is_world_process_zero=True),
-    )
+    lines, state = callbacks.StepLineCallback(), state_at(7, 7)
     lines.on_log(None, state, None, logs={"expert_step": 2, "rollouts/reward": 0.25, "rollouts/kept": 12})
     for loss in (12.5, 0.5):
         lines.on_log(None, state, None, logs={"loss": loss, "learning_rate": 1e-3})

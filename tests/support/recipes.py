@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import os
 import runpy
 import shutil
@@ -12,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.support import REPOSITORY
 from tests.support.files import write_rows
@@ -120,6 +122,36 @@ def read(folder: Path, name: str):
     """The content of a JSON file, or the rows of a .jsonl file."""
     text = (folder / name).read_text(encoding="utf-8")
     return [json.loads(line) for line in text.splitlines()] if name.endswith("l") else json.loads(text)
+
+
+def check_run(folder: Path, steps: int, *, save_every: int = 2) -> dict:
+    """Check what every recipe that trains leaves behind after that many steps, logged one by one; return the results.
+
+    Settings, a row of metrics for each step, figures, the model's card, checkpoints that are whole and weights that
+    moved, no temporary file, and a run that the report finds nothing wrong with.
+    """
+    from safetensors.torch import load_file
+
+    from trl_ext.evaluation.report import write_report
+    from trl_ext.resilience.checkpoints import fault_of
+
+    results, metrics = read(folder, "results.json"), read(folder, "metrics.jsonl")
+    described, config = results["run"], yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+    assert described["optimizer_steps"] == steps and described["seed"] == config["seed"]
+    training = [row for row in metrics if "loss" in row]
+    assert [row["step"] for row in training] == list(range(1, steps + 1))
+    assert all(math.isfinite(row["loss"]) for row in training)
+    assert (folder / "report.png").read_bytes().startswith(b"\x89PNG")
+    assert "trl_ext" in (folder / "README.md").read_text(encoding="utf-8")
+    saved = sorted(path.name for path in folder.glob("checkpoint-*"))
+    assert saved == [f"checkpoint-{step}" for step in range(save_every, steps + 1, save_every)]
+    assert not [name for name in saved if fault_of(folder / name)]
+    first, last = (load_file(folder / name / "model.safetensors") for name in (saved[0], saved[-1]))
+    assert any(not first[name].equal(last[name]) for name in last), "training moved nothing"
+    assert not [path for path in folder.rglob(".*") if path.is_file()], "a temporary file was left"
+    summary = write_report([folder], folder.parent / "report.html")
+    assert not summary["problems"] and not summary["incomplete"]
+    return results
 
 
 def write_labelled_pairs(path: Path, count: int) -> None:
