@@ -7,9 +7,8 @@ import math
 import pytest
 import torch
 
-from tests.support.preference_pairs import REGISTERED
 from trl_ext.losses import PreferenceObjective, PreferenceScores
-from trl_ext.registry import preference_loss, preference_losses, preference_weighting
+from trl_ext.registry import preference_loss, preference_weighting
 
 pytestmark = pytest.mark.usefixtures("registries_as_before")
 
@@ -40,11 +39,6 @@ def test_beta_reaches_the_function(scores):
     assert PreferenceObjective("hinge")(scores).tolist() == pytest.approx([0.85, 1.1])
     preference_loss("margin_only")(lambda scores: -scores.margin)
     assert PreferenceObjective("margin_only")(scores).tolist() == pytest.approx([-3.0, 2.0])
-
-
-@pytest.mark.parametrize("name", REGISTERED)
-def test_default_beta_is_that_of_the_function(name):
-    assert PreferenceObjective(name).beta == preference_losses[name].default_beta
 
 
 def test_default_beta_without_one_in_the_function():
