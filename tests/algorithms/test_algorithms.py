@@ -17,9 +17,7 @@ from tests.support.naive_policy import (
     OLD,
     REFERENCE,
     G,
-    differences,
     loss_on_the_batch,
-    naive_loss,
     ragged_batch,
 )
 from trl_ext.algorithms import PolicyObjective, algorithms
@@ -193,37 +191,6 @@ def test_token_count_serves_both_terms():
         for i in range(2)
     ]
     assert sum(parts).item() == pytest.approx(whole.item(), abs=1e-7)
-
-
-def naive_settings(name: str) -> dict:
-    """A row as the arguments of the loops; `test_a_row_is_its_paper` states the rows again."""
-    settings = PolicyObjective(name).to_dict()
-    known = {key: settings[key] for key in ("surrogate", "ratio", "epsilon", "epsilon_high", "ratio_cap")}
-    given = {key: value for key, value in known.items() if value is not None}
-    return {**given, "kind": settings["aggregation"], "constant": 9.0}
-
-
-# Those of tests/losses/test_policy_surrogates.py have loops of their own.
-IN_LOOPS = [n for n in NAMES if algorithms[n].surrogate in ("clip", "no_clip", "cispo", "reinforce")]
-
-
-@pytest.mark.parametrize("name", IN_LOOPS)
-def test_value_and_gradient_of_a_row_against_loops(name):
-    """At padding everything is NaN, and the loss and its gradient are those of loops that never look there."""
-    new, old, _, mask, advantages = ragged_batch(seed=len(name))
-    fixed = [old.tolist(), mask.tolist(), advantages.tolist()]
-
-    def naive(values):
-        return naive_loss(values, *fixed, frozen=new.tolist(), **naive_settings(name))
-
-    expected, slope = naive(new.tolist()), differences(naive, new.tolist())
-    padding = mask == 0
-    log_probs = new.masked_fill(padding, float("nan")).requires_grad_()
-    scores = PolicyScores(log_probs, old.masked_fill(padding, float("-inf")), mask, advantages)
-    loss = PolicyObjective(name, beta=0.0)(scores, constant=9.0)
-    loss.backward()
-    assert loss.item() == pytest.approx(expected, abs=1e-12)
-    assert torch.allclose(log_probs.grad, torch.tensor(slope, dtype=torch.float64), atol=1e-8)
 
 
 @pytest.mark.parametrize("kl_aggregation", ["inside", "token_mean"])

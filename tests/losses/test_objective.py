@@ -121,13 +121,6 @@ def test_columns_of_the_loss_and_of_the_weightings(scores):
     assert objective(scores).tolist() == pytest.approx([-3.0, 9.0])
 
 
-def test_each_weighting_gets_its_own_options():
-    options = {"max_weight": 2.0, "floor": 0.1}
-    objective = PreferenceObjective("dpo", weightings=["wpo", "confidence"], weighting_options=options)
-    given = [(weighting.name, own) for weighting, own in objective.weightings]
-    assert given == [("wpo", {"max_weight": 2.0}), ("confidence", {"floor": 0.1})]
-
-
 # ---- Descriptions ----
 
 

@@ -16,7 +16,18 @@ import math
 import pytest
 import torch
 
-from tests.support.naive_policy import ADVANTAGES, LOG_RATIO, MASK, NEW, OLD, differences, naive_loss, ragged_batch
+from tests.support.naive_policy import (
+    ADVANTAGES,
+    LOG_RATIO,
+    MASK,
+    NEW,
+    OLD,
+    check_against_loops,
+    differences,
+    evaluate,
+    naive_loss,
+    ragged_batch,
+)
 from trl_ext.algorithms import PolicyObjective
 from trl_ext.losses import (
     PolicyScores,
@@ -207,6 +218,43 @@ def test_tokens_beyond_the_bound(name, settings, expected):
     objective = PolicyObjective(name, **settings)
     scores = PolicyScores(NEW, old, MASK, ADVANTAGES, ratio=objective.ratio)
     assert objective.clamped(scores, reference).tolist() == expected
+
+
+# ------------------------------------------------------------------------------------------------ SAPO and GMPO
+
+# name -> options that make each branch occur on a few tokens.
+SURROGATE_OPTIONS = {"sapo": {"temperature_pos": 0.7, "temperature_neg": 1.9}, "gmpo": {"log_clip": 0.2}}
+
+
+@pytest.mark.parametrize(
+    "name, options, value, gradient",
+    [
+        ("sapo", {}, -0.124540, [-0.218230, -0.150465, -0.175097, 0.162658, 0.301262]),
+        ("gmpo", {}, -0.091033, [-0.181151, -0.181151, -0.181151, 0.226209, 0.226209]),
+        ("gmpo", {"log_clip": 0.1}, 0.017232, [0, -0.169468, -0.169468, 0, 0.262818]),
+    ],
+)
+def test_sapo_and_gmpo_on_the_batch(name, options, value, gradient):
+    objective = PolicyObjective(name, options=options)
+    # A log-ratio of -0.4 in float64 lies on the bound, and in float32 beyond it.
+    new, old = (values.double().round(decimals=2) for values in (NEW, OLD))
+    loss, found = evaluate(objective, new, old=old, mask=MASK, advantages=ADVANTAGES.double())
+    assert loss == pytest.approx(value, abs=6e-7)
+    assert found.flatten().tolist() == pytest.approx([*gradient, 0], abs=6e-7)
+
+
+# One geometric mean for each response has one advantage.
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name, has_token_advantages", [("sapo", False), ("sapo", True), ("gmpo", False)])
+def test_sapo_and_gmpo_against_loops(name, has_token_advantages, seed):
+    objective = PolicyObjective(name, options=SURROGATE_OPTIONS[name])
+    check_against_loops(name, objective, SURROGATE_OPTIONS[name], has_token_advantages, seed)
+
+
+def test_gmpo_refuses_the_ratio_of_a_sequence():
+    with pytest.raises(ValueError, match="--ratio sequence and --surrogate gmpo contradict.*use --ratio token"):
+        PolicyObjective("grpo", surrogate="gmpo", ratio="sequence")
+    PolicyObjective("grpo", surrogate="gmpo", ratio="token")
 
 
 # --------------------------------------------------------------------------------------------------------- refusals
