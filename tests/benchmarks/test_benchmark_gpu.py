@@ -9,7 +9,6 @@ import torch
 
 from benchmarks.gpu import __main__ as battery
 from benchmarks.gpu import correctness, machine, steps, whole_runs
-from tests.benchmarks.test_benchmark_step import as_before  # noqa: F401
 
 QUICK = ["--device", "cpu", "--size", "24M", "--quick", "--budget_seconds", "3000"]
 

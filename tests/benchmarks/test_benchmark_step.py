@@ -4,26 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
 
 import pytest
 import torch
 
 from benchmarks import step
-
-
-@pytest.fixture
-def as_before(monkeypatch):
-    """Undo what a run sets for its whole process: the scoring of TRL's head, the precision, and the environment."""
-    import trl.trainer.utils
-    from accelerate.state import AcceleratorState
-
-    monkeypatch.setattr(trl.trainer.utils, "_use_triton", trl.trainer.utils._use_triton)
-    environment = dict(os.environ)
-    yield
-    os.environ.clear()
-    os.environ.update(environment)
-    AcceleratorState._reset_state()
 
 
 def test_the_summary_is_of_totals_medians_and_range():

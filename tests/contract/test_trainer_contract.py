@@ -167,16 +167,11 @@ def run(tiny_model_path, tmp_path_factory):
         def _get_output_dir(self, trial):
             return str(elsewhere)
 
-        def _get_train_sampler(self, *args, **kwargs):
-            self.seen["sampler"] = super()._get_train_sampler(*args, **kwargs)
-            return self.seen["sampler"]
-
         def _save(self, output_dir=None, state_dict=None):
             self.seen["saved"] = output_dir
             super()._save(output_dir, state_dict)
 
     arguments = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1, "logging_steps": 1}
-    arguments["train_sampling_strategy"] = "random"
     spec = {"model": tiny_model_path, "trainer": "trl.DPOTrainer", "args": arguments}
     trainer = build(spec, str(tmp_path_factory.mktemp("run")), trainer_class=Recording)
     trainer.elsewhere, trainer.output = elsewhere, trainer.train()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -16,84 +17,55 @@ from trl_ext import course, rewards
 NAN = float("nan")
 
 
-@pytest.mark.parametrize(
-    "name, arguments",
-    [
-        ("tokenize_prompt_and_output", "prompt_strs, output_strs, tokenizer"),
-        ("token_entropy", "logits"),
-        ("response_log_probs", "model, input_ids, labels, return_token_entropy=False"),
-        ("masked_mean", "tensor, mask, dim=None"),
-        ("masked_normalize", "tensor, mask, normalize_constant, dim=None"),
-        (
-            "compute_group_normalized_rewards",
-            "reward_fn, rollout_responses, repeated_ground_truths, group_size, advantage_eps, normalize_by_std",
-        ),
-        ("naive_policy_gradient_loss", "raw_rewards_or_advantages, policy_log_probs"),
-        ("grpo_clip_loss", "advantages, policy_log_probs, old_log_probs, cliprange"),
-        (
-            "policy_gradient_loss",
-            "policy_log_probs, loss_type, raw_rewards=None, advantages=None, old_log_probs=None, cliprange=None",
-        ),
-        (
-            "sft_microbatch_step",
-            "policy_log_probs, response_mask, gradient_accumulation_steps, normalize_constant=1.0",
-        ),
-        (
-            "policy_microbatch_step",
-            "policy_log_probs, response_mask, gradient_accumulation_steps, loss_type, raw_rewards=None, "
-            "advantages=None, old_log_probs=None, cliprange=None",
-        ),
-        ("per_instance_dpo_loss", "lm, lm_ref, tokenizer, beta, prompt, response_chosen, response_rejected"),
-        ("PackedSFTDataset", "tokenizer, dataset_path, seq_length, shuffle"),
-        ("iterate_batches", "dataset, batch_size, shuffle"),
-        ("parse_gsm8k_response", "model_output"),
-        ("parse_mmlu_response", "mmlu_example, model_output"),
-    ],
-)
-def test_names_and_arguments(name, arguments):
-    parameters = inspect.signature(getattr(course, name)).parameters.values()
-    assert ", ".join(str(p.replace(annotation=p.empty)) for p in parameters) == arguments
-    assert name in course.__all__
+SIGNATURES = """
+tokenize_prompt_and_output(prompt_strs, output_strs, tokenizer)
+token_entropy(logits)
+response_log_probs(model, input_ids, labels, return_token_entropy=False)
+masked_mean(tensor, mask, dim=None)
+masked_normalize(tensor, mask, normalize_constant, dim=None)
+compute_group_normalized_rewards(reward_fn, rollout_responses, repeated_ground_truths, group_size, advantage_eps,
+    normalize_by_std)
+naive_policy_gradient_loss(raw_rewards_or_advantages, policy_log_probs)
+grpo_clip_loss(advantages, policy_log_probs, old_log_probs, cliprange)
+policy_gradient_loss(policy_log_probs, loss_type, raw_rewards=None, advantages=None, old_log_probs=None,
+    cliprange=None)
+sft_microbatch_step(policy_log_probs, response_mask, gradient_accumulation_steps, normalize_constant=1.0)
+policy_microbatch_step(policy_log_probs, response_mask, gradient_accumulation_steps, loss_type, raw_rewards=None,
+    advantages=None, old_log_probs=None, cliprange=None)
+per_instance_dpo_loss(lm, lm_ref, tokenizer, beta, prompt, response_chosen, response_rejected)
+PackedSFTDataset(tokenizer, dataset_path, seq_length, shuffle)
+iterate_batches(dataset, batch_size, shuffle)
+parse_gsm8k_response(model_output)
+parse_mmlu_response(mmlu_example, model_output)
+"""
 
 
-def test_an_unknown_name_is_an_attribute_error():
+def test_names_and_arguments():
+    for name, arguments in re.findall(r"(\w+)\((.*?)\)\n", SIGNATURES, re.DOTALL):
+        parameters = inspect.signature(getattr(course, name)).parameters.values()
+        assert ", ".join(str(p.replace(annotation=p.empty)) for p in parameters) == " ".join(arguments.split()), name
+        assert name in course.__all__
+    assert course.parse_mmlu_response is rewards.parse_mmlu_response
+    assert course.parse_gsm8k_response is rewards.parse_gsm8k_response
     with pytest.raises(AttributeError, match="no attribute 'nope'"):
         course.nope  # noqa: B018
 
 
-def test_parsers():
-    assert course.parse_mmlu_response is rewards.parse_mmlu_response
-    assert course.parse_gsm8k_response is rewards.parse_gsm8k_response
+# ---- Reductions ----
 
 
-# ---------------------------------------------------------------------------------------------------- reductions
-
-
-def test_masked_mean_by_hand():
-    """Rows (1 + 3) / 2 and nothing; columns 1, nothing, 3; everything (1 + 3) / 2."""
+def test_masked_reductions_by_hand():
+    """Rows (1 + 3) / 2 and nothing; columns 1, nothing, 3; everything (1 + 3) / 2. Over 8: rows 4 / 8 and 0 / 8."""
     tensor, mask = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, NAN]]), torch.tensor([[1, 0, 1], [0, 0, 0]])
     assert course.masked_mean(tensor, mask).item() == 2
     assert course.masked_mean(tensor, mask, dim=1).tolist() == pytest.approx([2, NAN], nan_ok=True)
     assert course.masked_mean(tensor, mask.bool(), 0).tolist() == pytest.approx([1, NAN, 3], nan_ok=True)
-    with pytest.raises(ValueError, match=r"^mask must broadcast to the tensor's shape \[2, 3\], got \[2\]$"):
-        course.masked_mean(tensor, torch.tensor([1, 1]))
-    with pytest.raises(ValueError, match=r"shape \[3\], got \[2, 3\]$"):
-        course.masked_mean(tensor[0], mask)
-
-
-def test_masked_normalize_by_hand():
-    """(1 + 3) / 8; rows 4 / 8 and 0 / 8."""
-    tensor, mask = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, NAN]]), torch.tensor([[1, 0, 1], [0, 0, 0]])
     assert course.masked_normalize(tensor, mask, 8).item() == 0.5
     assert course.masked_normalize(tensor, mask, 8.0, dim=1).tolist() == [0.5, 0]
     assert course.masked_normalize(tensor, mask, 8, 0).tolist() == [0.125, 0, 0.375]
-    with pytest.raises(ValueError, match="^normalize_constant must be positive, got 0$"):
-        course.masked_normalize(tensor, mask, 0)
-    with pytest.raises(ValueError, match="^mask must broadcast"):
-        course.masked_normalize(tensor, mask[:, :2], 1.0)
 
 
-# ------------------------------------------------------------------------------------------------------- rewards
+# ---- Rewards ----
 
 
 def reward_of(table: dict[str, float]):
@@ -145,24 +117,7 @@ def test_group_of_one_has_no_signal(normalize_by_std):
     assert (metadata["reward_std"], metadata["frac_reward_zero_std"]) == (0, 1)
 
 
-def test_bad_rewards():
-    def call(reward_fn, responses="ab", truths="ab", group_size=2):
-        course.compute_group_normalized_rewards(reward_fn, responses, truths, group_size, 1e-6, True)
-
-    good = reward_of({"a": 0.0, "b": 1.0})
-    with pytest.raises(ValueError, match="got 2 rollout_responses and 1 repeated_ground_truths$"):
-        call(good, truths="a")
-    with pytest.raises(ValueError, match="2 rewards do not divide into groups of 3"):
-        call(good, group_size=3)
-    with pytest.raises(ValueError, match="^reward_fn returned a reward of nan for response 1$"):
-        call(reward_of({"a": 0.0, "b": NAN}))
-    with pytest.raises(ValueError, match="a dict with a number 'reward', got {'score': 1} for response 0$"):
-        call(lambda response, truth: {"score": 1})
-    with pytest.raises(ValueError, match="a dict with a number 'reward', got 1.0 for response 0$"):
-        call(lambda response, truth: 1.0)
-
-
-# ----------------------------------------------------------------------------------------------------------- DPO
+# ---- DPO ----
 
 
 class Unigram(torch.nn.Module):
@@ -223,7 +178,203 @@ def test_dpo_of_a_transformer(tiny_model_path):
     for own, plain in gradients:
         torch.testing.assert_close(own, plain, rtol=1e-5, atol=2e-6)
         assert plain.abs().max() > 1e-3
-    same = course.per_instance_dpo_loss(lm_ref, lm_ref, tokenizer, 0.3, prompt, chosen, rejected)
-    assert same.item() == pytest.approx(math.log(2), rel=1e-9)
-    with pytest.raises(ValueError, match="^beta must be positive, got 0$"):
-        course.per_instance_dpo_loss(lm, lm_ref, tokenizer, 0, prompt, chosen, rejected)
+
+
+# The batch of tests/losses/test_policy_losses.py: two responses of 3 and 2 tokens. Ratios 1.349859, 0.904837, 1.051271
+# and 0.670320, 1.221403; the clip at 0.2 makes the loss larger at the first token of each.
+LOG_RATIO = torch.tensor([[0.3, -0.1, 0.05], [-0.4, 0.2, 0.0]])
+MASK = torch.tensor([[1, 1, 1], [1, 1, 0]])
+REWARDS = torch.tensor([[1.0], [0.0]])
+ADVANTAGES = torch.tensor([[1.0], [-1.0]])
+NEW = torch.tensor([[-1.0, -0.7, -0.5], [-2.0, -0.3, -0.9]])
+GIVEN = {"raw_rewards": REWARDS, "advantages": ADVANTAGES, "old_log_probs": NEW - LOG_RATIO, "cliprange": 0.2}
+
+
+# ---- Policy losses ----
+
+
+def test_naive_loss_by_hand():
+    """-1 * -1, -1 * -0.7, ...; and 1 * -2, 1 * -0.3, ..."""
+    expected = torch.tensor([[1.0, 0.7, 0.5], [-2.0, -0.3, -0.9]])
+    assert torch.equal(course.naive_policy_gradient_loss(ADVANTAGES, NEW), expected)
+    assert torch.equal(course.naive_policy_gradient_loss(ADVANTAGES[:, 0], NEW), expected)
+    assert torch.equal(course.naive_policy_gradient_loss(ADVANTAGES.expand(2, 3), NEW), expected)
+
+
+def test_clip_loss_by_hand():
+    """Row 1: -1.2 (clipped), -0.904837, -1.051271. Row 2: 0.8 (clipped), 1.221403, which no clip may lower, and 1."""
+    losses, metadata = course.grpo_clip_loss(ADVANTAGES, NEW, NEW - LOG_RATIO, 0.2)
+    expected = torch.tensor([[-1.2, -0.904837, -1.051271], [0.8, 1.221403, 1.0]])
+    torch.testing.assert_close(losses, expected, atol=1e-6, rtol=0)
+    assert metadata["clipped"].tolist() == [[1, 0, 0], [1, 0, 0]]
+    assert metadata["clip_fraction"].item() == pytest.approx(2 / 6)
+
+
+def token_loss(loss_type: str, log_prob: float, old: float, reward: float, advantage: float, cliprange: float):
+    """Loss of one token, and its derivative by the token's log-probability."""
+    if loss_type == "no_baseline":
+        return -reward * log_prob, -reward, False
+    if loss_type == "reinforce_with_baseline":
+        return -advantage * log_prob, -advantage, False
+    ratio = math.exp(log_prob - old)
+    clipped_ratio = min(max(ratio, 1 - cliprange), 1 + cliprange)
+    if loss_type == "grpo_clip" and clipped_ratio * advantage < ratio * advantage:
+        return -clipped_ratio * advantage, 0.0, True
+    return -ratio * advantage, -ratio * advantage, False
+
+
+def random_batch():
+    """5 responses of 0 to 9 tokens with ratios of about 0.5 to 2, in float64."""
+    generator = torch.Generator().manual_seed(0)
+    log_probs = -3 * torch.rand(5, 9, generator=generator, dtype=torch.float64)
+    old = log_probs + 0.4 * torch.randn(5, 9, generator=generator, dtype=torch.float64)
+    mask = torch.arange(9) < torch.tensor([[9], [4], [1], [0], [6]])
+    mask[0, 2:5] = False
+    rewards, advantages = torch.randn(2, 5, 1, generator=generator, dtype=torch.float64)
+    arguments = {"raw_rewards": rewards, "advantages": advantages, "old_log_probs": old, "cliprange": 0.15}
+    return log_probs.requires_grad_(), mask, arguments
+
+
+@pytest.mark.parametrize("loss_type", ["no_baseline", "reinforce_with_baseline", "grpo_clip", "grpo_no_clip"])
+def test_losses_and_gradients_token_by_token(loss_type):
+    """Per token, and then the step: each row's mean, over 5 rows and 3 micro-batches; an empty row counts as 0."""
+    log_probs, mask, arguments = random_batch()
+    losses, metadata = course.policy_gradient_loss(log_probs, loss_type, **arguments)
+    (gradient,) = torch.autograd.grad(losses.sum(), log_probs)
+    loss, step_metadata = course.policy_microbatch_step(log_probs, mask, 3, loss_type, **arguments)
+    total, clipped_tokens, clipped_counted = 0.0, 0, 0
+    for row in range(5):
+        length = int(mask[row].sum())
+        for t in range(9):
+            value, slope, clipped = token_loss(
+                loss_type,
+                log_probs[row, t].item(),
+                arguments["old_log_probs"][row, t].item(),
+                arguments["raw_rewards"][row].item(),
+                arguments["advantages"][row].item(),
+                0.15,
+            )
+            weight = 1 / (length * 5 * 3) if mask[row, t] else 0.0
+            assert losses[row, t].item() == pytest.approx(value, rel=1e-12)
+            assert gradient[row, t].item() == pytest.approx(slope, rel=1e-12)
+            assert log_probs.grad[row, t].item() == pytest.approx(weight * slope, rel=1e-12)
+            assert metadata["clipped"][row, t].item() == clipped
+            total += weight * value
+            clipped_tokens += clipped
+            clipped_counted += clipped and bool(mask[row, t])
+    assert loss.item() == pytest.approx(total, rel=1e-12)
+    assert metadata["clip_fraction"].item() == pytest.approx(clipped_tokens / 45)
+    assert torch.equal(step_metadata["clipped"], metadata["clipped"] & mask)
+    assert step_metadata["clip_fraction"].item() == pytest.approx(clipped_counted / int(mask.sum()))
+    assert (clipped_counted > 2) == (loss_type == "grpo_clip")
+
+
+def test_no_gradient_through_the_old_policy():
+    """The same tensor for both: ratio 1, and the gradient of -A log p, not zero."""
+    log_probs = NEW.clone().requires_grad_()
+    losses, _ = course.policy_gradient_loss(log_probs, "grpo_no_clip", advantages=ADVANTAGES, old_log_probs=log_probs)
+    losses.sum().backward()
+    assert losses.tolist() == [[-1] * 3, [1] * 3]
+    assert log_probs.grad.tolist() == [[-1] * 3, [1] * 3]
+
+
+# ---- Steps ----
+
+
+@pytest.mark.parametrize(
+    "loss_type, expected",
+    [
+        # Rows (1 + 0.7 + 0.5) / 3 and 0.
+        ("no_baseline", 0.366667),
+        # Rows 0.733333 and -(2 + 0.3) / 2.
+        ("reinforce_with_baseline", -0.208333),
+        # Rows -3.156108 / 3 and 2.021403 / 2.
+        ("grpo_clip", -0.020667),
+        # Rows -(1.349859 + 0.904837 + 1.051271) / 3 and (0.670320 + 1.221403) / 2.
+        ("grpo_no_clip", -0.078064),
+    ],
+)
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_policy_step_by_hand(loss_type, expected, accumulation):
+    log_probs = NEW.clone().requires_grad_()
+    loss, metadata = course.policy_microbatch_step(log_probs, MASK, accumulation, loss_type, **GIVEN)
+    assert loss.item() == pytest.approx(expected / accumulation, abs=1e-6)
+    assert not loss.requires_grad and loss.shape == ()
+    once = log_probs.grad.clone()
+    course.policy_microbatch_step(log_probs, MASK, accumulation, loss_type, **GIVEN)
+    assert torch.equal(log_probs.grad, 2 * once), "micro-batches add up"
+    # Two of the five tokens that count.
+    assert metadata["clip_fraction"].item() == pytest.approx(0.4 if loss_type == "grpo_clip" else 0)
+    assert log_probs.grad[1, 2] == 0
+
+
+def test_sft_step_by_hand():
+    """Rows 2.2 / 10 and 2.3 / 10; (0.22 + 0.23) / 2 / 4 = 0.05625. A token that counts has -1 / (10 * 2 * 4)."""
+    log_probs = NEW.clone().requires_grad_()
+    loss, metadata = course.sft_microbatch_step(log_probs, MASK, 4, normalize_constant=10.0)
+    assert loss.item() == pytest.approx(0.05625)
+    assert not loss.requires_grad
+    assert log_probs.grad.tolist() == [pytest.approx([-0.0125] * 3), pytest.approx([-0.0125, -0.0125, 0])]
+    assert metadata["token_count"].item() == 5
+    assert metadata["mean_log_prob"].item() == pytest.approx(-4.5 / 5)
+
+
+# ---- Refusals ----
+
+TENSOR, GROUP = torch.ones(2, 3), {"reward_fn": reward_of({"a": 0.0, "b": 1.0}), "group_size": 2}
+TRAINED = NEW.clone().requires_grad_()
+
+
+def without(*names) -> dict:
+    return {name: None if name in names else value for name, value in GIVEN.items()}
+
+
+def grouped(responses="ab", truths="ab", **changes):
+    given = {**GROUP, **changes}
+    return course.compute_group_normalized_rewards(
+        given["reward_fn"], responses, truths, given["group_size"], 1e-6, True
+    )
+
+
+REFUSALS = [
+    (course.masked_mean, (TENSOR, torch.ones(2)), r"mask must broadcast .* \[2, 3\], got \[2\]"),
+    (course.masked_mean, (TENSOR[0], TENSOR), r"shape \[3\], got \[2, 3\]"),
+    (course.masked_normalize, (TENSOR, TENSOR[:, :2], 1.0), "mask must broadcast"),
+    (course.masked_normalize, (TENSOR, TENSOR, 0), "normalize_constant must be positive, got 0"),
+    (grouped, {"truths": "a"}, "2 rollout_responses and 1 repeated_ground_truths"),
+    (grouped, {"group_size": 3}, "2 rewards .* groups of 3"),
+    (grouped, {"reward_fn": reward_of({"a": 0.0, "b": NAN})}, "reward of nan for response 1"),
+    (grouped, {"reward_fn": lambda response, truth: {"score": 1}}, "'reward', got {'score': 1} for response 0"),
+    (grouped, {"reward_fn": lambda response, truth: 1.0}, "'reward', got 1.0 for response 0"),
+    (course.per_instance_dpo_loss, (None, None, build_tokenizer(), 0, "p", "a", "b"), "beta must be positive, got 0"),
+    (course.naive_policy_gradient_loss, (ADVANTAGES, NEW[0]), r"policy_log_probs .*\[B, T\], got \[3\]"),
+    (course.naive_policy_gradient_loss, (torch.ones(3), NEW), r"raw_rewards_or_advantages .*\[2, 1\].*got \[3\]"),
+    (course.grpo_clip_loss, (ADVANTAGES.T, NEW, NEW, 0.2), r"advantages .*\[2, 1\]"),
+    (course.grpo_clip_loss, (ADVANTAGES, NEW, NEW[:, :2], 0.2), r"old_log_probs .*\[2, 3\], got \[2, 2\]"),
+    (course.grpo_clip_loss, (ADVANTAGES, NEW, NEW, -0.2), "cliprange must be .*got -0.2"),
+    (course.policy_gradient_loss, (NEW, "grpo-clip"), "'grpo-clip'; did you mean 'grpo_clip'"),
+    (course.sft_microbatch_step, (TRAINED, MASK[:, 0], 1), r"response_mask .*\[2, 3\], got \[2\]"),
+    (course.sft_microbatch_step, (TRAINED, MASK, 1, -1), "normalize_constant must be positive, got -1"),
+    (course.sft_microbatch_step, (NEW, MASK, 1), "policy_log_probs has no gradient.*no_grad"),
+    (course.policy_microbatch_step, (TRAINED, MASK, 0, "grpo_clip", *GIVEN.values()), "accumulation_steps .*got 0"),
+    *(
+        (function, (*given, loss_type, *without(*missing).values()), f"'{loss_type}': {', '.join(missing)}$")
+        for function, given in (
+            (course.policy_gradient_loss, (NEW,)),
+            (course.policy_microbatch_step, (TRAINED, MASK, 1)),
+        )
+        for loss_type, missing in (
+            ("no_baseline", ["raw_rewards"]),
+            ("reinforce_with_baseline", ["advantages"]),
+            ("grpo_clip", ["advantages"]),
+            ("grpo_clip", ["old_log_probs", "cliprange"]),
+            ("grpo_no_clip", ["old_log_probs"]),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("function", "given", "phrases"), REFUSALS)
+def test_refusals(function, given, phrases):
+    with pytest.raises(ValueError, match=phrases):
+        function(**given) if isinstance(given, dict) else function(*given)

@@ -12,8 +12,6 @@ import torch
 from tests.support.tiny import alpaca, build_tokenizer, with_special_tokens
 from trl_ext import course
 
-# ------------------------------------------------------------------------------------------------- packed examples
-
 ROWS = [{"prompt": f"Question {n}?", "response": "Yes. " * n, "source": n} for n in range(1, 7)]
 
 
@@ -52,7 +50,8 @@ def test_packed_sequences(seq_length, compressed, path):
         assert item["labels"].tolist() == expected[start + 1 : start + seq_length + 1]
         assert item["input_ids"].dtype == item["labels"].dtype == torch.long
     assert index == len(dataset) - 1
-    assert torch.equal(dataset[-1]["labels"], item["labels"])
+    item["labels"].fill_(-100)
+    assert dataset[-1]["labels"].tolist() == expected[start + 1 : start + seq_length + 1], "a change is the item's own"
 
 
 @pytest.mark.parametrize("surplus, count", [(0, 1), (1, 2)])
@@ -91,16 +90,6 @@ def test_shuffled_documents_stay_whole(path):
     assert documents(0) != in_order and sorted(documents(0)) == sorted(in_order)
 
 
-def test_a_change_in_an_item_is_its_own(path):
-    dataset = course.PackedSFTDataset(build_tokenizer(), path, 8, shuffle=False)
-    before = [item["input_ids"].tolist() for item in dataset]
-    for tensor in dataset[0].values():
-        tensor.fill_(-100)
-    assert [item["input_ids"].tolist() for item in dataset] == before
-    with pytest.raises(IndexError):
-        dataset[len(dataset)]
-
-
 def test_batches(path):
     """Every sequence once per pass, in batches of 8 and a last one of the rest."""
     dataset = course.PackedSFTDataset(build_tokenizer(), path, 16, shuffle=False)
@@ -117,22 +106,28 @@ def test_batches(path):
     assert passes[0] != in_order and passes[0] != passes[1]
 
 
-def test_bad_files(path, tmp_path):
+@pytest.mark.parametrize(
+    ("content", "seq_length", "phrases"),
+    [
+        (None, 0, "^seq_length must be at least 1, got 0$"),
+        (None, 9999, r"examples.jsonl: \d+ tokens .* one sequence of 9999"),
+        (json.dumps(ROWS[0]) + "\n{oops}\n", 8, "examples.jsonl: 1 bad row: line 2: bad JSON: .* at column 2"),
+        ('{"prompt": "a"}\n', 8, "line 1: response: missing; the row has prompt"),
+        ('{"prompt": 1, "response": "b"}\n', 8, "line 1: prompt: must be text, got 1"),
+        ("\n", 8, "examples.jsonl: 0 tokens"),
+    ],
+)
+def test_bad_files(content, seq_length, phrases, path):
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ValueError, match=phrases):
+        course.PackedSFTDataset(build_tokenizer(), path, seq_length, shuffle=False)
+
+
+def test_a_missing_file_and_a_missing_end(path, tmp_path):
     tokenizer = build_tokenizer()
-
-    def refused(message, content=None, file=path, seq_length=8, error=ValueError):
-        if content is not None:
-            file.write_bytes(content)
-        with pytest.raises(error, match=message):
-            course.PackedSFTDataset(tokenizer, file, seq_length, shuffle=False)
-
-    refused("^seq_length must be at least 1, got 0$", seq_length=0)
-    refused(r"examples.jsonl: \d+ tokens do not fill one sequence of 9999 and its labels", seq_length=9999)
-    good = json.dumps(ROWS[0]).encode() + b"\n"
-    refused("examples.jsonl: 1 bad row: line 2: bad JSON: .* at column 2", good + b"{oops}\n")
-    refused("line 1: response: missing; the row has prompt", b'{"prompt": "a"}\n')
-    refused("line 1: prompt: must be text, got 1", b'{"prompt": 1, "response": "b"}\n')
-    refused("examples.jsonl: 0 tokens do not fill one sequence", b"\n")
-    refused("no file .*nowhere.jsonl$", file=tmp_path / "nowhere.jsonl", error=FileNotFoundError)
+    with pytest.raises(FileNotFoundError, match="no file .*nowhere.jsonl"):
+        course.PackedSFTDataset(tokenizer, tmp_path / "nowhere.jsonl", 8, shuffle=False)
     tokenizer.eos_token = None
-    refused("no end-of-text token to end a document with: set tokenizer.eos_token", good)
+    with pytest.raises(ValueError, match="end-of-text token .*: set tokenizer.eos_token"):
+        course.PackedSFTDataset(tokenizer, path, 8, shuffle=False)

@@ -173,6 +173,17 @@ def test_every_trainer_imports_without_what_windows_lacks():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_tests_and_benchmarks_share_through_support_alone():
+    """No test module imports another, `tests.support` imports no test and no benchmark, and benchmarks no test."""
+    for path in [*PACKAGE.parent.glob("tests/**/*.py"), *PACKAGE.parent.glob("benchmarks/**/*.py")]:
+        found = _imports(path)
+        assert not [module for module in found if ".test_" in module], path
+        if path.parts[-2] == "support":
+            assert not [module for module in found if module.split(".")[0] == "benchmarks"], path
+        if path.is_relative_to(PACKAGE.parent / "benchmarks"):
+            assert all(m.startswith("tests.support") for m in found if m.split(".")[0] == "tests"), path
+
+
 def test_recipes_define_nothing_but_main():
     for path in PACKAGE.parent.glob("recipes/*.py"):
         defined = [node for node in ast.parse(path.read_text()).body if hasattr(node, "name")]

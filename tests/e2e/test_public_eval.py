@@ -12,9 +12,11 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from tests.support import REPOSITORY
-from tests.support.files import read_rows
+from tests.support.files import read_rows, write_rows
 from tests.support.public_evaluation import (
     COMMANDS,
     flags_of_course,
@@ -25,7 +27,11 @@ from tests.support.public_evaluation import (
     run_command,
     write_policy,
 )
+from tests.support.refusals import assert_one_line
 from tests.support.reward_adapters import save_full_model
+from tests.support.tiny import save_tiny_model, token_log_probs
+from trl_ext import rollouts
+from trl_ext.rewards import RewardModel
 
 
 @pytest.fixture
@@ -77,63 +83,67 @@ class TestGenerateScorePack:
         # Other settings do not overwrite, and say so.
         line = one_line_error(run(*generate, "--max_new_tokens", "5"))
         assert "made with max_new_tokens 4, not with max_new_tokens 5" in line
+        assert ". is a folder: name a file" in one_line_error(run("generate", "--model", "toy", "--out", "."))
 
-    def test_damaged_rows_are_not_packed(self, run, course, tmp_path):
-        rows = response_rows(plan(win=10))
-        path = write_policy(tmp_path / "submission", "aot", [*rows, rows[3]])
-        line = one_line_error(run("pack", "submission", *course["prompts_jsonl"], *course["prefs_jsonl"]))
-        assert f"{path.relative_to(tmp_path)}: row_id row-black: duplicate: on lines 4 and 11" in line
 
-    @pytest.mark.parametrize(
-        "arguments, message",
-        [
-            (["generate", "--modle", "toy", "--out", "x.jsonl"], "unknown flag --modle"),
-            (["generate", "--out", "x.jsonl"], "the following arguments are required: --model"),
-            (["generate", "--model", "toy", "--out", "."], "is a folder: name a file"),
-            (["score", "--reward_model", "toy", "--out", "x.jsonl"], "no score head"),
-            (["generate", "--model", "toy", "--out", "x.jsonl", "--prompts_jsonl", "no.jsonl"], "no file no.jsonl"),
-        ],
+OPENAI = ["--judge", "openai", "--model", "gpt-5.4"]
+CANDIDATE = ["--candidate", "policy_generations/aot.jsonl"]
+# Every refusal is one line: what is wrong, and the flag, file or name that a user would change.
+REFUSALS = [
+    (["generate", "--model", "./no", "--out", "x.jsonl"], ["no model folder './no'"]),
+    (["generate", "--modle", "toy", "--out", "x.jsonl"], ["unknown flag --modle"]),
+    (["generate", "--out", "x.jsonl"], ["required", "--model"]),
+    (["generate", "--model", "toy", "--out", "x.jsonl", "--prompts_jsonl", "no.jsonl"], ["no file no.jsonl"]),
+    (["score", "--reward_model", "./no", "--out", "x.jsonl"], ["no model folder './no'"]),
+    (["grade", "nowhere"], ["no folder nowhere", "public_eval.generate", "--reward_model RUN --out nowhere/reward_m"]),
+    (["grade", ".", "--judge", "reward_model", "--model", "./no"], ["no model folder './no'"]),
+    (["grade", ".", "--tokenizer", "./no"], ["no model folder './no'"]),
+    (["pack", "nowhere"], ["no folder nowhere"]),
+    (["tournament", "no.jsonl"], ["no file no.jsonl", "python -m public_eval.generate --model"]),
+    (["stages", "base=toy", "sft=./nowhere"], ["no model folder './nowhere'"]),
+    (["stages", "toy"], ["'toy'", "name=folder"]),
+    (["stages", "base=toy", "base=toy"], ["'base' is given twice"]),
+    (["stages", "base=toy", "--reference", "sft"], ["reference 'sft'", "base"]),
+    (["stages", "base=toy", "--temperature", "-1"], ["temperature", "not be negative", "-1.0"]),
+    (["judge", "--candidate", "policy_generations/aot.jsonl", "a/aot.jsonl"], ["two files are called aot"]),
+    (["judge", "--candidate", "no.jsonl"], ["no file no.jsonl"]),
+    (["judge", *CANDIDATE, *OPENAI], ["OPENAI_API_KEY is not set"]),
+    (["judge", *CANDIDATE, "--judge", "opnai"], ["--judge 'opnai'", "did you mean 'openai'?"]),
+    (["judge", *CANDIDATE, "--max_concurency", "4"], ["unknown flag --max_concurency", "did you mean"]),
+    (["judge", *CANDIDATE, "--max_new_tokens", "0"], ["--max_new_tokens", "at least 1", "0"]),
+    (["judge", *CANDIDATE, "--max_error_fraction", "2"], ["--max_error_fraction", "between 0 and 1", "2"]),
+    (["judge", *CANDIDATE, "--base_url", "http://localhost:8000/v1"], ["--base_url", "--judge openai"]),
+    (["judge", *CANDIDATE, "--judge", "reward_model", "--model", "m", "--api", "chat"], ["--api", "--judge openai"]),
+    (["judge", *CANDIDATE, "--judge", "openai"], ["--judge openai needs --model"]),
+    (["judge", *CANDIDATE, "--judge", "reward_model"], ["--judge reward_model needs --model"]),
+    (["judge", *CANDIDATE, "--model", "gpt-5.4"], ["--model", "openai or reward_model"]),
+    (["judge", *CANDIDATE, *OPENAI, "--instructions", "no.md"], ["--instructions", "no file no.md"]),
+    (["judge", *CANDIDATE, *OPENAI, "--price_in", "-1"], ["--price_in", "not be negative", "-1"]),
+]
+
+
+def test_refusals_come_before_large_libraries_load(tmp_path):
+    """In a process of its own, since `torch`, `transformers`, `datasets` and `openai` take many seconds."""
+    for folder in ("policy_generations", "a"):
+        write_rows(tmp_path / folder / "aot.jsonl", response_rows(plan(win=10)))
+    program = (
+        "import contextlib, importlib, io, json, sys\n"
+        "for module, flags in json.load(sys.stdin):\n"
+        "    with contextlib.redirect_stderr(io.StringIO()) as said, contextlib.suppress(SystemExit):\n"
+        "        importlib.import_module(module).main(flags)\n"
+        "    slow = {'torch', 'transformers', 'datasets', 'openai'} & set(sys.modules)\n"
+        "    print(json.dumps([said.getvalue(), sorted(slow)]))\n"
     )
-    def test_errors(self, run, arguments, message):
-        assert message in one_line_error(run(*arguments))
-
-
-OPENAI = ("--judge", "openai", "--model", "gpt-5.4")
-
-
-class TestRefusals:
-    @pytest.mark.parametrize(
-        "arguments, message",
-        [
-            (["generate", "--model", "./no", "--out", "x.jsonl"], "no model folder './no'"),
-            (["score", "--reward_model", "./no", "--out", "x.jsonl"], "no model folder './no'"),
-            (["grade", "nowhere"], "no folder nowhere"),
-            (["grade", ".", "--judge", "reward_model", "--model", "./no"], "no model folder './no'"),
-            (["grade", ".", "--tokenizer", "./no"], "no model folder './no'"),
-            (["pack", "nowhere"], "no folder nowhere"),
-            (["tournament", "no.jsonl"], "no file no.jsonl: make it with `python -m public_eval.generate --model"),
-            (["stages", "base=toy", "sft=./nowhere"], "no model folder './nowhere'"),
-            (["judge", *OPENAI, "--candidate", "policy_generations/aot.jsonl"], "OPENAI_API_KEY is not set"),
-        ],
-    )
-    def test_wrong_flags_fail_before_large_libraries_load(self, tmp_path, arguments, message):
-        """In a process of its own, since `torch`, `transformers`, `datasets` and `openai` take many seconds."""
-        write_policy(tmp_path, "aot", response_rows(plan(win=10)))
-        command, *flags = arguments
-        code = (
-            "import sys, atexit\n"
-            "slow = {'torch', 'transformers', 'datasets', 'openai'}\n"
-            "atexit.register(lambda: print(sorted(slow & set(sys.modules))))\n"
-            f"from {module_of(command)} import main\n"
-            f"main({flags!r})\n"
-        )
-        environment = {key: value for key, value in os.environ.items() if not key.startswith("OPENAI_")}
-        environment["PYTHONPATH"] = str(REPOSITORY)
-        done = subprocess.run(
-            [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True
-        )
-        assert (done.returncode, done.stdout.strip()) == (2, "[]")
-        assert done.stderr.startswith("error: ") and message in done.stderr
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("OPENAI_")}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        input=json.dumps([(module_of(command), flags) for (command, *flags), _ in REFUSALS]),
+        env={**environment, "PYTHONPATH": str(REPOSITORY)}, cwd=tmp_path, capture_output=True, text=True,
+    )  # fmt: skip
+    for line, (arguments, words) in zip(done.stdout.splitlines(), REFUSALS, strict=True):
+        said, slow = json.loads(line)
+        assert said.startswith("error: ") and slow == [], (arguments, said, slow)
+        assert_one_line(said, words)
 
 
 class TestTournament:
@@ -150,19 +160,13 @@ class TestTournament:
         assert out.split("column")[1].splitlines()[4].split() == ["good", "-", "0.900"]
 
     def test_estimate(self, run, course, tmp_path):
+        """Nothing is asked about the five rows on which both are right in the same words."""
         good = write_policy(tmp_path, "good", response_rows(plan(win=10)))
         even = write_policy(tmp_path, "even", response_rows(plan(win=5, loss=5)))
         options = ("--judge", "openai", "--model", "gpt-5.4", "--estimate", "--json")
         _, out, _ = run("tournament", good, even, *course["judging"], *options)
-        estimates = json.loads(out)["estimates"]
-        # Nothing is asked about the five rows on which both are right in the same words.
-        assert {name: row["calls"] for name, row in estimates.items()} == {
-            "base - good": 20,
-            "base - even": 20,
-            "good - even": 10,
-        }
-
-    def test_a_file_called_base(self, run, course, tmp_path):
+        calls = {name: row["calls"] for name, row in json.loads(out)["estimates"].items()}
+        assert calls == {"base - good": 20, "base - even": 20, "good - even": 10}
         path = write_policy(tmp_path, "base", response_rows(plan(win=10)))
         assert "the base takes part anyway" in one_line_error(run("tournament", path, *course["judging"]))
 
@@ -170,19 +174,11 @@ class TestTournament:
 class TestCompareStages:
     @pytest.fixture
     def models(self, tmp_path, tiny_model_path):
-        from tests.support.tiny import save_tiny_model
-
         save_tiny_model(tmp_path / "other", seed=1)
         return {"base": tiny_model_path, "ppo": str(tmp_path / "other")}
 
     def test_figures_recomputed(self, run, course, models, tmp_path, monkeypatch):
         """Reward and length anew from the samples, and KL from the tokens, one row at a time and without padding."""
-        import torch
-        from transformers import AutoModelForCausalLM
-
-        from tests.support.tiny import token_log_probs
-        from trl_ext import rollouts
-        from trl_ext.rewards import RewardModel
 
         original, generations = rollouts.generate_responses, []
 
@@ -234,15 +230,3 @@ class TestCompareStages:
         assert "base: no KL: samples at temperature 0.0 give no estimate; sample at 1" in out
         how = "Reference: ppo. Decoding: greedy, one response per prompt, at most 3 tokens.\n"
         assert how in out and Path("stages/comparison.md").read_text().endswith(f"\n{how}")
-
-    @pytest.mark.parametrize(
-        "arguments, message",
-        [
-            (["toy"], "'toy': give each model as name=folder, such as base=toy"),
-            (["base=toy", "base=toy"], "'base' is given twice"),
-            (["base=toy", "--reference", "sft"], "the reference 'sft' is none of the models: base"),
-            (["base=toy", "--temperature", "-1"], "temperature must not be negative, got -1.0"),
-        ],
-    )
-    def test_errors(self, run, arguments, message):
-        assert message in one_line_error(run("stages", *arguments))

@@ -10,6 +10,7 @@ import pytest
 
 from tests.support import REPOSITORY
 from tests.support.files import read_rows, write_rows
+from tests.support.loopback import Fault, LoopbackServer
 from tests.support.public_evaluation import (
     flags_of_course,
     one_line_error,
@@ -19,7 +20,10 @@ from tests.support.public_evaluation import (
     write_policy,
     write_scores,
 )
+from tests.support.refusals import assert_one_line
 from tests.support.reward_adapters import save_full_model
+from trl_ext.evaluation.judging.run import JudgingRun
+from trl_ext.rewards import RewardModel
 
 
 @pytest.fixture
@@ -55,13 +59,10 @@ class TestJudge:
         verdicts = read_rows(tmp_path / "v.jsonl")
         assert len(verdicts) == 20
         assert [row["outcome"] for row in verdicts[:10]] == ["candidate"] * 5 + ["tie"] * 3 + ["base"] * 2
-
-    def test_table(self, run, course, tmp_path):
-        path = write_policy(tmp_path, "aot", response_rows(plan(win=5, tie=3, loss=2)))
-        code, out, _ = run("judge", "--candidate", path, *course["judging"])
-        assert code == 0
-        assert "0.714  [0.359, 0.918]  n 7" in out
-        assert "0.650" in out and "position bias  length bias" in out
+        out = run("judge", "--candidate", first, *course["judging"])[1]
+        assert "0.714  [0.359, 0.918]  n 7" in out and "0.650" in out and "position bias  length bias" in out
+        # Seven rows are asked about in both orders; the three ties are identical texts.
+        assert out.endswith("14 verdicts (equal responses need none), 0 errors; this judge costs nothing\n")
 
     def test_estimate_sends_nothing(self, run, course, tmp_path, monkeypatch):
         monkeypatch.delenv("OPENAI_API_KEY", raising=False)
@@ -76,8 +77,6 @@ class TestJudge:
     def test_openai_over_the_network_and_its_cache(self, run, course, tmp_path, monkeypatch):
         """The server prefers the longer answer: the five right ones, and never "wrong", which is shorter than the two
         words of the base; so 5 wins and 2 losses, beside 3 ties of identical answers."""
-        from tests.support.loopback import LoopbackServer
-
         monkeypatch.setenv("OPENAI_API_KEY", "sk-test")
         path = write_policy(tmp_path, "aot", response_rows(plan(win=5, tie=3, loss=2)))
         with LoopbackServer() as server:
@@ -99,12 +98,16 @@ class TestJudge:
             assert len(server.calls) == asked, "grading reads the same cache"
             grade = next(g for g in json.loads(out)["grades"] if g["method"] == "aot")
             assert grade["figure"] == pytest.approx(5 / 7)
+        # Where every verdict is in the cache no key is needed, and no server. Its address is part of no key of the
+        # cache, only that it is one's own: OPENAI_BASE_URL says so too.
+        monkeypatch.delenv("OPENAI_API_KEY")
+        monkeypatch.setenv("OPENAI_BASE_URL", server.url)
+        code, out, _ = run("judge", "--candidate", path, *course["judging"], *options[:4], "--json")
+        assert (code, json.loads(out)["usage"]["cached"]) == (0, 14)
         assert "sk-test" not in (tmp_path / "judge_cache.sqlite").read_bytes().decode("latin-1") + out + err
 
     def test_settings_of_the_judge(self, run, course, tmp_path, monkeypatch):
         """They are sent, written into every result, and part of what a verdict is kept under."""
-        from tests.support.loopback import LoopbackServer
-
         monkeypatch.setenv("OPENAI_API_KEY", "sk-test")
         rows = response_rows(plan(win=1, tie=9))
         path = write_policy(tmp_path / "submission", "aot", rows)
@@ -136,8 +139,6 @@ class TestJudge:
             assert body["instructions"] == "Judge by rhyme."
 
     def test_errors_above_the_limit_end_with_a_code(self, run, course, tmp_path, monkeypatch):
-        from tests.support.loopback import Fault, LoopbackServer
-
         monkeypatch.setenv("OPENAI_API_KEY", "sk-test")
         path = write_policy(tmp_path, "aot", response_rows(plan(win=10)))
 
@@ -190,8 +191,6 @@ class TestJudge:
 
     def test_a_reward_model_as_the_judge(self, run, course, tmp_path, tiny_model_path):
         """Each row's outcome is the sign of the difference of the rewards."""
-        from trl_ext.rewards import RewardModel
-
         folder = save_full_model(tiny_model_path, tmp_path / "reward")
         rows = response_rows(plan(win=5, tie=3, loss=2))
         base = response_rows(plan(tie=10))
@@ -208,71 +207,27 @@ class TestJudge:
         figures = json.loads(out)["candidates"][0]["win_rate"]
         assert figures["half"]["rate"] == pytest.approx(sum(credits) / 10)
 
-    @pytest.mark.parametrize(
-        "arguments, message",
-        [
-            (["--judge", "opnai"], "unknown --judge 'opnai'; did you mean 'openai'?"),
-            (["--max_concurency", "4"], "unknown flag --max_concurency; did you mean"),
-            (["--max_new_tokens", "0"], "--max_new_tokens: must be at least 1, got 0"),
-            (["--max_new_tokens", "8"], "over the token budget: generated_num_tokens is 9, at most 8"),
-        ],
-    )
-    def test_errors(self, run, course, tmp_path, arguments, message):
-        path = write_policy(tmp_path, "aot", response_rows(plan(win=10)))
-        line = one_line_error(run("judge", "--candidate", path, *course["judging"], *arguments))
-        assert message in line
-
-    def test_two_files_of_one_name(self, run, course, tmp_path):
-        paths = [write_policy(tmp_path / name, "aot", response_rows(plan(win=10))) for name in ("a", "b")]
-        assert "two files are called aot" in one_line_error(run("judge", "--candidate", *paths, *course["judging"]))
-
-    def test_no_key_is_needed_where_every_verdict_is_in_the_cache(self, run, course, tmp_path, monkeypatch):
-        """The server's address is part of no key, only that it is one's own: OPENAI_BASE_URL says so too."""
-        from tests.support.loopback import LoopbackServer
-
-        monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-        path = write_policy(tmp_path, "aot", response_rows(plan(win=10)))
-        options = ("--judge", "openai", "--model", "gpt-5.4", "--json")
-        with LoopbackServer() as server:
-            assert run("judge", "--candidate", path, *course["judging"], *options, "--base_url", server.url)[0] == 0
-        monkeypatch.setenv("OPENAI_BASE_URL", server.url)
-        code, out, _ = run("judge", "--candidate", path, *course["judging"], *options)
-        assert (code, json.loads(out)["usage"]["cached"]) == (0, 20)
-
-    def test_the_wrong_api_ends_the_command_with_the_way_out(self, run, course, tmp_path, monkeypatch):
-        from tests.support.loopback import Fault, LoopbackServer
-
-        monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-        path = write_policy(tmp_path, "aot", response_rows(plan(win=10)))
-        with LoopbackServer(faults=lambda question, attempt: Fault("not_the_api")) as server:
-            options = ("--judge", "openai", "--model", "m", "--base_url", server.url)
-            line = one_line_error(run("judge", "--candidate", path, *course["judging"], *options))
-        assert "a server that speaks only Chat Completions needs --api chat" in line
-
     def test_an_interrupt(self, run, course, tmp_path, monkeypatch):
         """Before the first verdict: none of 20 is there, which it says."""
-        from trl_ext.evaluation.judging.run import JudgingRun
 
         def interrupt(self, questions):
             raise KeyboardInterrupt
 
         monkeypatch.setattr(JudgingRun, "ask_all", interrupt)
         path = write_policy(tmp_path, "aot", response_rows(plan(win=10)))
-        options = ("--judge", "openai", "--model", "m", "--base_url", "http://127.0.0.1:9/v1")
-        code, _, err = run("judge", "--candidate", path, *course["judging"], *options)
-        kept = "interrupted: 0 of 20 verdicts are kept in judge_cache.sqlite, and the same command goes on from there"
-        assert (code, err.strip()) == (130, kept)
-        code, _, err = run("judge", "--candidate", path, *course["judging"])
-        assert (code, err.strip()) == (
-            130,
-            "interrupted: no verdict is kept, since there is no cache of them: run again",
-        )
+        openai = ("--judge", "openai", "--model", "m", "--base_url", "http://127.0.0.1:9/v1")
+        for options, words in ((openai, ["0 of 20 verdicts", "judge_cache.sqlite"]), ((), ["no verdict is kept"])):
+            code, _, err = run("judge", "--candidate", path, *course["judging"], *options)
+            assert code == 130
+            assert_one_line(err, ["interrupted: ", *words])
 
 
 class TestGrade:
     def test_table_and_problems(self, run, course, tmp_path):
+        """Of ipo 5 wins, 3 ties and 2 losses: 7 of 10 rows count. Ties in both orders agree, and without a bias."""
         folder = tmp_path / "submission"
         write_policy(folder, "aot", response_rows(plan(win=8, loss=2)))
+        write_policy(folder, "ipo", response_rows(plan(win=5, tie=3, loss=2)))
         bad = response_rows(plan(win=10))
         bad[4]["row_id"] = "elsewhere"
         path = write_policy(folder, "dpo", bad)
@@ -280,13 +235,20 @@ class TestGrade:
         code, out, _ = run("grade", folder, *course["all"], "--out", "grades.json")
         assert code == 2, "a file that is there cannot be used"
         lines = {line.split()[0]: line for line in out.splitlines() if line.strip()}
-        assert "PASS" in lines["aot"] and "0.800" in lines["aot"] and "0.72" in lines["aot"]
-        assert "PASS" in lines["reward_model"] and "0.750" in lines["reward_model"]
-        assert "FAIL" in lines["dpo"] and "2 bad rows" in lines["dpo"]
-        assert "FAIL" in lines["gspo"] and "missing" in lines["gspo"]
+        for method, words in {
+            "aot": ["PASS", "0.800", "0.72"],
+            "reward_model": ["PASS", "0.750"],
+            "ipo": ["PASS", "0.714  [0.359, 0.918]  n 7 of 10"],
+            "dpo": ["FAIL", "2 bad rows"],
+            "gspo": ["FAIL", "missing"],
+        }.items():
+            assert_one_line(lines[method], words)
+        assert lines["ipo"].split()[-2:] == ["1.000", "0.000"]
+        assert out.splitlines()[0].split("  ")[-2:] == ["agreement", "position bias"]
+        assert lines["gspo"].split()[-3:] == ["-", "-", "-"], "no chance, agreement or bias of a missing file"
         assert f"cannot be graded: {path}: row_id elsewhere: line 5: foreign" in out
         assert f"cannot be graded: {path}: row_id row-blue: missing" in out
-        assert "2 of 9 passed; part two, by either file: FAIL" in out
+        assert "3 of 9 passed; part two, by either file: FAIL" in out
         assert len(json.loads((tmp_path / "grades.json").read_text())["grades"]) == 9
 
     def test_exit_codes(self, run, course, tmp_path):
@@ -324,18 +286,11 @@ class TestGrade:
         line = one_line_error(run("judge", "--candidate", path, *course["judging"]))
         assert line.count(str(path)) == 1 and line.count("row_id") == 5 and line.endswith("; and 15 more")
 
-    def test_what_costs_nothing_is_not_counted_in_calls(self, run, course, tmp_path):
-        """Seven rows are asked about in both orders; the three ties are identical texts."""
-        path = write_policy(tmp_path / "submission", "aot", response_rows(plan(win=5, tie=3, loss=2)))
-        for command in (("grade", "submission", *course["all"]), ("judge", "--candidate", path, *course["judging"])):
-            out = run(*command)[1]
-            assert out.endswith("14 verdicts (equal responses need none), 0 errors; this judge costs nothing\n")
-            assert "calls" not in out and "$" not in out
-
     def test_tokens_are_counted_by_a_tokenizer(self, run, course, tmp_path, tiny_model_path):
         """Bytes are tokens here: three words of w letters, two commas, two spaces and a full stop have 3 w + 5.
 
         26 for captain, 23 for banana, carrot and castle, 20 for beach and black; four over the limit are let pass.
+        Even three letters are over a limit of 9: nothing is left to judge.
         """
         folder = tmp_path / "submission"
         write_policy(folder, "aot", response_rows(plan(win=10)))
@@ -345,58 +300,21 @@ class TestGrade:
             grade = next(g for g in json.loads(out)["grades"] if g["method"] == "aot")
             assert [line.split("row-")[1].split(":")[0] for line in grade["problems"]] == over
             assert grade["passed"] is not bool(over)
-
-    def test_rows_that_do_not_count_are_shown(self, run, course, tmp_path):
-        """5 wins, 3 ties, 2 losses: 7 of 10 count. Ties in both orders are agreement, and without a bias."""
-        write_policy(tmp_path / "submission", "aot", response_rows(plan(win=5, tie=3, loss=2)))
-        code, out, _ = run("grade", "submission", *course["all"])
-        lines = {line.split()[0]: line for line in out.splitlines() if line.strip()}
-        assert code == 0
-        assert "0.714  [0.359, 0.918]  n 7 of 10" in lines["aot"]
-        assert lines["aot"].split()[-2:] == ["1.000", "0.000"]
-        assert out.splitlines()[0].split("  ")[-2:] == ["agreement", "position bias"]
-        assert lines["gspo"].split()[-3:] == ["-", "-", "-"], "no chance, agreement or bias of a missing file"
-
-    def test_estimate_leaves_out_what_would_not_be_judged(self, run, course, tmp_path, tiny_model_path):
-        """Three words of three letters are 14 bytes: over a limit of 9 and a slack of 4, as in grading."""
-        write_policy(tmp_path / "submission", "aot", response_rows(plan(win=10)))
-        options = ("--estimate", "--tokenizer", tiny_model_path, "--max_new_tokens", "9")
-        line = one_line_error(run("grade", "submission", *course["all"], *options))
+        line = one_line_error(run("grade", folder, *course["all"], "--estimate", *options, 9))
         assert "holds no policy's file that could be judged" in line
-
-    def test_estimate(self, run, course, tmp_path):
-        folder = tmp_path / "submission"
-        write_policy(folder, "aot", response_rows(plan(win=10)))
         write_policy(folder, "dpo", response_rows(plan(win=10))[1:])
-        options = ("--judge", "openai", "--model", "gpt-5.4", "--estimate", "--json")
-        code, out, _ = run("grade", folder, *course["all"], *options)
-        assert code == 0
-        assert {name: row["calls"] for name, row in json.loads(out)["estimates"].items()} == {"aot": 20}
-
-    def test_no_folder(self, run):
-        error = one_line_error(run("grade", "nowhere"))
-        assert "no folder nowhere: make a policy's file with `python -m public_eval.generate --model RUN" in error
-        assert "score --reward_model RUN --out nowhere/reward_model/public_test_pref_scores.jsonl`" in error
+        openai = ("--judge", "openai", "--model", "gpt-5.4", "--estimate", "--json")
+        estimates = json.loads(run("grade", folder, *course["all"], *openai)[1])["estimates"]
+        assert {name: row["calls"] for name, row in estimates.items()} == {"aot": 20}, "and not dpo, a row short"
 
     def test_the_courses_thresholds(self):
         thresholds = json.loads((REPOSITORY / "public_eval" / "thresholds.json").read_text())
-        assert thresholds == {
-            "reward_model": 0.74,
-            "dpo": 0.68,
-            "ipo": 0.55,
-            "aot": 0.72,
-            "grpo": 0.68,
-            "drgrpo": 0.64,
-            "gspo": 0.60,
-            "offline_best": 0.83,
-            "online_best": 0.75,
-        }
+        expected = {"reward_model": 0.74, "dpo": 0.68, "ipo": 0.55, "aot": 0.72, "grpo": 0.68, "drgrpo": 0.64}
+        assert thresholds == {**expected, "gspo": 0.60, "offline_best": 0.83, "online_best": 0.75}
 
 
 def test_the_courses_own_files(run, wildchat, tmp_path):
     """The base as its own candidate, its answers doubled: a judge that prefers longer ones has it win all 128."""
-    from tests.support.loopback import LoopbackServer
-
     rows = [json.loads(line) for line in (wildchat / "public_test_gen_base_responses_128.jsonl").open()]
     path = write_rows(tmp_path / "aot.jsonl", [{**row, "response_text": row["response_text"] * 2} for row in rows])
     with LoopbackServer() as server:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from functools import partial
 
 import pytest
 
+from tests.support.refusals import assert_refused
 from trl_ext.evaluation.reasoning import (
     accuracy_gain,
     category_of,
@@ -34,8 +36,7 @@ def test_the_three_categories():
         "wrong_answer",
         "wrong_format",
     ]
-    with pytest.raises(ValueError, match="only be correct in the right form"):
-        category_of(0, 1)
+    assert_refused(lambda: category_of(0, 1), "only be correct in the right form")
     rows = [{"category": "correct"}, {"category": "correct"}, {"category": "wrong_format"}]
     assert count_categories(rows) == {"correct": 2, "wrong_answer": 0, "wrong_format": 1}
 
@@ -51,10 +52,8 @@ def test_graders():
     countdown = grader("countdown")
     assert countdown("x </think> <answer> 4 + 6 </answer>", row)["reward"] == 1
     assert countdown("x </think> <answer> 10 </answer>", row)["reward"] == 0, "the numbers must be used"
-    with pytest.raises(ValueError, match="numbers None"):
-        countdown("x", {"row_id": "b", "answer": "10"})
-    with pytest.raises(ValueError, match="did you mean"):
-        grader("r1-zero")
+    assert_refused(lambda: countdown("x", {"row_id": "b", "answer": "10"}), "numbers None")
+    assert_refused(lambda: grader("r1-zero"), "r1-zero", "did you mean")
 
 
 @pytest.mark.parametrize("n", [1, 4, 6])
@@ -64,23 +63,17 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_correct_sample(n):
         subsets = list(itertools.combinations(samples, k))
         expected = sum(any(subset) for subset in subsets) / len(subsets)
         assert pass_at_k(n, correct, k) == pytest.approx(expected, abs=1e-12)
-    for arguments in ((5, 2, 6), (5, 2, 0), (5, 6, 1)):
-        with pytest.raises(ValueError, match="must lie between"):
-            pass_at_k(*arguments)
-
-
-def test_majority_by_hand():
-    """Votes 7, 7, 8, of which 8 is correct.
-
-    One votes: right in 1 of 3. Two: (7, 7) is wrong and either (7, 8) a draw, so (0 + 1/2 + 1/2) / 3. All: 7 wins.
-    """
-    votes, correct = ["7", "7", "8"], [False, False, True]
-    assert majority_at_k(votes, correct, 1) == pytest.approx(1 / 3)
-    assert majority_at_k(votes, correct, 2) == pytest.approx(1 / 3)
-    assert majority_at_k(votes, correct, 3) == 0
+    for counts in ((5, 2, 6), (5, 2, 0), (5, 6, 1)):
+        assert_refused(lambda counts=counts: pass_at_k(*counts), "must lie between")
 
 
 def test_who_votes():
+    """Votes 7, 7, 8, of which 8 is correct. One votes: right in 1 of 3. All: 7 wins.
+
+    Two: (7, 7) is wrong and either (7, 8) a draw, so (0 + 1/2 + 1/2) / 3.
+    """
+    votes, correct = ["7", "7", "8"], [False, False, True]
+    assert [majority_at_k(votes, correct, k) for k in (1, 2, 3)] == pytest.approx([1 / 3, 1 / 3, 0])
     # Two ways to write the correct answer are one; without the form there is no vote, and without votes no answer.
     assert majority_at_k(["0.5", "1/2", "3", "3", "3"], [True, True, False, False, False], 5) == 0
     assert majority_at_k(["0.5", "1/2", "3"], [True, True, False], 3) == 1
@@ -89,8 +82,7 @@ def test_who_votes():
     row = {"category": "wrong_answer", "response_text": "so", "parsed_answer": " 1,  B "}
     assert vote_of(row) == "1, b"
     assert vote_of({**row, "category": "wrong_format"}) is None
-    for nothing in (None, "", " "):
-        assert vote_of({**row, "parsed_answer": nothing}) is None
+    assert [vote_of({**row, "parsed_answer": nothing}) for nothing in (None, "", " ")] == [None] * 3
     # A grader that says nothing of answers.
     assert vote_of({"category": "wrong_answer", "response_text": "So  1/2"}) == "so 1/2"
 
@@ -105,20 +97,8 @@ TAGS = "so </think> <answer> {} </answer>"
         # In a box and without it, 4 is 4: two to one.
         ("r1_zero", "5", [TAGS.format(r"\boxed{4}"), TAGS.format("4"), TAGS.format("5")], 0.0, [r"4", " 4 ", " 5 "]),
         ("question_only", "5", [r"\boxed{4}", r"is \boxed{4}, not 5.", r"\boxed{5}"], 0.0, ["4", "4", "5"]),
-        (
-            "r1_zero",
-            "5",
-            [TAGS.format(r"\boxed{4"), TAGS.format(r"\boxed{5"), TAGS.format("5")],
-            1.0,
-            [None, None, " 5 "],
-        ),
-        (
-            "countdown",
-            "10",
-            [TAGS.format("4 + 7"), TAGS.format("4+7"), TAGS.format("4+6")],
-            1 / 3,
-            [" 4 + 7 ", " 4+7 ", " 4+6 "],
-        ),
+        ("r1_zero", "5", [*map(TAGS.format, (r"\boxed{4", r"\boxed{5", "5"))], 1.0, [None, None, " 5 "]),
+        ("countdown", "10", [*map(TAGS.format, ("4 + 7", "4+7", "4+6"))], 1 / 3, [" 4 + 7 ", " 4+7 ", " 4+6 "]),
     ],
 )
 def test_votes_are_of_what_the_reward_reads(reward, truth, responses, majority, parsed):
@@ -211,10 +191,8 @@ def test_samples_of_a_problem_go_together():
     assert (summary["accuracy"]["low"], summary["accuracy"]["high"]) == pytest.approx((0.036171, 0.963829), abs=1e-6)
     assert summary["pass_at"]["2"]["mean"] == pytest.approx(2 / 3)
     assert summary["maj_at"]["2"]["mean"] == pytest.approx(0.5)
-    with pytest.raises(ValueError, match="1 to 2 samples"):
-        summarize_reasoning(rows[:-1])
-    with pytest.raises(ValueError, match="no responses"):
-        summarize_reasoning([])
+    assert_refused(lambda: summarize_reasoning(rows[:-1]), "1 to 2 samples")
+    assert_refused(lambda: summarize_reasoning([]), "no responses")
 
 
 def test_the_gain_is_of_pairs():
@@ -229,8 +207,7 @@ def test_the_gain_is_of_pairs():
     assert gain["mean"] == pytest.approx(0.25) and gain["n"] == 40
     assert (gain["low"], gain["high"]) == pytest.approx((0.093363, 0.382827), abs=1e-6)
     assert gain["p_value"] == pytest.approx(2 / 2**10)
-    with pytest.raises(ValueError, match="same rows"):
-        accuracy_gain(before, after[1:])
+    assert_refused(lambda: accuracy_gain(before, after[1:]), "same rows")
 
 
 # ---- Runs ----
@@ -284,33 +261,22 @@ def test_an_interrupted_run_goes_on(calls, toy, additions, uninterrupted, tmp_pa
     assert path.read_bytes() == uninterrupted[1]
 
 
-@pytest.mark.parametrize("cut", [30, 3000])
-def test_a_torn_file_goes_on(cut, toy, additions, uninterrupted, tmp_path):
+def test_torn_finished_and_damaged_files(toy, additions, uninterrupted, tmp_path):
     """A line that was cut off while it was written, and what of its save is there, is made again."""
+    rows, whole = uninterrupted
     path = tmp_path / "rows.jsonl"
-    path.write_bytes(uninterrupted[1][:-cut])
-    assert run(toy, additions, path=path) == uninterrupted[0]
-    assert path.read_bytes() == uninterrupted[1]
-
-
-def test_a_finished_run_samples_nothing(toy, additions, uninterrupted, tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_bytes(uninterrupted[1])
-    assert run(toy, additions, calls=0, path=path) == uninterrupted[0]
-
-
-def test_files_of_others_and_damaged_ones_are_refused(toy, additions, uninterrupted, tmp_path):
-    path = tmp_path / "rows.jsonl"
-    lines = uninterrupted[1].splitlines(keepends=True)
-    path.write_bytes(b"".join(lines[3:17]))
-    with pytest.raises(ValueError, match=r"rows\.jsonl: line 1 is row_id .* of another one"):
-        run(toy, additions, path=path)
-    path.write_bytes(b"{\n" + b"".join(lines[1:7]))
-    with pytest.raises(ValueError, match=r"rows\.jsonl: line 1 is damaged"):
-        run(toy, additions, path=path)
-    path.write_bytes(uninterrupted[1] * 2)
-    with pytest.raises(ValueError, match="line 37 is row_id"):
-        run(toy, additions, path=path)
+    path.write_bytes(whole[:-3000])
+    assert run(toy, additions, path=path) == rows
+    assert path.read_bytes() == whole
+    assert run(toy, additions, calls=0, path=path) == rows, "nothing is sampled"
+    lines = whole.splitlines(keepends=True)
+    for content, words in (
+        (b"".join(lines[3:17]), ["line 1 is row_id", "of another one"]),
+        (b"{\n" + b"".join(lines[1:7]), ["line 1 is damaged"]),
+        (whole * 2, ["line 37 is row_id"]),
+    ):
+        path.write_bytes(content)
+        assert_refused(lambda: run(toy, additions, path=path), "rows.jsonl", *words)
 
 
 def test_what_cannot_be_graded_is_named(additions):
@@ -318,7 +284,7 @@ def test_what_cannot_be_graded_is_named(additions):
         return [Generation([1], [2], "</think> <answer> 1 </answer>", True) for _ in prompts]
 
     rows = [{**additions[0][0], "answer": ""}]
-    with pytest.raises(ValueError, match=f"row_id {rows[0]['row_id']}: "):
-        evaluate_reasoning(rows, additions[1][:1], engine, grader())
-    with pytest.raises(ValueError, match="0 prompts for 1 problems"):
-        evaluate_reasoning(rows, [], engine, grader())
+    assert_refused(
+        partial(evaluate_reasoning, rows, additions[1][:1], engine, grader()), f"row_id {rows[0]['row_id']}: "
+    )
+    assert_refused(partial(evaluate_reasoning, rows, [], engine, grader()), "0 prompts for 1 problems")

@@ -10,6 +10,7 @@ import random
 import pytest
 import torch
 
+from tests.support.refusals import assert_refused
 from trl_ext.evaluation import best_of_n, reward_metrics, reward_mistakes, true_order_metrics, wilson_interval
 
 # P(the response with the higher score wins), and whether that is the chosen one.
@@ -42,16 +43,12 @@ def test_six_pairs_by_hand():
     third = metrics["calibration"][2]
     assert (third["low"], third["high"]) == pytest.approx((0.7, 0.8))
     assert (third["confidence"], third["accuracy"]) == pytest.approx((0.745, 1.0))
-
-
-def test_ten_bins_by_default():
-    """Bins of .05: .55 opens the second, .62 lies in the third, .71 in the fifth, ..., and .93 in the ninth."""
+    # Ten bins of .05, the default, have at most one pair each: the mean of |p - correct| is the same.
     metrics = reward_metrics(*scores_of([(p + 1e-9, correct) for p, correct in CONFIDENCES]))
     assert [row["n"] for row in metrics["calibration"]] == [0, 1, 1, 0, 1, 1, 0, 1, 1, 0]
     empty = metrics["calibration"][0]
     assert (empty["low"], empty["high"], empty["confidence"], empty["accuracy"]) == (0.5, 0.55, None, None)
-    # One pair to a bin: the mean of |p - correct|, (.45 + .62 + .29 + .22 + .12 + .07) / 6.
-    assert metrics["ece"] == pytest.approx(1.77 / 6, abs=1e-6)
+    assert metrics["ece"] == pytest.approx(0.295, abs=1e-6)
 
 
 def test_ties_count_as_wrong_and_certainty_is_finite():
@@ -65,26 +62,24 @@ def test_ties_count_as_wrong_and_certainty_is_finite():
     assert metrics["ece"] == pytest.approx((0.5 + 2 * 0.5) / 3)
 
 
-def test_worse_than_chance_is_said(caplog):
+def test_refusals_and_a_warning(caplog):
+    for call, words in (
+        (lambda: reward_metrics([], []), ["no pairs"]),
+        (lambda: reward_metrics([1.0], [1.0, 2.0]), ["1 scores of chosen", "2 of rejected"]),
+        (lambda: reward_metrics([1.0, math.nan], [0.0, 0.0]), ["pair 1", "nan and 0.0"]),
+        (lambda: reward_metrics([1.0], [0.0], bins=0), ["bins", "at least 1", "0"]),
+        (lambda: true_order_metrics([1.0], [0.0], [0.5, 1], [0.5, 1]), ["1 pairs of scores for 2"]),
+        (lambda: best_of_n([0.1, 0.2], [0.1, 0.2], 3), ["n must lie between 1", "2, got 3"]),
+        (lambda: best_of_n([[0.1, 0.2]], [[0.1]], 1), ["same number of samples"]),
+        (lambda: best_of_n([], [], 1), ["one or more prompts"]),
+        (lambda: best_of_n([0.1, math.nan], [0.1, 0.2], 1), ["finite"]),
+    ):
+        assert_refused(call, *words)
     with caplog.at_level(logging.WARNING):
         reward_metrics([1.0, 2.0], [0.0, 3.0])
         assert not caplog.records, "exactly one half is chance"
         reward_metrics([1.0, 2.0, 3.0], [0.0, 3.0, 4.0])
     assert "accuracy 0.333 on 3 pairs is below one half, worse than chance" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("chosen", "rejected", "options", "message"),
-    [
-        ([], [], {}, "no pairs to measure"),
-        ([1.0], [1.0, 2.0], {}, "1 scores of chosen responses for 2 of rejected ones"),
-        ([1.0, math.nan], [0.0, 0.0], {}, "scores of pair 1 are nan and 0.0"),
-        ([1.0], [0.0], {"bins": 0}, "bins must be at least 1, got 0"),
-    ],
-)
-def test_refused_scores(chosen, rejected, options, message):
-    with pytest.raises(ValueError, match=message):
-        reward_metrics(chosen, rejected, **options)
 
 
 def test_true_order():
@@ -101,8 +96,6 @@ def test_true_order():
     # A tie in the scores is wrong, too; and where the truth has only ties there is no rate.
     assert true_order_metrics([1.0], [1.0], [0.9], [0.1])["accuracy"] == 0
     assert true_order_metrics([1.0], [0.0], [0.5], [0.5])["accuracy"] is None
-    with pytest.raises(ValueError, match="1 pairs of scores for 2 pairs of true qualities"):
-        true_order_metrics([1.0], [0.0], [0.5, 1], [0.5, 1])
 
 
 @pytest.mark.parametrize(
@@ -151,20 +144,6 @@ def test_best_of_n_of_more_subsets_than_a_double_holds(count, n):
     assert best_of_n(ranks, ranks, n)["gold"] == pytest.approx((count + 1) * n / (n + 1), rel=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("proxy", "gold", "n", "message"),
-    [
-        ([0.1, 0.2], [0.1, 0.2], 3, "n must lie between 1 and the number of samples, 2, got 3"),
-        ([[0.1, 0.2]], [[0.1]], 1, "same number of samples"),
-        ([], [], 1, "one or more prompts"),
-        ([0.1, math.nan], [0.1, 0.2], 1, "proxy and gold must be finite"),
-    ],
-)
-def test_best_of_n_refusals(proxy, gold, n, message):
-    with pytest.raises(ValueError, match=message):
-        best_of_n(proxy, gold, n)
-
-
 def test_mistakes_come_worst_first():
     rows = [
         {"row_id": name, "prompt": [{"role": "user", "content": f"ask {name}"}], "chosen": f"good {name}"}
@@ -174,15 +153,7 @@ def test_mistakes_come_worst_first():
     chosen, rejected = torch.tensor([1.0, 0.0, 2.0, -1.0]), torch.tensor([0.0, 0.5, 2.0, 1.0])
     mistakes = reward_mistakes(rows, chosen, rejected)
     assert [(row["row_id"], row["margin"]) for row in mistakes] == [("d", -2.0), ("b", -0.5), ("c", 0.0)]
-    assert mistakes[0] == {
-        "row_id": "d",
-        "prompt_text": "ask d",
-        "chosen_text": "good d",
-        "rejected_text": "bad d",
-        "chosen_score": -1.0,
-        "rejected_score": 1.0,
-        "margin": -2.0,
-    }
+    texts = {"row_id": "d", "prompt_text": "ask d", "chosen_text": "good d", "rejected_text": "bad d"}
+    assert mistakes[0] == {**texts, "chosen_score": -1.0, "rejected_score": 1.0, "margin": -2.0}
     assert [row["row_id"] for row in reward_mistakes(rows, chosen, rejected, 1)] == ["d"]
-    with pytest.raises(ValueError, match="3 rows for the scores of 4 pairs"):
-        reward_mistakes(rows[:3], chosen, rejected)
+    assert_refused(lambda: reward_mistakes(rows[:3], chosen, rejected), "3 rows for the scores of 4 pairs")

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.support import REPOSITORY, recipes
+from tests.support.refusals import assert_one_line, assert_refused
 from trl_ext.evaluation import write_report
 from trl_ext.evaluation.reporting.results import read_harness
 from trl_ext.evaluation.tasks import __main__ as command
@@ -73,42 +74,36 @@ class TestRows:
         row = {"a": 5.0, "b": 2.5, "c": "{a}", "d": [{"role": "user", "content": "Q"}], "e": ""}
         assert fill("{a} {b} {c} {x y} \\boxed{} {e}", row) == "5 2.5 {a} {x y} \\boxed{} "
         for empty, name in ((None, "null"), (float("nan"), "nan")):
-            with pytest.raises(ValueError, match=f"the column 'e' is {name}; give a text"):
-                fill("{a}{e}", {**row, "e": empty})
+            changed = {**row, "e": empty}
+            assert_refused(lambda row=changed: fill("{a}{e}", row), f"the column 'e' is {name}", "give a text")
         assert fill("{d}", row) == row["d"]
         assert fill("{a} {b}", {"a": 1234567.0, "b": 1234.5678}) == "1234567 1234.5678", "no digit is lost"
 
     @pytest.mark.parametrize(
-        ("text", "message"),
+        ("old", "new", "words"),
         [
-            (TASK.replace("prompt:", "promt:"), "mine.yaml: 'promt' is no key of a task; did you mean 'prompt'?"),
-            (
-                TASK.replace("max_new_tokens: 8", "max_new_tokens: many"),
-                "max_new_tokens: Input should be a valid integer",
-            ),
-            (TASK.replace("check: contains\n", ""), "mine.yaml: check: Field required"),
-            (
-                TASK.replace("contains", "contain"),
-                "check: 'contain' is no check; did you mean 'contains'? Known: r1_zero",
-            ),
-            (TASK.replace("{q}", "{question}"), "rows.json: row 1 has no column 'question'; it has q, a, tags, hint"),
-            (TASK.replace("{q}", "{q} {hint}"), "rows.json: row 1: the column 'hint' is null; give a text"),
-            (TASK.replace('answer: "{a}"\n', ""), "the check contains needs the key answer"),
-            (TASK.replace("rows.json", "none.json"), "no file none.json in"),
-            (TASK.replace("contains", "rubric"), "the check rubric needs the key judge"),
-            (TASK.replace("contains", "pairs"), "the check pairs needs chosen and rejected in every row"),
-            (TASK.replace("contains", "countdown"), "the check countdown needs numbers in every row"),
-            ("- 1", "a task is a mapping of data, layout"),
+            ("prompt:", "promt:", ["mine.yaml", "'promt'", "did you mean 'prompt'?"]),
+            ("max_new_tokens: 8", "max_new_tokens: many", ["max_new_tokens", "valid integer"]),
+            ("check: contains\n", "", ["mine.yaml", "check: Field required"]),
+            ("contains", "contain", ["check", "'contain'", "did you mean 'contains'?", "Known: r1_zero"]),
+            ("{q}", "{question}", ["rows.json: row 1", "no column 'question'", "q, a, tags, hint"]),
+            ("{q}", "{q} {hint}", ["rows.json: row 1", "'hint' is null", "give a text"]),
+            ('answer: "{a}"\n', "", ["contains needs the key answer"]),
+            ("rows.json", "none.json", ["no file none.json in"]),
+            ("contains", "rubric", ["rubric needs the key judge"]),
+            ("contains", "pairs", ["pairs needs chosen and rejected in every row"]),
+            ("contains", "countdown", ["countdown needs numbers in every row"]),
+            (TASK, "- 1", ["a task is a mapping of data, layout"]),
         ],
     )
-    def test_a_mistyped_row_is_refused(self, own, capsys, text, message):
-        own.write_text(text)
-        out, error = run(capsys, "toy", "--task", own, "--output_dir", own.parent / "out")
-        assert error.startswith("error: ") and message in error and len(error.splitlines()) == 1, error
+    def test_refusals(self, own, capsys, old, new, words):
+        own.write_text(TASK.replace(old, new))
+        _, error = run(capsys, "toy", "--task", own, "--output_dir", own.parent / "out")
+        assert_one_line(error, ["error: ", *words])
         assert not (own.parent / "out").exists()
 
     def test_an_unknown_task(self, capsys):
-        assert "no task 'gsm9k'" in run(capsys, "toy", "--task", "gsm9k")[1]
+        assert_one_line(run(capsys, "toy", "--task", "gsm9k")[1], ["no task 'gsm9k'"])
 
 
 class TestChecks:
@@ -157,12 +152,10 @@ class TestChecks:
 
 def test_differences_are_of_the_rows_that_both_have():
     """Row b has no score before, and row c is new: only a is compared."""
-    before = [{"row_id": "a", "reward/score": 1}, {"row_id": "b", "reward/score": None}]
-    after = [
-        {"row_id": "a", "reward/score": 0},
-        {"row_id": "b", "reward/score": 1},
-        {"row_id": "c", "reward/score": 1},
-    ]
+    before, after = (
+        [{"row_id": row_id, "reward/score": score} for row_id, score in scores.items()]
+        for scores in ({"a": 1, "b": None}, {"a": 0, "b": 1, "c": 1})
+    )
     found = difference(before, after)["score"]
     assert (found["mean"], found["n"]) == (-1, 1)
 
@@ -244,8 +237,7 @@ class TestRun:
         assert summary["policies"][0]["tasks"]["mine"]["acc"]["value"] == 0.5
         assert "mine: acc" in (tmp_path / "report.html").read_text()
         write_json(path, {"results": [1]})
-        with pytest.raises(ValueError, match="these are no results of lm-evaluation-harness"):
-            read_harness(path)
+        assert_refused(lambda: read_harness(path), "these are no results of lm-evaluation-harness")
 
 
 HARNESS_TASK = """\
@@ -276,17 +268,9 @@ def test_the_harness_runs_a_trained_model(tmp_path, capsys):
     lines = (DATA_DIR / "test_math.jsonl").read_text().splitlines(keepends=True)[:12]
     (tmp_path / "rows.jsonl").write_text("".join(lines))
     (tmp_path / "additions.yaml").write_text(HARNESS_TASK.replace("DATA", str(tmp_path / "rows.jsonl")))
-    arguments = [
-        "--model",
-        "hf",
-        "--model_args",
-        f"pretrained={model}",
-        "--tasks",
-        "additions",
-        "--apply_chat_template",
-    ]
-    arguments += ["--include_path", str(tmp_path), "--output_path", str(tmp_path / "harness"), "--device", "cpu"]
-    code = [sys.executable, "-m", "lm_eval", *arguments]
+    flags = f"--model hf --model_args pretrained={model} --tasks additions --apply_chat_template --device cpu"
+    flags += f" --include_path {tmp_path} --output_path {tmp_path / 'harness'}"
+    code = [sys.executable, "-m", "lm_eval", *flags.split()]
     done = subprocess.run(code, env=recipes.environment(), capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     out, _ = run(capsys, model, "--task", "additions", "--limit", 12, "--output_dir", tmp_path / "own", "--json")

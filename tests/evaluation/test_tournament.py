@@ -1,14 +1,150 @@
-"""Tournaments: wins counted by hand, and ratings."""
+"""Tournaments: ratings against closed forms and values worked by hand, and matches counted by hand."""
 
 import math
+from functools import partial
 
+import numpy
 import pytest
 
 from tests.support.public_evaluation import plan, response_rows, write_assets
+from tests.support.refusals import assert_refused
+from trl_ext.evaluation import JudgeError
 from trl_ext.evaluation.methods.tournament import run_tournament
+from trl_ext.evaluation.statistics.ratings import bradley_terry, expected_score, ratings_with_intervals
 from trl_ext.evaluation.submissions.assets import load_base, load_prompts
 from trl_ext.evaluation.submissions.candidates import known_score_judge
 from trl_ext.evaluation.submissions.rows import Response
+
+# ---- Ratings ----
+
+
+@pytest.mark.parametrize(("won", "lost"), [(7, 3), (3.5, 2.5)])
+def test_two_systems_in_closed_form(won, lost):
+    """7 to 3: 400 log10(7 / 3) = 147.190714 points apart; 2 wins, a loss and 3 ties as halves: 3.5 to 2.5."""
+    ratings, virtual = bradley_terry([[0, won], [lost, 0]])
+    assert ratings[0] - ratings[1] == pytest.approx(400 * math.log10(won / lost), abs=1e-9)
+    assert (ratings.mean(), virtual) == (pytest.approx(1000), False)
+    assert expected_score(ratings[0] - ratings[1]) == pytest.approx(won / (won + lost))
+
+
+def test_three_systems():
+    wins = [[0, 7, 8], [3, 0, 6], [2, 4, 0]]
+    ratings, _ = bradley_terry(wins)
+    assert ratings - 1000 == pytest.approx([128.650175, -25.901715, -102.748460], abs=1e-5)
+    anchored, _ = bradley_terry(wins, anchor=2)
+    assert anchored == pytest.approx([1231.398634, 1076.846745, 1000.0], abs=1e-5)
+
+
+def test_expected_wins_are_the_observed_ones():
+    """What maximal likelihood means here, on many problems at once: sum_j n_ij P(i beats j) = wins of i."""
+    generator = numpy.random.default_rng(0)
+    wins = generator.integers(1, 30, size=(5, 4, 4)).astype(float) + 0.5
+    for table, ratings in zip(wins, bradley_terry(wins)[0], strict=True):
+        for i in range(4):
+            others = [j for j in range(4) if j != i]
+            expected = sum((table[i, j] + table[j, i]) * expected_score(ratings[i] - ratings[j]) for j in others)
+            assert expected == pytest.approx(sum(table[i, j] for j in others), abs=1e-6)
+
+
+def test_a_system_that_wins_all_gets_a_virtual_draw():
+    """10 to 0 becomes 10.5 to 0.5: 400 log10(21)."""
+    ratings, virtual = bradley_terry([[0, 10], [0, 0]])
+    assert virtual
+    assert ratings[0] - ratings[1] == pytest.approx(400 * math.log10(21), abs=1e-6)
+
+
+def test_a_cycle_needs_none():
+    """A beats B, B beats C, C beats A: each wins all against one, and yet the ratings are finite and equal."""
+    ratings, virtual = bradley_terry([[0, 5, 0], [0, 0, 5], [5, 0, 0]])
+    assert not virtual
+    assert ratings == pytest.approx([1000] * 3)
+    result = ratings_with_intervals([[1.0] * 10] * 3, [(0, 1), (1, 2), (2, 0)], 3, anchor=0)
+    assert result.ratings == pytest.approx([1000.0] * 3)
+    assert all(result.low[system] < 950 and result.high[system] > 1050 for system in (1, 2))
+
+
+def test_a_group_that_wins_all_needs_them():
+    """A and B beat C whenever they meet, though both lose too: C cannot reach them."""
+    _, virtual = bradley_terry([[0, 3, 4], [2, 0, 4], [0, 0, 0]])
+    assert virtual
+
+
+def test_refusals():
+    assert_refused(lambda: bradley_terry([[0, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 1], [0, 0, 1, 0]]), "never met")
+    assert_refused(lambda: bradley_terry([[0, 1, 2], [1, 0, 2]]), "square table")
+
+
+def test_intervals_of_two_systems():
+    """70 of 100: each resampled count k of wins gives 400 log10(k / (100 - k)), so the interval is that of a
+    bootstrap of the win rate, carried over."""
+    credits = [1.0] * 70 + [0.0] * 30
+    result = ratings_with_intervals([credits], [(0, 1)], 2, anchor=1)
+    counts = numpy.random.default_rng(0).multinomial(100, [0.01] * 100, size=2000)
+    rates = counts @ numpy.array(credits) / 100
+    points = [1000 + 400 * math.log10(rate / (1 - rate)) for rate in numpy.percentile(rates, [2.5, 97.5])]
+    assert (result.low[0], result.high[0]) == pytest.approx(tuple(points), abs=1e-6)
+    assert result.ratings[0] == pytest.approx(1000 + 400 * math.log10(7 / 3))
+    assert (result.low[1], result.high[1]) == (1000.0, 1000.0)
+
+
+@pytest.mark.parametrize(
+    "credit, n, rate, low, high",
+    [
+        # Ten wins and the virtual draw are 10.5 of 11: odds of 21.
+        (1.0, 10, 10.5 / 11, 0.678552, 0.995236),
+        (0.0, 10, 0.5 / 11, 0.004764, 0.321448),
+        (1.0, 1, 1.5 / 2, 0.197867, 0.973323),
+        # Ties are even without one; the interval is that of 5.5 of 11.
+        (0.5, 10, 0.5, 0.245622, 0.754378),
+    ],
+)
+def test_comparisons_that_all_have_one_outcome(credit, n, rate, low, high):
+    """Wilson's bounds, in points: the interval of ten wins out of ten has a width.
+
+    Of 10.5 in 11: centre (0.954545 + 0.174612) / 1.349224 = 0.836894 and half-width 1.959964
+    sqrt(0.954545 x 0.045455 / 11 + 3.841459 / 484) / 1.349224 = 0.158342.
+    """
+    result = ratings_with_intervals([[credit] * n], [(0, 1)], 2, anchor=1)
+    expected = [1000 + 400 * math.log10(share / (1 - share)) for share in (rate, low, high)]
+    assert result.ratings[0] == pytest.approx(expected[0], abs=1e-6)
+    # The middle 95% of 2000 draws ends within a point or two of them.
+    assert (result.low[0], result.high[0]) == pytest.approx(expected[1:], abs=1.5)
+    assert (result.low[1], result.high[1]) == (1000.0, 1000.0)
+
+
+def test_a_base_that_loses_everything_makes_all_ratings_uncertain():
+    """The two that beat it 10 to 0 are 7 to 3 against one another.
+
+    What is uncertain is the base, which is fixed at 1000. One match of 10 to 0 leaves 797 points open; each of the
+    two hangs on two such, its own and through the other, which halve the variance: 797 / sqrt(2) = 564. The mixed
+    match alone would leave less than 340.
+    """
+    mixed = [1.0] * 7 + [0.0] * 3
+    result = ratings_with_intervals([[0.0] * 10, [0.0] * 10, mixed], [(0, 1), (0, 2), (1, 2)], 3, anchor=0)
+    for system in (1, 2):
+        assert result.high[system] - result.low[system] > 564
+        assert result.low[system] < result.ratings[system] < result.high[system]
+
+
+def test_a_match_that_is_won_throughout_among_others():
+    """Base, aot and dpo: aot has 5 wins, 3 ties and 2 losses against the base and ties 5 and loses 5 against dpo,
+    which beats the base 10 to 0: ratings are finite, through aot."""
+    aot, tied = [1.0] * 5 + [0.5] * 3 + [0.0] * 2, [0.5] * 5 + [0.0] * 5
+    result = ratings_with_intervals(
+        [[1 - credit for credit in aot], [0.0] * 10, tied], [(0, 1), (0, 2), (1, 2)], 3, anchor=0
+    )
+    assert not result.virtual_draws
+    # The wins taken for certain, which resampling alone does, leave 1395 to 1566; that they are not opens the
+    # lower end, and closes nothing.
+    assert result.low[2] < 1250 and result.high[2] == pytest.approx(1566.4, abs=0.1)
+
+
+def test_rows_without_judgement_are_no_matches():
+    result = ratings_with_intervals([[1.0, None, 0.0, 1.0, 1.0, None]], [(0, 1)], 2, anchor=1)
+    assert result.ratings[0] - 1000 == pytest.approx(400 * math.log10(3))
+
+
+# ---- Matches ----
 
 
 @pytest.fixture
@@ -29,12 +165,6 @@ def systems(tmp_path):
         "even": responses(plan(win=5, loss=5)),
         "bad": responses(plan(loss=10)),
     }
-
-
-def test_a_tournament_needs_the_base(systems):
-    prompts, responses = systems
-    with pytest.raises(ValueError, match="needs the system 'base' and at least one other, got good"):
-        run_tournament(known_score_judge(prompts), prompts, {"good": responses["good"]})
 
 
 class TestTournament:
@@ -63,8 +193,8 @@ class TestTournament:
     def test_one_policy_in_closed_form(self, systems):
         """Good wins 9 of 10 with ties as halves: 400 log10(9) = 381.697 above the base, which expects 0.1."""
         prompts, responses = systems
-        two = {name: responses[name] for name in ("base", "good")}
-        result = run_tournament(known_score_judge(prompts), prompts, two)
+        judge, two = known_score_judge(prompts), {name: responses[name] for name in ("base", "good")}
+        result = run_tournament(judge, prompts, two)
         row = result.table()[0]
         assert row["rating"] == pytest.approx(1000 + 400 * math.log10(9), abs=1e-6)
         assert row["expected_against_base"] == pytest.approx(0.9)
@@ -76,21 +206,14 @@ class TestTournament:
         assert row["expected_low"] < 0.9 < row["expected_high"]
         base = result.table()[1]
         assert base["expected_against_base"] is base["expected_low"] is base["expected_high"] is None
-
-    def test_losing_all_needs_virtual_draws(self, systems):
-        """Bad loses all 10; with a draw half each way 10.5 to 0.5: 400 log10(21) below the base."""
-        prompts, responses = systems
-        two = {name: responses[name] for name in ("base", "bad")}
-        result = run_tournament(known_score_judge(prompts), prompts, two)
+        # Bad loses all 10; with a draw half each way 10.5 to 0.5.
+        result = run_tournament(judge, prompts, {name: responses[name] for name in ("base", "bad")})
         assert result.ratings.virtual_draws
-        bad = next(row for row in result.table() if row["name"] == "bad")
-        assert bad["rating"] == pytest.approx(1000 - 400 * math.log10(21), abs=1e-6)
-        # Every sample is the same ten losses, and yet these are no certainty: Wilson's bounds of 0.5 wins in 11 are
-        # 0.004764 and 0.321448, which is 400 log10(0.321448 / 0.678552) = -129.79 points.
-        assert bad["low"] < bad["rating"] < bad["high"] == pytest.approx(1000 - 129.79, abs=1.5)
+        assert result.table()[1]["rating"] == pytest.approx(1000 - 400 * math.log10(21), abs=1e-6)
+        asked = partial(run_tournament, judge, prompts, {"good": responses["good"]})
+        assert_refused(asked, "needs the system 'base'", "got good")
 
     def test_unjudged_rows_are_counted(self, systems):
-        from trl_ext.evaluation import JudgeError
 
         prompts, responses = systems
         known = known_score_judge(prompts)

@@ -1,28 +1,33 @@
-"""`share_prefixes`: how it is called, what it leaves behind when it is removed, and what it must not touch."""
+"""`share_prefixes`: how it is called, what it must not touch, and what it leaves padded: models and single calls."""
 
 from __future__ import annotations
 
 import copy
 import logging
+import re
 
 import pytest
 import torch
 from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
+from transformers.integrations.neftune import activate_neftune
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from trl.trainer.utils import add_fused_lm_head
 
 from tests.support.packing import (
     HOOK,
+    REFUSED,
+    attention_named,
     close,
     forward,
     padded,
     ragged,
     said,
-    tiny_classifier,
     tiny_model,
 )
 from tests.support.trl_private import attention_of, forget_accelerator
 from trl_ext.models.packing import packing_of, share_prefixes
+from trl_ext.models.packing.obstacles import has_active_dropout
 
 
 @pytest.fixture(autouse=True)
@@ -48,35 +53,19 @@ def test_before_there_is_a_trainer():
         share_prefixes(None)
 
 
-def test_says_one_line_at_the_first_batch(caplog):
-    model = tiny_model("qwen2")
-    packing = share_prefixes(model)
-    assert "undecided until the first batch" in packing.describe() and not said(caplog)
-    forward(model, ragged())
-    forward(model, ragged())
-    assert said(caplog) == [packing.describe()]
-    assert "sdpa attention; differs from the padded forward by at most" in packing.describe()
-
-
-@pytest.mark.parametrize("rank", ["0", "1"])
-def test_other_processes_and_reference_models_are_silent(rank, caplog, monkeypatch):
-    monkeypatch.setenv("RANK", rank)
+@pytest.mark.parametrize(("rank", "lines"), [(None, 1), ("0", 1), ("1", 0)])
+def test_one_line_at_the_first_batch(rank, lines, caplog, monkeypatch):
+    """Of the policy, in the first process."""
+    if rank is not None:
+        monkeypatch.setenv("RANK", rank)
     model, reference = tiny_model("qwen2"), tiny_model("qwen2", seed=1)
-    share_prefixes(model, reference)
-    forward(reference, ragged())
-    forward(model, ragged())
-    assert packing_of(reference).packed_tokens == packing_of(model).packed_tokens == 95
-    assert len(said(caplog)) == (1 if rank == "0" else 0)
-
-
-def test_twice_is_once():
-    model = tiny_model("qwen2")
-    packing = share_prefixes(model)
-    hooked = model.forward
-    assert share_prefixes(model) is packing and packing_of(model) is packing
-    assert model.forward == hooked
-    forward(model, ragged())
-    assert packing.packed_tokens == 95
+    packing = share_prefixes(model, reference)
+    assert "undecided until the first batch" in packing.describe() and not said(caplog)
+    for each in (reference, model, model):
+        forward(each, ragged())
+    assert (packing_of(reference).packed_tokens, packing.packed_tokens) == (95, 190)
+    assert said(caplog) == [packing.describe()] * lines
+    assert "sdpa attention; differs from the padded forward by at most" in packing.describe()
 
 
 def test_second_trainer_on_the_same_model():
@@ -98,33 +87,39 @@ def test_second_trainer_on_the_same_model():
     assert close(model(**inputs).logits, plain(**inputs).logits)
 
 
-def test_remove():
+def test_twice_is_once_and_removed_it_is_gone():
     model, batch = tiny_model("qwen2"), ragged()
     expected, before = forward(model, batch).log_probs, model.forward
     packing = share_prefixes(model)
+    hooked = model.forward
+    assert share_prefixes(model) is packing and packing_of(model) is packing and model.forward == hooked
     forward(model, batch)
     packing.remove()
-    assert model.forward == before
-    assert attention_of(model) == "sdpa"
+    assert model.forward == before and attention_of(model) == "sdpa"
     assert forward(model, batch).log_probs.equal(expected)
     assert not packing.active and packing.packed_tokens == 95
     again = share_prefixes(model)
     forward(model, batch)
     assert again is not packing and again.packed_tokens == 95
+    # An attention that is exchanged later is not packed.
+    model.set_attn_implementation("eager")
+    assert close(forward(model, batch).log_probs, expected)
+    assert again.packed_tokens == 95 and again.left_padded == {"its attention was exchanged": 1}
+    # A model with adapters is one model.
+    inner = tiny_model("qwen2")
+    packing = share_prefixes(get_peft_model(inner, LoraConfig(r=2, target_modules=["q_proj"])))
+    assert packing.model is inner and packing_of(inner) is packing and share_prefixes(inner) is packing
 
 
 @pytest.mark.parametrize("hook_first", [False, True])
 def test_mixed_precision_of_accelerate(hook_first, mixed_precision):
     """TRL prepares its reference model, mixed precision and all, before a user has a trainer to take it from."""
     model, batch = tiny_model("qwen2"), ragged()
+    expected = forward(model, batch).log_probs
     packing = share_prefixes(model) if hook_first else None
     mixed_precision.prepare_model(model, evaluation_mode=True)
-    if not hook_first:
-        expected = forward(model, batch).log_probs
-        packing = share_prefixes(model)
-        assert (forward(model, batch).log_probs - expected).abs().mean() < 0.02
-    else:
-        forward(model, batch)
+    packing = packing or share_prefixes(model)
+    assert (forward(model, batch).log_probs - expected).abs().mean() < 0.02
     assert packing.active and packing.packed_tokens == 95
     # In bfloat16: the difference is of that size, and not of float32's.
     assert 1e-4 < packing.largest_difference < 0.5
@@ -148,14 +143,6 @@ def test_copy_packs_by_itself():
     assert (log_probs - forward(model, batch).log_probs).abs().max() > 0.1
     packing_of(twin).remove()
     assert packing.active and not packing_of(twin).active
-
-
-def test_model_with_adapters_is_one_model():
-    inner = tiny_model("qwen2")
-    model = get_peft_model(inner, LoraConfig(r=2, target_modules=["q_proj"]))
-    packing = share_prefixes(model)
-    assert packing.model is inner and packing_of(inner) is packing
-    assert share_prefixes(inner) is packing
 
 
 # ---- What it must not touch ----
@@ -194,19 +181,235 @@ def test_other_calls_of_the_model_are_its_own():
     assert packing.left_padded.total() == packing.packed_tokens == 0 and packing.backend is None
 
 
-def test_attention_that_was_exchanged_later_is_not_packed():
-    model, batch = tiny_model("qwen2"), ragged()
-    expected = forward(model, batch).log_probs
-    packing = share_prefixes(model)
-    forward(model, batch)
-    model.set_attn_implementation("eager")
-    assert close(forward(model, batch).log_probs, expected)
-    assert packing.packed_tokens == 95 and packing.left_padded == {"its attention was exchanged": 1}
+# ---- Models that are refused ----
+
+EAGER = "its attention is eager: load it with attn_implementation sdpa or a flash attention"
+REASONS = {
+    "gpt2": "its positions are not rotary",
+    "bloom": EAGER,
+    "mamba": "it has layers of the kind linear_attention",
+    "gpt_oss": EAGER,
+}
 
 
-def test_scores_with_a_margin_column():
-    """TRL's reward trainer passes the column on; models do not read it."""
-    model, batch = tiny_classifier(), ragged()
+@pytest.mark.parametrize("architecture", REFUSED)
+def test_refused_models_run_as_before_and_say_so_once(architecture, caplog):
+    model, batch = tiny_model(architecture), ragged()
+    expected, before = forward(model, batch).log_probs, model.forward
+    attention = attention_of(model)
     packing = share_prefixes(model)
-    model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], margin=torch.ones(6))
-    assert packing.packed_tokens == 96 and not packing.left_padded
+    assert packing.reason == REASONS[architecture] and not packing.active
+    assert model.forward == before and attention_of(model) == attention
+    for _ in range(2):
+        assert forward(model, batch).log_probs.equal(expected)
+    assert share_prefixes(model) is packing
+    assert said(caplog) == [f"packing: off, rows are padded: {REASONS[architecture]}"]
+    assert (packing.backend, packing.packed_tokens) == (None, 0)
+
+
+def test_eager_attention_is_refused_and_sdpa_then_taken():
+    model = tiny_model("qwen2", attn_implementation="eager")
+    packing = share_prefixes(model)
+    assert packing.reason.startswith("its attention is eager: load it with")
+    model.set_attn_implementation("sdpa")
+    later = share_prefixes(model)
+    assert later is not packing and later.active
+    forward(model, ragged())
+    assert later.packed_tokens == 95
+
+
+# ---- The canary ----
+
+
+def halving(module, query, key, value, attention_mask, scaling=None, **keywords):
+    """An attention that halves its scores gives other values than one that does not know of it."""
+    return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=0.5 * scaling, **keywords)
+
+
+def by_column(inner):
+    """Rows laid after one another start anew by their positions; a model that counts by itself does not."""
+    return lambda states, position_ids: inner(states, torch.arange(position_ids.shape[1])[None])
+
+
+@pytest.mark.parametrize(
+    ("architecture", "dtype", "reason"),
+    [
+        ("qwen2", torch.float32, "^sdpa attention is .* off the padded forward$"),
+        ("qwen2", torch.bfloat16, "^sdpa attention is .* off the padded forward$"),
+        ("llama", torch.float32, "off the padded forward$"),
+        # A soft cap of the scores; from 5.18 on, transformers chooses eager attention for such a model.
+        ("gemma2", torch.float32, "^its attention (takes softcap|is eager)"),
+    ],
+)
+def test_a_pass_that_differs_from_the_padded_one_is_noticed(architecture, dtype, reason, caplog, monkeypatch):
+    model, batch = tiny_model(architecture).to(dtype), ragged()
+    if architecture == "qwen2":
+        model.set_attn_implementation(attention_named(halving))
+    elif architecture == "llama":
+        monkeypatch.setattr(model.model.rotary_emb, "forward", by_column(model.model.rotary_emb.forward))
+    expected, attention = forward(model, batch).log_probs, attention_of(model)
+    packing = share_prefixes(model)
+    for _ in range(3):
+        assert forward(model, batch).log_probs.equal(expected)
+    assert not packing.active and re.search(reason, packing.reason)
+    assert said(caplog) == [f"packing: off, rows are padded: {packing.reason}"]
+    assert packing.largest_difference is None and packing.packed_tokens == 0
+    assert attention_of(model) == attention
+
+
+def test_canary_leaves_random_state_and_modes_alone():
+    model, batch = tiny_model("qwen2", attention_dropout=0.1), ragged()
+    model.model.layers[1].eval()
+    modes = {name: module.training for name, module in model.named_modules()}
+    share_prefixes(model)
+    torch.manual_seed(5)
+    model(**{name: batch[name][:1] for name in batch})  # Not a fused call: no canary, three draws of dropout.
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    packing = packing_of(model)
+    packing._settle()
+    assert packing.backend == "sdpa"
+    model(**{name: batch[name][:1] for name in batch})
+    assert torch.rand(3).equal(expected)
+    assert {name: module.training for name, module in model.named_modules()} == modes
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+# ---- Single calls that are left padded ----
+
+
+ANOTHER_FORM = "has a mask or labels of another form"
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "reason"),
+    [
+        (("attention_mask", 0, 3), 0, ANOTHER_FORM),
+        (("labels", 1, -1), 5, ANOTHER_FORM),
+        (("attention_mask",), None, "takes no tokens with a mask of rows"),
+        (("position_ids",), (ragged()["attention_mask"].cumsum(1) - 1).clamp(min=0), "takes position_ids"),
+        (("output_hidden_states",), True, "takes output_hidden_states"),
+        # The loss that balances the load of experts counts padding.
+        (("output_router_logits",), True, "balances the load of experts"),
+    ],
+    ids=["hole in the mask", "label on padding", "no mask", "positions", "hidden states", "balanced experts"],
+)
+def test_calls_that_are_left_padded(place, value, reason):
+    """Their values are exactly those without the hook."""
+    name, *index = place
+    batch = ragged()
+    model = tiny_model("qwen2_moe", output_router_logits=name == "output_router_logits")
+    if index:
+        batch[name][*index] = value
+    elif name != "output_router_logits":
+        batch[name] = value
+    expected = forward(model, batch)
+    packing = share_prefixes(model)
+    got = forward(model, batch)
+    assert got.log_probs.equal(expected.log_probs) and got.get("aux_loss") == expected.get("aux_loss")
+    assert packing.active and packing.packed_tokens == 0 and packing.left_padded == {reason: 1}
+
+
+def test_what_is_packed_all_the_same():
+    """Every batch, however little it saves, and what spells out what is the case.
+
+    Old and new log-probabilities of one response must come from passes of one kind: their ratio is compared with
+    bounds of 1e-4, and half precision puts more than that between a packed and a padded pass.
+    """
+    model = tiny_model("qwen2")
+    packing = share_prefixes(model)
+    forward(model, padded([list(range(10, 50)), list(range(50, 90))], [1, 1]))
+    assert (packing.packed_tokens, dict(packing.left_padded)) == (78, {})
+    forward(model, ragged(), return_dict=True, output_hidden_states=False, output_attentions=False, position_ids=None)
+    assert packing.packed_tokens == 78 + 95 and not packing.left_padded
+    # NEFTune's noise is as large as the batch is short: on a packed row it would be another.
+    activate_neftune(model, 5.0)
+    forward(model, ragged())
+    assert packing.left_padded == {"adds noise to its embeddings": 1}
+    model.eval()
+    forward(model, ragged())
+    assert packing.packed_tokens == 78 + 2 * 95
+
+
+@pytest.mark.parametrize("rope", [{"rope_type": "dynamic", "factor": 2.0}, {"rope_type": "longrope"}])
+def test_rotary_angles_that_depend_on_the_length(rope):
+    """Within the original context angles are fixed; beyond it they depend on the longest row, padding included."""
+    context = 24
+    options = {"rope_parameters": {**rope, "rope_theta": 10000.0}, "max_position_embeddings": 24}
+    if rope["rope_type"] == "longrope":
+        options["rope_parameters"] |= {
+            "original_max_position_embeddings": context,
+            "short_factor": [1.0] * 4,
+            "long_factor": [1.0, 2.0, 3.0, 4.0],
+        }
+        options["max_position_embeddings"] = 48
+    model = tiny_model("llama", **options)
+    prompt = list(range(10, 22))
+    short = padded([[*prompt, 5, 6], [*prompt, *range(30, 40)], [*prompt, 7]], [12, 12, 12])
+    long = padded([[*prompt, 5, 6], [*prompt, *range(30, 50)], [*prompt, 7]], [12, 12, 12])
+    assert short["input_ids"].shape[1] == 22 and long["input_ids"].shape[1] == 32
+    expected = [forward(model, batch).log_probs for batch in (short, long, short)]
+    packing = share_prefixes(model)
+    got = [forward(model, batch).log_probs for batch in (short, long, short)]
+    assert close(got[0], expected[0]) and close(got[2], expected[2])
+    assert torch.allclose(got[1], expected[1], atol=1e-6)
+    assert packing.left_padded == {"rotary angles depend on the length of the batch": 1}
+    # 13 + 21 - 11 + 12 - 11 tokens, twice.
+    assert packing.packed_tokens == 2 * 24
+
+
+# ---- Dropout ----
+
+
+@pytest.mark.parametrize(
+    ("architecture", "options"),
+    [
+        ("qwen2", {"attention_dropout": 0.1}),
+        ("gpt_neox", {"hidden_dropout": 0.1}),
+        ("starcoder2", {"embedding_dropout": 0.1}),
+        ("mixtral", {"router_jitter_noise": 0.1}),
+        ("qwen2", {"lora_dropout": 0.1}),
+    ],
+)
+def test_with_dropout_each_row_draws_its_own(architecture, options):
+    """Padding is left out, prefixes are not shared: 169 tokens in training mode, 95 in evaluation."""
+    adapter = LoraConfig(r=2, target_modules=["q_proj"], **options) if "lora_dropout" in options else None
+    model = tiny_model(architecture, **({} if adapter else options))
+    model = get_peft_model(model, adapter) if adapter else model
+    packing = share_prefixes(model)
+    forward(model, ragged())
+    assert packing.packed_tokens == 169
+    model.eval()
+    forward(model, ragged())
+    assert packing.packed_tokens == 169 + 95
+
+
+def test_only_adapters_in_use_draw_dropout():
+    lora = {"r": 2, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
+    model = get_peft_model(tiny_model("qwen2"), LoraConfig(**lora))
+    model.add_adapter("other", LoraConfig(**lora, lora_dropout=0.5))
+    model.train()
+    assert not has_active_dropout(model)
+    model.set_adapter("other")
+    assert has_active_dropout(model)
+    with model.disable_adapter():
+        assert not has_active_dropout(model)
+
+
+def test_equal_rows_differ_under_dropout():
+    """Each of two equal rows has draws of its own."""
+    row = list(range(10, 30))
+    model, batch = tiny_model("qwen2", attention_dropout=0.5), padded([row, row, row[:4]], [4, 4, 2])
+    share_prefixes(model)
+    log_probs = forward(model, batch).log_probs
+    assert (log_probs[0] - log_probs[1]).abs().max() > 0.1
+
+
+def test_a_window_that_the_first_check_does_not_reach():
+    """The check has rows of 640 tokens; with a window of 700, wider batches than that stay padded."""
+    model = tiny_model("mistral", sliding_window=700, max_position_embeddings=1024)
+    packing = share_prefixes(model)
+    for width, left in ((690, 0), (710, 1)):
+        forward(model, padded([list(range(2, 12))], [3], left=[width - 10]))
+        assert sum(packing.left_padded.values()) == left
+    assert list(packing.left_padded) == ["is longer than a sliding window that the first batch's check does not reach"]

@@ -1,14 +1,16 @@
-"""Packed passes give what padded ones give: values and gradients, over architectures and precisions."""
+"""Packed passes give what padded ones give: values and gradients, by architecture, precision and attention."""
 
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
 import trl.trainer.utils
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 from trl.trainer.utils import add_fused_lm_head
 
 from tests.support.float64 import float64_throughout
@@ -26,7 +28,7 @@ from tests.support.packing import (
     values_and_gradient,
 )
 from trl_ext.models.packing import attention as packed_attention
-from trl_ext.models.packing import head, packed_inputs, share_prefixes
+from trl_ext.models.packing import head, packed_inputs, packing_of, share_prefixes
 from trl_ext.models.packing.planner import plan_batch
 
 architectures = pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -107,23 +109,10 @@ def test_narrow_tiles_of_the_vocabulary(monkeypatch):
     assert relative(got_gradient, expected_gradient) < 1e-5
 
 
-def test_gradient_of_the_entropy():
-    model, batch = tiny_model("qwen2"), ragged()
-
-    def entropy_gradient():
-        model.zero_grad()
-        forward(model, batch).entropy.sum().backward()
-        return gradient(model)
-
-    expected = entropy_gradient()
-    share_prefixes(model)
-    assert relative(entropy_gradient(), expected) < 1e-5
-
-
 def test_temperature_and_scaled_logits_stay_the_heads():
     """What stands over the hidden states is TRL's head, whatever it does to the logits."""
     model = tiny_model("llama", head=False)
-    add_fused_lm_head(model, temperature=0.7, cast_lm_head_to_fp32=True)
+    add_fused_lm_head(model, temperature=0.7, cast_lm_head_to_fp32=True, outputs=OUTPUTS)
     assert compare(model)[1] < 1e-4
 
 
@@ -267,19 +256,13 @@ def test_gradient_checkpointing(architecture, reentrant):
     assert relative(values_and_gradient(model, ragged())[1], plain) < 1e-5
 
 
-def with_lora(model, **options):
-    torch.manual_seed(3)
-    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "up_proj"], init_lora_weights=False, **options)
-    return get_peft_model(model, config)
-
-
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_adapter_on_and_off(checkpointing):
+def test_adapter_on_and_off():
     """The policy with its adapter, and the reference that is the same model without it."""
-    model, batch = with_lora(tiny_model("qwen2")), ragged()
-    if checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        model.enable_input_require_grads()
+    torch.manual_seed(3)
+    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "up_proj"], init_lora_weights=False)
+    model, batch = get_peft_model(tiny_model("qwen2"), lora), ragged()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.enable_input_require_grads()
 
     def both():
         with torch.no_grad(), model.disable_adapter():
@@ -362,20 +345,127 @@ def test_scores_where_padding_is_the_end_token(left):
     assert largest(got, expected) < 1e-5 and relative(got_gradient, expected_gradient) < 1e-5
 
 
-def test_scores_of_a_batch_padded_with_another_token():
-    """The model reads its scores at what it takes for tokens; so it must here, though no token is there."""
-    model, batch = tiny_classifier(pad_token_id=1), ragged()
+def test_calls_of_a_classifier_that_are_left_padded():
+    """A tuple, a loss from labels, and padding with another token, at which the model reads a score as at any."""
+    batch = ragged()
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
-    expected = model(**inputs).logits
-    packing = share_prefixes(model)
-    assert model(**inputs).logits.equal(expected)
-    assert packing.left_padded == {"is padded with another token than the model's": 1}
-
-
-def test_scores_as_a_tuple():
-    """The padded forward gives the tuple that `return_dict=False` asks for."""
-    model, batch = tiny_classifier(), ragged()
-    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    model, other = tiny_classifier(), tiny_classifier(pad_token_id=1)
+    labels = torch.linspace(-1, 1, 6)
+    expected, loss = other(**inputs).logits, model(**inputs, labels=labels).loss
     packing = share_prefixes(model)
     assert isinstance(model(**inputs, return_dict=False), tuple)
     assert packing.left_padded == {"takes return_dict": 1} and packing.packed_tokens == 0
+    assert model(**inputs, labels=labels).loss.equal(loss)
+    # TRL's reward trainer passes a column of margins on; models do not read it.
+    packed = packing.packed_tokens
+    model(**inputs, margin=torch.ones(6))
+    assert packing.packed_tokens == packed + 96
+    packing = share_prefixes(other)
+    assert other(**inputs).logits.equal(expected)
+    assert packing.left_padded == {"is padded with another token than the model's": 1}
+
+
+# ---- Attention functions ----
+
+
+def varlen_by_contract(calls: list, grouped: bool = True):
+    """`torch.nn.attention.varlen.varlen_attn` as it is documented, in plain operations, and what it was called with.
+
+    Queries and keys of a segment end together. (-1, 0) is causal attention, (W, 0) that to W tokens before a token
+    and the token itself. Without `grouped` it is that of torch 2.11, which has no grouped heads.
+    """
+
+    def varlen_attn(
+        query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False
+    ):
+        calls.append({"window_size": window_size, "enable_gqa": enable_gqa})
+        assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
+        assert cu_seq_q[0] == cu_seq_k[0] == 0 and cu_seq_q[-1] == len(query) and cu_seq_k[-1] == len(key)
+        assert max_q == cu_seq_q.diff().max() and max_k == cu_seq_k.diff().max()
+        assert all(states.is_contiguous() for states in (query, key, value))
+        assert enable_gqa or query.shape[1] == key.shape[1]
+        outputs = []
+        for row in range(len(cu_seq_q) - 1):
+            own, other = slice(*cu_seq_q[row : row + 2]), slice(*cu_seq_k[row : row + 2])
+            added, length = own.stop - own.start, other.stop - other.start
+            distance = torch.arange(length - added, length)[:, None] - torch.arange(length)
+            mask = distance >= 0
+            assert window_size[1] == 0
+            if window_size[0] >= 0:
+                mask &= distance <= window_size[0]
+            states = (states.transpose(0, 1)[None] for states in (query[own], key[other], value[other]))
+            output = scaled_dot_product_attention(*states, attn_mask=mask, scale=scale, enable_gqa=enable_gqa)
+            outputs.append(output[0].transpose(0, 1))
+        return torch.cat(outputs)
+
+    def varlen_attn_2_11(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):
+        return varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, window_size=window_size)
+
+    return varlen_attn if grouped else varlen_attn_2_11
+
+
+def hidden_states(model, plan, backend: str) -> Tensor:
+    plan.derived["backend"] = backend
+    return packing_of(model).hidden_states(plan)
+
+
+@pytest.mark.parametrize("grouped", [True, False])
+@pytest.mark.parametrize("shares", [True, False])
+@pytest.mark.parametrize(
+    ("architecture", "windows"), [("llama", {(-1, 0)}), ("mistral", {(8, 0)}), ("gemma3", {(6, 0), (-1, 0)})]
+)
+def test_varlen_by_its_contract(architecture, windows, shares, grouped, monkeypatch):
+    """A window of nine tokens counts the token itself, so that the kernel is given the eight before it."""
+    calls: list[dict] = []
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_by_contract(calls, grouped))
+    model, batch = tiny_model(architecture).eval(), ragged()
+    share_prefixes(model)
+    expected = hidden_states(model, plan_batch(**batch, share=shares), "sdpa")
+    assert not calls
+    got = hidden_states(model, plan_batch(**batch, share=shares), "varlen")
+    assert len(calls) == 3
+    assert {call["window_size"] for call in calls} == windows
+    assert all(call["enable_gqa"] == grouped for call in calls)
+    assert largest(got, expected) < 1e-5
+
+
+def layer(**options):
+    return SimpleNamespace(**options)
+
+
+def states(plan, heads: int = 2):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(1, heads, plan.tokens, 4, generator=generator) for _ in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("module", "keywords", "phrase"),
+    [
+        ({}, {"softcap": 0.0}, "softcap"),
+        ({}, {"s_aux": 0.0}, "s_aux"),
+        ({"is_causal": False}, {}, "not causal"),
+        ({}, {"is_causal": False}, "not causal"),
+    ],
+)
+def test_what_a_packed_attention_does_not_do(module, keywords, phrase):
+    plan = plan_batch(**ragged())
+    with pytest.raises(NotImplementedError, match=phrase):
+        packed_attention.attend(plan, layer(**module), *states(plan), **keywords)
+    packed_attention.attend(plan, layer(), *states(plan), softcap=None, s_aux=None)
+
+
+def test_dropout_of_attention_weights_goes_to_sdpa(monkeypatch):
+    """varlen has no dropout: it would be called and do without."""
+
+    def never(*arguments):
+        raise AssertionError("varlen")
+
+    monkeypatch.setattr(packed_attention, "_varlen", never)
+    plan = plan_batch(**ragged(), share=False)
+    plan.derived["backend"] = "varlen"
+    given = states(plan)
+    kept = packed_attention.attend(plan, layer(), *given, dropout=1e-9)
+    plan.derived["backend"] = "sdpa"
+    assert largest(kept, packed_attention.attend(plan, layer(), *given)) < 1e-5
+    torch.manual_seed(0)
+    assert largest(packed_attention.attend(plan, layer(), *given, dropout=0.5), kept) > 0.1

@@ -1,36 +1,85 @@
-"""This library's trainers on packed passes: the updates and metrics of padded ones, on fewer tokens."""
+"""Trainers on packed passes, this library's and TRL's: the updates and metrics of padded ones, on fewer tokens."""
 
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 
 import pytest
 import torch
 import trl
 from datasets import Dataset, load_from_disk
+from transformers import AutoModelForSequenceClassification
 
 from tests.support import reward_once, rollout_once, tiny, train_once
 from tests.support.float64 import float32_again
 from tests.support.reward_once import lora, rows_with
-from tests.support.train_once import largest_difference, relative_difference, result
+from tests.support.train_once import largest_difference, parameters, result
 from tests.support.trl_private import attention_of, rollout_batches
-from trl_ext import PolicyConfig, PreferenceConfig, RewardConfig
-from trl_ext.models import packing_of
+from trl_ext.models import packing_of, share_prefixes
 from trl_ext.trainers.packing import keeps_groups, regroup
+from trl_ext.trainers.preference.reference import cache_key
 
 pytestmark = pytest.mark.usefixtures("in_float64", "own_tables")
 
 STEPS = {"max_steps": 4, "learning_rate": 0.1}
-PREFERENCE = {
-    "full": {},
-    "lora": {"lora": True},
-    "lora given": {"lora": "given"},
+# Two updates on one rollout of 16 responses in 4 micro-batches; the second is off-policy.
+SPLIT = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "generation_batch_size": 16}
+SPLIT |= {"num_iterations": 2, "max_steps": 2}
+LABELLED = [
+    {"prompt": row["prompt"], "completion": row[side], "label": side == "chosen"}
+    for row in tiny.pairs(4)
+    for side in ("chosen", "rejected")
+]
+
+
+def preference(path, policy_path, folder, args, data=None, **spec):
+    arguments = {} if data is None else {"train_dataset": Dataset.from_list(data)}
+    return train_once.build({"model": path, "pairs": 16, **spec, "args": {**STEPS, **args}}, folder, **arguments)
+
+
+def policy(path, policy_path, folder, args, **spec):
+    spec = {"model": policy_path, "perturb": 1, "fixed": True, **spec}
+    return rollout_once.build({**spec, "args": {**SPLIT, "learning_rate": 0.1, **args}}, folder)
+
+
+def reward(path, policy_path, folder, args, adapter=False, **spec):
+    rows = rows_with(16, margin=lambda row: row["avg_confidence"])
+    torch.manual_seed(0)  # The head of the scores is new.
+    model = AutoModelForSequenceClassification.from_pretrained(path, num_labels=1, dtype=torch.float32)
+    peft_config = lora(task_type="SEQ_CLS") if adapter else None
+    return reward_once.build(model, folder, rows, peft_config=peft_config, **STEPS, **spec, **args)
+
+
+ACCUMULATED = {"gradient_accumulation_steps": 2, "gradient_checkpointing": True}
+TRAINERS = {
+    "preference": (preference, {}),
+    "preference, new adapter": (preference, {"lora": True}),
+    "preference, adapter given": (preference, {"lora": "given"}),
     # Where the reference is the policy itself, rounding decides which pairs are in order.
-    "precomputed": {"reference_seed": 1, "args": {"precompute_ref_log_probs": True}},
-    "aot over a window": {"args": {"loss": "aot", "gradient_accumulation_steps": 2}, "reference_seed": 1},
-    "reference free": {"args": {"loss": "simpo"}},
-    "checkpointing": {"lora": True, "args": {"gradient_checkpointing": True}},
-    "wpo": {"args": {"weighting": ["wpo"]}, "reference_seed": 1},
+    "preference, precomputed": (preference, {"reference_seed": 1, "args": {"precompute_ref_log_probs": True}}),
+    "AOT over a window": (
+        preference,
+        {"reference_seed": 1, "args": {"loss": "aot", "gradient_accumulation_steps": 2}},
+    ),
+    "SimPO": (preference, {"args": {"loss": "simpo"}}),
+    "preference, checkpointing": (preference, {"lora": True, "args": {"gradient_checkpointing": True}}),
+    "WPO": (preference, {"reference_seed": 1, "args": {"weighting": ["wpo"]}}),
+    "reward": (reward, {}),
+    "reward, adapter": (reward, {"adapter": True}),
+    "GRPO": (policy, {"args": {"epsilon": 0.01, "beta": 0.05}}),
+    "Dr. GRPO": (policy, {"args": {"algorithm": "dr_grpo", "epsilon": 0.01}}),
+    "GSPO": (policy, {"args": {"algorithm": "gspo", "epsilon": 0.001, "epsilon_high": 0.002}}),
+    "RLOO": (policy, {"args": {"algorithm": "rloo", "beta": 0.1}}),
+    "DAPO": (policy, {"args": {"algorithm": "dapo", "epsilon": 0.01, "epsilon_high": 0.02}}),
+    "trl.DPO": (preference, {"trainer": "trl.DPOTrainer", "reference_seed": 1, "args": ACCUMULATED}),
+    "trl.DPO, adapter": (preference, {"trainer": "trl.DPOTrainer", "lora": True}),
+    "trl.DPO, precomputed": (preference, {"trainer": "trl.DPOTrainer", "args": {"precompute_ref_log_probs": True}}),
+    "trl.KTO": (preference, {"trainer": "trl.KTOTrainer", "reference_seed": 1, "data": LABELLED}),
+    "trl.GRPO": (policy, {"trainer": "trl.GRPOTrainer", "args": {"epsilon": 0.01, "beta": 0.1}}),
+    "trl.RLOO": (policy, {"trainer": "trl.RLOOTrainer", "fixed": False, "args": {"epsilon": 0.01, "beta": 0.1}}),
+    "trl.Reward": (reward, {"stock": True}),
+    "trl.Reward, adapter": (reward, {"stock": True, "adapter": True}),
 }
 
 
@@ -38,87 +87,50 @@ def numbers(entry: dict) -> dict:
     return {key: value for key, value in entry.items() if isinstance(value, float) and not key.endswith("time")}
 
 
-def assert_same_training(packed, padded, bound: float = 1e-9) -> None:
-    assert largest_difference(packed.parameters, padded.parameters) < bound
-    for own, expected in zip(packed.logs, padded.logs, strict=True):
-        assert numbers(own) == pytest.approx(numbers(expected), rel=100 * bound, abs=10 * bound)
+@pytest.mark.parametrize("name", TRAINERS)
+def test_updates_and_metrics_are_those_of_padded_passes(name, tiny_model_path, policy_path, tmp_path):
+    """Of gradient descent at a rate of 0.1, in float64 but for reward models, with every step packed.
 
+    A policy's loss is the same whatever the log-probabilities are where it is taken at ratio 1; its gradient norm,
+    which is compared with all else, is not.
+    """
+    build = TRAINERS[name][0]
+    stock = name.startswith("trl.")
+    # In float32 are reward models, and values of a reference that are kept.
+    bound = 1e-6 if build is reward or "precomputed" in name else 1e-9
 
-@pytest.mark.parametrize("setup", PREFERENCE)
-def test_preference(setup, tiny_model_path, tmp_path):
-    spec = {"model": tiny_model_path, "pairs": 16, **PREFERENCE[setup]}
-    runs = {}
-    for packing in ("auto", "off"):
-        args = {**STEPS, "precompute_ref_log_probs": False, **spec.get("args", {}), "packing": packing}
-        trainer = train_once.train({**spec, "args": args}, str(tmp_path / packing))
-        runs[packing] = result(trainer)
-        if packing == "auto":
-            assert trainer.packing.active and trainer.packing.packed_tokens < 0.7 * trainer.packing.padded_tokens
-        else:
-            assert trainer.packing is None and packing_of(trainer.model) is None
-    # Values of the reference are kept in float32.
-    assert_same_training(runs["auto"], runs["off"], bound=1e-6 if setup == "precomputed" else 1e-9)
+    def run(packed: bool, **args):
+        folder = str(tmp_path / f"{packed} {args}")
+        own = {} if stock else {"packing": "auto" if packed else "off"}
+        spec = {**TRAINERS[name][1], "args": {**TRAINERS[name][1].get("args", {}), **own, **args}}
+        trainer = build(tiny_model_path, policy_path, folder, **spec)
+        if stock and packed:
+            share_prefixes(trainer.model, getattr(trainer, "ref_model", None))
+        initial = parameters(trainer)
+        trainer.train()
+        trained = result(trainer)
+        moved = largest_difference(trained.parameters, initial)
+        if build is reward and not stock:
+            trained.parameters["scores"] = torch.cat(trainer.score_pairs(trainer.train_dataset))
+        return trainer, moved, trained
 
-
-@pytest.mark.parametrize("adapter", [False, True], ids=["full", "lora"])
-@float32_again()
-def test_reward(adapter, tiny_model_path, tmp_path):
-    rows = rows_with(16, margin=lambda row: row["avg_confidence"])
-    runs = []
-    for packing in ("auto", "off"):
-        trainer = reward_once.train(
-            tiny_model_path,
-            tmp_path / packing,
-            rows,
-            packing=packing,
-            peft_config=lora() if adapter else None,
-            **{**STEPS, "learning_rate": 0.05},
-        )
-        scores = torch.cat(trainer.score_pairs(trainer.train_dataset))
-        runs.append((result(trainer), scores, trainer.packing))
-    (packed, scores, packing), (padded, expected, off) = runs
-    assert_same_training(packed, padded, bound=1e-6)
-    assert (scores - expected).abs().max() < 1e-5
-    assert off is None and packing.packed_tokens < 0.7 * packing.padded_tokens
-
-
-# ---- Policy ----
-
-
-POLICY = {
-    "grpo": {"epsilon": 0.01, "beta": 0.05},
-    "dr_grpo": {"algorithm": "dr_grpo", "epsilon": 0.01},
-    "gspo": {"algorithm": "gspo", "epsilon": 0.001, "epsilon_high": 0.002},
-    "rloo": {"algorithm": "rloo", "beta": 0.1},
-    "token mean": {"algorithm": "dapo", "epsilon": 0.01, "epsilon_high": 0.02},
-}
-
-
-def policy(policy_path: str, folder, **args):
-    """Two updates on one rollout of 16 responses in 4 micro-batches; the second is off-policy."""
-    split = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "generation_batch_size": 16}
-    args = {**split, "num_iterations": 2, "max_steps": 2, "learning_rate": 0.1, **args}
-    trainer = rollout_once.train({"model": policy_path, "perturb": 1, "fixed": True, "args": args}, str(folder))
-    return trainer, result(trainer)
-
-
-@pytest.mark.parametrize("name", POLICY)
-def test_policy(name, policy_path, tmp_path):
-    padded, expected = policy(policy_path, tmp_path / "off", **POLICY[name], packing="off")
-    dealt, run = policy(policy_path, tmp_path / "dealt", **POLICY[name], keep_groups="off")
-    whole, grouped = policy(policy_path, tmp_path / "whole", **POLICY[name])
-    assert padded.packing is None and not keeps_groups(padded)
-    assert not keeps_groups(dealt) and keeps_groups(whole)
-    update = expected.gradient(policy_path)
-    assert update.norm() > 0.01
-    assert relative_difference(run.gradient(policy_path), update) < 1e-9
-    assert relative_difference(grouped.gradient(policy_path), update) < 1e-9
-    assert run.losses == pytest.approx(expected.losses, rel=1e-8, abs=1e-9)
-    for entry, other in zip(run.logs, expected.logs, strict=True):
-        for key in ("kl", "entropy", "clip_ratio/region_mean", "reward"):
-            value = other.get(key)
-            assert entry.get(key) == (None if value is None else pytest.approx(value, rel=1e-8, abs=1e-9)), key
-    assert whole.packing.packed_tokens < dealt.packing.packed_tokens < dealt.packing.padded_tokens
+    with float32_again() if build is reward else nullcontext():
+        padded, moved, expected = run(packed=False)
+        # With the responses to a prompt apart as in padded passes, and together.
+        variants = [{"keep_groups": "off"}, {}] if build is policy and not stock else [{}]
+        runs = [run(packed=True, **args) for args in variants]
+    assert packing_of(padded.model) is None and moved > 1e-3
+    assert all(entry["grad_norm"] > 1e-3 for entry in expected.logs)
+    for trainer, _, got in runs:
+        packing = packing_of(trainer.model)
+        assert packing.active and not packing.left_padded, packing.left_padded
+        assert 0 < packing.packed_tokens < 0.7 * packing.padded_tokens
+        reference = packing_of(trainer.ref_model) if getattr(trainer, "ref_model", None) is not None else packing
+        assert reference.active and reference.packed_tokens > 0 and not reference.left_padded
+        assert largest_difference(got.parameters, expected.parameters) < bound
+        assert [entry.keys() for entry in got.logs] == [entry.keys() for entry in expected.logs]
+        for entry, other in zip(got.logs, expected.logs, strict=True):
+            assert numbers(entry) == pytest.approx(numbers(other), rel=100 * bound, abs=10 * bound)
 
 
 @pytest.mark.parametrize(
@@ -139,13 +151,7 @@ def test_policy(name, policy_path, tmp_path):
     ],
 )
 def test_when_groups_are_kept_whole(args, kept, policy_path, tmp_path):
-    args = {
-        "per_device_train_batch_size": 4,
-        "gradient_accumulation_steps": 4,
-        "generation_batch_size": 16,
-        "max_steps": 1,
-        **args,
-    }
+    args = {**SPLIT, "num_iterations": 1, "max_steps": 1, **args}
     trainer = rollout_once.build({"model": policy_path, "args": args}, str(tmp_path))
     assert keeps_groups(trainer) == kept
     trainer.train()
@@ -167,12 +173,6 @@ def test_regroup_by_hand():
 
 
 # ---- Settings ----
-
-
-@pytest.mark.parametrize("config", [PreferenceConfig, RewardConfig, PolicyConfig])
-def test_unknown_setting(config, tmp_path):
-    with pytest.raises(ValueError, match="packing must be one of auto, off, got 'of'; did you mean 'off'"):
-        config(output_dir=str(tmp_path), packing="of")
 
 
 def test_one_line_at_start(tiny_model_path, tmp_path, caplog):
@@ -223,14 +223,13 @@ def test_dropout_of_an_adapter_keeps_rows_apart(tiny_model_path, tmp_path):
     ],
 )
 def test_when_they_are_precomputed(args, precomputed, tiny_model_path, tmp_path):
-    configuration = dict(args)
     # TRL moves no reference towards an adapter.
     spec = {"model": tiny_model_path, "args": args, "lora": "sync_ref_model" not in args}
     trainer = train_once.build(spec, str(tmp_path))
     assert trainer.precompute_ref_logps == precomputed
     assert ("ref_chosen_logps" in trainer.train_dataset.column_names) == precomputed
     # The configuration stays as it was given: it may be used for other data.
-    assert trainer.args.precompute_ref_log_probs == configuration.get("precompute_ref_log_probs")
+    assert trainer.args.precompute_ref_log_probs == args.get("precompute_ref_log_probs")
 
 
 @float32_again()
@@ -257,3 +256,44 @@ def test_they_come_from_the_cache_the_second_time(tiny_model_path, tmp_path, mon
         computed, others = values(name, **spec)
         assert computed and others != found
     assert values("padded", args={"packing": "off"})[0]
+
+
+def test_the_key_of_the_reference_holds_its_configuration(tiny_model_path, tmp_path):
+    """The same weights with other rotary angles, packed and padded, or in mixed precision are other references."""
+
+    def trainer(name: str, **spec):
+        args = {"precompute_ref_log_probs": True, **spec.get("args", {})}
+        return train_once.build({"model": tiny_model_path, "args": args}, str(tmp_path / name))
+
+    plain = trainer("plain")
+    key = cache_key(plain)
+    assert cache_key(trainer("again")) == key
+    assert cache_key(trainer("padded", args={"packing": "off"})) != key
+    assert cache_key(trainer("mixed", args={"bf16": True})) != key
+    plain.model.config.rope_parameters = {**plain.model.config.rope_parameters, "rope_theta": 100.0}
+    assert cache_key(plain) != key
+
+
+# ---- Stock trainers ----
+
+
+def test_reference_of_a_trainer_in_mixed_precision(bfloat16_on_the_cpu, tiny_model_path, tmp_path):
+    """TRL wraps the reference model for bfloat16 before the trainer is there to call `share_prefixes` on."""
+    spec = {"model": tiny_model_path, "dtype": "float32", "trainer": "trl.DPOTrainer", "reference_seed": 1}
+    with float32_again():
+        trainer = train_once.build({**spec, "args": {**STEPS, "bf16": True}}, str(tmp_path))
+        share_prefixes(trainer.model, trainer.ref_model)
+        trainer.train()
+    for model in (trainer.model, trainer.ref_model):
+        assert packing_of(model).active and packing_of(model).packed_tokens > 0
+
+
+def test_a_packed_model_is_saved_as_a_padded_one(tiny_model_path, tmp_path):
+    trainer = train_once.build({"model": tiny_model_path, "trainer": "trl.DPOTrainer", "args": STEPS}, str(tmp_path))
+    trainer.save_model(tmp_path / "padded")
+    share_prefixes(trainer.model)
+    trainer.evaluate(trainer.train_dataset)
+    assert packing_of(trainer.model).packed_tokens > 0
+    trainer.save_model(tmp_path / "packed")
+    saved = [{path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("padded", "packed")]
+    assert saved[0] == saved[1]

@@ -1,13 +1,20 @@
-"""One base under the policy's adapter and those of reward models: equal scores, and an untouched policy."""
+"""One base under the policy's adapter and those of reward models: equal scores, an untouched policy, and refusals."""
 
 from __future__ import annotations
 
+import json
 import random
+import shutil
+from copy import deepcopy
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
+from peft.tuners.tuners_utils import BaseTunerLayer
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from tests.support.reward_adapters import (
     SEQUENCES,
@@ -19,6 +26,7 @@ from tests.support.reward_adapters import (
     save_adapter,
     separate_scores,
 )
+from tests.support.tiny import save_tiny_model
 from trl_ext.models import SharedBackbone, score_sequences
 
 
@@ -33,8 +41,6 @@ def adapters(tiny_model_path, tmp_path_factory) -> dict[str, str]:
 
 def state(model) -> tuple:
     """What scoring must not change."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
     layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
     return (
         list(model.active_adapters),
@@ -45,6 +51,17 @@ def state(model) -> tuple:
     )
 
 
+def on_policy(base: str, folder: str, **settings):
+    """A policy, its backbone, and the name of a reward adapter on it."""
+    policy = load_policy(base, **settings)
+    backbone = SharedBackbone(policy)
+    return policy, backbone, backbone.add_reward_adapter(folder)
+
+
+def apart(scores, expected) -> float:
+    return (scores - expected).abs().max().item()
+
+
 def unique_bytes(model) -> int:
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in model.parameters()}
     return sum(storages.values())
@@ -53,55 +70,56 @@ def unique_bytes(model) -> int:
 @pytest.mark.parametrize("name", list(VARIANTS))
 def test_shared_scores_are_those_of_a_separate_copy(name, tiny_model_path, adapters):
     """On the policy's backbone with every other adapter there, on a frozen base, and by hand: one number."""
-    backbone = SharedBackbone(load_policy(tiny_model_path))
-    names = {variant: backbone.add_reward_adapter(folder) for variant, folder in adapters.items()}
-    shared = backbone.score(names[name], SEQUENCES, batch_size=2, pad_token_id=0)
     separate = separate_scores(tiny_model_path, adapters[name])
-    assert (shared - separate).abs().max() <= 2e-6
-    by_hand = plain_scores(load_adapter(tiny_model_path, adapters[name]), SEQUENCES)
-    assert (shared - by_hand).abs().max() <= 2e-6
+    assert apart(plain_scores(load_adapter(tiny_model_path, adapters[name]), SEQUENCES), separate) <= 2e-6
     assert separate.std() > 0.05, "scores that are all alike would prove nothing"
-
-    frozen = SharedBackbone.load(tiny_model_path)
-    names = {variant: frozen.add_reward_adapter(folder) for variant, folder in adapters.items()}
-    assert (frozen.score(names[name], SEQUENCES, pad_token_id=0) - separate).abs().max() <= 2e-6
+    for backbone in (SharedBackbone(load_policy(tiny_model_path)), SharedBackbone.load(tiny_model_path)):
+        names = {variant: backbone.add_reward_adapter(folder) for variant, folder in adapters.items()}
+        assert apart(backbone.score(names[name], SEQUENCES, batch_size=2, pad_token_id=0), separate) <= 2e-6
 
 
 def test_scores_follow_neither_batch_size_nor_order_nor_padding(tiny_model_path, adapters):
-    backbone = SharedBackbone(load_policy(tiny_model_path))
-    name = backbone.add_reward_adapter(adapters["plain"])
+    _, backbone, name = on_policy(tiny_model_path, adapters["plain"])
     together = backbone.score(name, SEQUENCES, batch_size=4, pad_token_id=0)
-    for index, sequence in enumerate(SEQUENCES):
-        alone = backbone.score(name, [sequence], batch_size=1, pad_token_id=0)
-        assert (alone[0] - together[index]).abs() <= 1e-6
+    assert apart(backbone.score(name, SEQUENCES, batch_size=1, pad_token_id=0), together) <= 1e-6
     reversed_order = backbone.score(name, SEQUENCES[::-1], batch_size=3, pad_token_id=0)
-    assert (reversed_order.flip(0) - together).abs().max() <= 1e-6
+    assert apart(reversed_order.flip(0), together) <= 1e-6
 
 
 def test_the_score_is_read_at_the_last_token_that_is_not_padding(tiny_model_path, adapters):
     """With the end token as padding, a sequence scores as without its end: transformers' rule, in both copies."""
-    backbone = SharedBackbone(load_policy(tiny_model_path))
-    name = backbone.add_reward_adapter(adapters["plain"])
+    _, backbone, name = on_policy(tiny_model_path, adapters["plain"])
     ends_with_padding = [[5, 9, 33, 2], [7, 8, 9, 10, 2]]
     shared = backbone.score(name, ends_with_padding, pad_token_id=2)
     separate = load_adapter(tiny_model_path, adapters["plain"])
-    assert (shared - plain_scores(separate, [row[:-1] for row in ends_with_padding])).abs().max() <= 2e-6
+    assert apart(shared, plain_scores(separate, [row[:-1] for row in ends_with_padding])) <= 2e-6
     separate.config.pad_token_id = 2
-    assert (shared - score_sequences(separate, ends_with_padding, pad_token_id=2)).abs().max() <= 1e-6
+    assert apart(shared, score_sequences(separate, ends_with_padding, pad_token_id=2)) <= 1e-6
 
 
-def test_bfloat16_scores_are_those_of_a_separate_copy(tiny_model_path, adapters):
+def test_scores_in_bfloat16(tiny_model_path, adapters):
+    """bfloat16 keeps 8 bits: relative steps of 0.4%, over two layers. The adapter and the head stay in float32."""
+    expected = separate_scores(tiny_model_path, adapters["plain"])
     policy = load_policy(tiny_model_path)
     for parameter in policy.get_base_model().parameters():
         parameter.data = parameter.data if parameter.requires_grad else parameter.data.bfloat16()
     backbone = SharedBackbone(policy)
     name = backbone.add_reward_adapter(adapters["plain"])
-    added = [p.dtype for n, p in policy.named_parameters() if f".{name}." in n]
-    assert set(added) == {torch.float32}, "as the policy's own adapter"
-    shared = backbone.score(name, SEQUENCES, pad_token_id=0)
-    assert shared.dtype == torch.float32
-    # bfloat16 keeps 8 bits: relative steps of 0.4 %, over two layers.
-    assert (shared - separate_scores(tiny_model_path, adapters["plain"])).abs().max() < 0.1
+    assert {p.dtype for n, p in policy.named_parameters() if f".{name}." in n} == {torch.float32}
+    assert apart(backbone.score(name, SEQUENCES, pad_token_id=0), expected) < 0.1
+
+    before = torch.get_rng_state()
+    frozen = SharedBackbone.load(tiny_model_path, dtype=torch.bfloat16)
+    name = frozen.add_reward_adapter(adapters["plain"])
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not any(parameter.requires_grad for parameter in frozen.model.parameters())
+    assert {p.dtype for n, p in frozen.model.named_parameters() if ".lora_" not in n} == {torch.bfloat16}
+    assert apart(frozen.score(name, SEQUENCES, pad_token_id=0), expected) < 0.1
+
+    _, backbone, name = on_policy(tiny_model_path, adapters["plain"])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        scores = backbone.score(name, SEQUENCES, pad_token_id=0)
+    assert scores.dtype == torch.float32 and not torch.equal(scores, scores.bfloat16().float())
 
 
 def test_attaching_changes_nothing_else(tiny_model_path, adapters):
@@ -162,20 +180,9 @@ def test_the_policy_trains_as_without_reward_adapters(checkpointing, tiny_model_
     assert max(plain[name].abs().max().item() for name in plain if "after" not in name) > 1e-3
 
 
-def test_scores_stay_as_the_policy_trains(tiny_model_path, adapters):
-    policy = load_policy(tiny_model_path)
-    backbone = SharedBackbone(policy)
-    name = backbone.add_reward_adapter(adapters["all linear, rank 6"])
-    before = backbone.score(name, SEQUENCES, pad_token_id=0)
-    randomize(policy, ".default.", seed=9, scale=1.0)
-    assert torch.equal(backbone.score(name, SEQUENCES, pad_token_id=0), before)
-
-
 def test_within_a_disabled_adapter(tiny_model_path, adapters):
     """As a trainer's pass for the reference: scores are the same, and the adapter is off again afterwards."""
-    policy = load_policy(tiny_model_path)
-    backbone = SharedBackbone(policy)
-    name = backbone.add_reward_adapter(adapters["plain"])
+    policy, backbone, name = on_policy(tiny_model_path, adapters["plain"])
     outside = backbone.score(name, SEQUENCES, pad_token_id=0)
     ids = torch.tensor(SEQUENCES[:1])
     enabled = state(policy)
@@ -227,10 +234,6 @@ def test_what_the_policy_froze_stays_frozen(tiny_model_path, adapters):
 
 
 def test_only_the_policy_is_saved(tiny_model_path, adapters, tmp_path):
-    from copy import deepcopy
-
-    from peft import PeftModel
-
     policy = load_policy(tiny_model_path)
     policy.save_pretrained(tmp_path / "without")
     backbone = SharedBackbone(policy)
@@ -276,7 +279,7 @@ def test_an_adapter_costs_its_own_weights_only(tiny_model_path, adapters):
         {"target_modules": ["embed_tokens", "q_proj"]},
         {"use_dora": True},
     ],
-    ids=["trained embedding", "trained output layer", "LoRA on the embedding", "DoRA"],
+    ids=str,
 )
 def test_other_kinds_of_policies(settings, tiny_model_path, adapters):
     """Copies that the policy trains beside the base are off while a reward is scored, and on again afterwards."""
@@ -285,10 +288,8 @@ def test_other_kinds_of_policies(settings, tiny_model_path, adapters):
     ids = torch.tensor(SEQUENCES[:1])
     logits, before = policy(ids).logits, state(policy)
     backbone = SharedBackbone(policy)
-    name = backbone.add_reward_adapter(adapters["plain"])
-    assert (
-        backbone.score(name, SEQUENCES, pad_token_id=0) - separate_scores(tiny_model_path, adapters["plain"])
-    ).abs().max() <= 1e-6
+    scores = backbone.score(backbone.add_reward_adapter(adapters["plain"]), SEQUENCES, pad_token_id=0)
+    assert apart(scores, separate_scores(tiny_model_path, adapters["plain"])) <= 1e-6
     trained = [[name for name, needs in flags[3].items() if needs] for flags in (before, state(policy))]
     assert trained[0] == trained[1]
     assert torch.equal(policy(ids).logits, logits)
@@ -296,9 +297,7 @@ def test_other_kinds_of_policies(settings, tiny_model_path, adapters):
 
 def test_a_reference_adapter_beside_the_policy(tiny_model_path, adapters, tmp_path):
     """TRL adds one called `ref` to a policy that comes with an adapter; it is saved as before, and stays frozen."""
-    policy = load_policy(tiny_model_path)
-    backbone = SharedBackbone(policy)
-    name = backbone.add_reward_adapter(adapters["plain"])
+    policy, backbone, name = on_policy(tiny_model_path, adapters["plain"])
     policy.add_adapter("ref", policy.peft_config["default"])
     for name_of, parameter in policy.named_parameters():
         if ".ref." in name_of:
@@ -312,31 +311,121 @@ def test_a_reference_adapter_beside_the_policy(tiny_model_path, adapters, tmp_pa
     )
 
 
-def test_a_name_that_is_no_reward_adapters(tiny_model_path, adapters):
+# ---- Refusals ----
+
+
+def edited(folder: str, target: Path, *, tensors=None, **settings) -> str:
+    """A copy of an adapter with other settings, and tensors changed by a function of the dictionary."""
+    shutil.copytree(folder, target)
+    config = json.loads((target / "adapter_config.json").read_text())
+    (target / "adapter_config.json").write_text(json.dumps(config | settings))
+    if tensors:
+        weights = load_file(target / "adapter_model.safetensors")
+        tensors(weights)
+        save_file(weights, target / "adapter_model.safetensors")
+    return str(target)
+
+
+ONE = "base_model.model.model.layers.1.self_attn.v_proj.lora_B.weight"
+EMBEDDING = {"base_model.model.model.embed_tokens.weight": torch.zeros(300, 16)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"bias": "all"}, "bias='all'"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights='pissa_niter_4'"),
+        ({"alora_invocation_tokens": [5]}, r"alora_invocation_tokens=\[5\]"),
+        ({"tensors": lambda weights: weights.update(EMBEDDING)}, "weights of the base.*embed_tokens.weight"),
+        ({"tensors": lambda weights: weights.pop(ONE)}, "lacks 1 tensors.*v_proj.lora_B"),
+        ({"tensors": lambda weights: weights.update({ONE: torch.zeros(9, 4)})}, "does not fit .*size mismatch"),
+    ],
+)
+def test_adapters_that_are_refused_leave_the_policy_as_it_was(changes, message, tiny_model_path, adapters, tmp_path):
+    folder = edited(adapters["plain"], tmp_path / "edited", **changes)
+    policy = load_policy(tiny_model_path)
+    ids = torch.tensor(SEQUENCES[:1])
+    logits = policy(ids).logits
+    for backbone in (SharedBackbone(policy), SharedBackbone.load(tiny_model_path)):
+        with pytest.raises(ValueError, match=message) as caught:
+            backbone.add_reward_adapter(folder)
+        assert "\n" not in str(caught.value)
+        assert backbone.reward_adapters == ()
+        # The backbone still takes another one.
+        name = backbone.add_reward_adapter(adapters["rslora"])
+        scores = backbone.score(name, SEQUENCES, batch_size=2, pad_token_id=0)
+        assert apart(scores, separate_scores(tiny_model_path, adapters["rslora"])) <= 2e-6
+    assert list(policy.peft_config) == ["default", "reward0"]
+    assert torch.equal(policy(ids).logits, logits)
+    assert all(parameter.requires_grad == (".default." in name) for name, parameter in policy.named_parameters())
+
+
+def test_adapters_of_another_base_are_refused(tiny_model_path, adapters, tmp_path):
+    save_tiny_model(tmp_path / "other", seed=5)
+    foreign = save_adapter(str(tmp_path / "other"), tmp_path / "adapter")
     backbone = SharedBackbone(load_policy(tiny_model_path))
-    backbone.add_reward_adapter(adapters["plain"])
-    with pytest.raises(ValueError, match="no reward adapter 'default' on this backbone; there are: reward0"):
+    with pytest.raises(ValueError, match="it was trained on .*other, and the backbone is"):
+        backbone.add_reward_adapter(foreign)
+    # Said to be of this base, by a link to it: the same place, so it is believed.
+    (tmp_path / "link").symlink_to(tiny_model_path)
+    assert backbone.add_reward_adapter(adapters["plain"], base=str(tmp_path / "link")) == "reward0"
+
+
+def test_a_base_that_was_changed_in_memory_is_refused(tiny_model_path, adapters):
+    """An adapter merged into the base changes it under an unchanged name."""
+    merged = load_policy(tiny_model_path, target_modules=["v_proj"], layers_to_transform=[1]).merge_and_unload()
+    policy = get_peft_model(merged, LoraConfig(task_type="CAUSAL_LM"))
+    with pytest.raises(ValueError, match="v_proj.weight differs"):
+        SharedBackbone(policy).add_reward_adapter(adapters["plain"])
+
+
+def unfrozen(base: str):
+    policy = load_policy(base)
+    policy.get_base_model().model.norm.weight.requires_grad_(True)
+    return policy
+
+
+def quantized(base: str):
+    policy = load_policy(base)
+    policy.get_base_model().is_quantized = True
+    return policy
+
+
+def two_active(base: str):
+    policy = load_policy(base)
+    policy.add_adapter("other", policy.peft_config["default"])
+    policy.base_model.set_adapter(["default", "other"])
+    return policy
+
+
+def ia3(base: str):
+    targets = {"target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]}
+    return get_peft_model(AutoModelForCausalLM.from_pretrained(base), IA3Config(task_type="CAUSAL_LM", **targets))
+
+
+@pytest.mark.parametrize(
+    ("policy", "phrases"),
+    [
+        (AutoModelForCausalLM.from_pretrained, "Qwen2ForCausalLM, not a model with a LoRA adapter"),
+        (ia3, "'default' is IA3, not LoRA"),
+        (lambda base: load_policy(base, init_lora_weights="pissa"), "'default' .*init_lora_weights='pissa'"),
+        (unfrozen, "trains weights of its base, such as norm.weight"),
+        (quantized, "base is quantized"),
+        (two_active, "2 active adapters"),
+    ],
+)
+def test_policies_that_are_refused(policy, phrases, tiny_model_path):
+    with pytest.raises(ValueError, match=phrases):
+        SharedBackbone(policy(tiny_model_path))
+
+
+def test_a_merged_policy_and_a_name_of_another_adapter(tiny_model_path, adapters):
+    policy, backbone, name = on_policy(tiny_model_path, adapters["plain"])
+    before = backbone.score(name, SEQUENCES, pad_token_id=0)
+    policy.merge_adapter()
+    with pytest.raises(ValueError, match="merged into the base: unmerge it"):
+        backbone.score(name, SEQUENCES, pad_token_id=0)
+    policy.unmerge_adapter()
+    assert apart(backbone.score(name, SEQUENCES, pad_token_id=0), before) < 1e-5
+    with pytest.raises(ValueError, match="no reward adapter 'default' .*there are: reward0"):
         backbone.score("default", SEQUENCES)
-
-
-def test_loading_a_frozen_base_draws_no_random_numbers(tiny_model_path, adapters):
-    before = torch.get_rng_state()
-    backbone = SharedBackbone.load(tiny_model_path, dtype=torch.bfloat16)
-    name = backbone.add_reward_adapter(adapters["plain"])
-    assert torch.equal(torch.get_rng_state(), before)
-    assert not any(parameter.requires_grad for parameter in backbone.model.parameters())
-    base_types = {p.dtype for n, p in backbone.model.named_parameters() if ".lora_" not in n}
-    assert base_types == {torch.bfloat16}
-    assert (
-        backbone.score(name, SEQUENCES, pad_token_id=0) - separate_scores(tiny_model_path, adapters["plain"])
-    ).abs().max() < 0.1
-
-
-def test_the_head_stays_in_float32_under_autocast(tiny_model_path, adapters):
-    """A trainer may score inside its autocast: the product with the head is not rounded to bfloat16."""
-    backbone = SharedBackbone(load_policy(tiny_model_path))
-    name = backbone.add_reward_adapter(adapters["plain"])
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        scores = backbone.score(name, SEQUENCES, pad_token_id=0)
-    assert scores.dtype == torch.float32
-    assert not torch.equal(scores, scores.bfloat16().float())

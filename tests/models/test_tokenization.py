@@ -20,7 +20,7 @@ def tokenizer():
     return build_tokenizer()
 
 
-# --------------------------------------------------------------------------------------------- prompts and outputs
+# ---- Prompts and outputs ----
 
 
 def test_a_batch_by_hand(tokenizer):
@@ -39,6 +39,8 @@ def test_a_batch_by_hand(tokenizer):
     assert batch["response_mask"].tolist() == [[0, 1, 1, 1], [1, 0, 0, 0]]
     assert list(batch) == ["input_ids", "labels", "response_mask"]
     assert [tensor.dtype for tensor in batch.values()] == [torch.long, torch.long, torch.bool]
+    batch["labels"].fill_(-100)
+    assert batch["input_ids"].tolist() == [[a, b, c, d], [a, b, pad, pad]], "the tensors share no memory"
 
 
 def test_labels_under_the_mask_are_the_output(tokenizer):
@@ -81,28 +83,9 @@ def test_padding_without_a_padding_token(tokenizer):
     tokenizer.pad_token = None
     batch = tokenize_prompt_and_output(["a", "a"], ["bc", "b"], tokenizer)
     assert batch["labels"][1, -1] == tokenizer.eos_token_id
-    tokenizer.eos_token = None
-    with pytest.raises(ValueError, match="neither a padding nor an end-of-text token: set tokenizer.pad_token"):
-        tokenize_prompt_and_output(["a"], ["b"], tokenizer)
 
 
-def test_the_tensors_share_no_memory(tokenizer):
-    batch = tokenize_prompt_and_output(["ab"], ["cd"], tokenizer)
-    inputs = batch["input_ids"].clone()
-    batch["labels"].fill_(-100)
-    assert torch.equal(batch["input_ids"], inputs)
-
-
-def test_bad_texts(tokenizer):
-    with pytest.raises(ValueError, match="at least one, got 2 prompts and 1 outputs"):
-        tokenize_prompt_and_output(["a", "b"], ["c"], tokenizer)
-    with pytest.raises(ValueError, match="got 0 prompts and 0 outputs"):
-        tokenize_prompt_and_output([], [], tokenizer)
-    with pytest.raises(ValueError, match="^prompt 1 has no tokens"):
-        tokenize_prompt_and_output(["a", ""], ["b", "c"], tokenizer)
-
-
-# ---------------------------------------------------------------------------------------------------- entropy
+# ---- Entropy ----
 
 
 def test_entropies_by_hand():
@@ -116,13 +99,13 @@ def test_entropies_by_hand():
     )
     expected = torch.tensor([[math.log(4), 1.5 * math.log(2)], [0.0, 0.0]])
     torch.testing.assert_close(token_entropy(logits), expected)
-
-
-@pytest.mark.parametrize("offset", [0.0, 1e4, -1e4])
-def test_a_common_offset_changes_nothing(offset):
-    """Logits on a grid of 1/64, which float32 holds exactly up to 1e4."""
-    logits = (torch.randn(2, 3, 50, generator=torch.Generator().manual_seed(0)) * 64).round() / 64
-    torch.testing.assert_close(token_entropy(logits + offset), token_entropy(logits), rtol=1e-6, atol=1e-6)
+    half = torch.randn(2, 3, 400, generator=torch.Generator().manual_seed(0)).bfloat16()
+    assert token_entropy(half).dtype == torch.float32
+    torch.testing.assert_close(token_entropy(half), token_entropy(half.double()).float())
+    # Logits on a grid of 1/64, which float32 holds exactly up to 1e4: a common offset changes nothing.
+    grid = (torch.randn(2, 3, 50, generator=torch.Generator().manual_seed(0)) * 64).round() / 64
+    for offset in (1e4, -1e4):
+        torch.testing.assert_close(token_entropy(grid + offset), token_entropy(grid), rtol=1e-6, atol=1e-6)
 
 
 def test_entropy_and_its_gradient_in_float64():
@@ -148,14 +131,7 @@ def test_gradient_where_a_token_is_impossible():
     assert logits.grad.tolist() == [0.0] * 4
 
 
-def test_half_precision_is_computed_in_single():
-    logits = torch.randn(2, 3, 400, generator=torch.Generator().manual_seed(0)).bfloat16()
-    entropies = token_entropy(logits)
-    assert entropies.dtype == torch.float32
-    torch.testing.assert_close(entropies, token_entropy(logits.double()).float())
-
-
-# -------------------------------------------------------------------------------------------- log-probabilities
+# ---- Log-probabilities ----
 
 
 @pytest.fixture(scope="module")
@@ -218,14 +194,7 @@ def test_what_is_returned_and_how(model, batch):
     model.eval()
 
 
-def test_labels_that_are_no_tokens(model, batch):
-    labels = batch["labels"].clone()
-    labels[1, 3] = -100
-    with pytest.raises(ValueError, match="labels: an id that is no token, such as -100"):
-        response_log_probs(model, batch["input_ids"], labels)
-
-
-# ------------------------------------------------------------------------------------------------ completion mask
+# ---- Completion mask ----
 
 
 def test_completion_mask_by_hand():
@@ -270,3 +239,26 @@ def test_an_appended_end_token_is_no_part_of_a_prompt(single, beginning, text, k
     if expected:
         batch = tokenize_prompt_and_output([text], ["sat"], tokenizer)
         assert [*batch["input_ids"][0].tolist(), batch["labels"][0, -1].item()] == [*expected, *response[:-1]]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "outputs", "tokens", "phrases"),
+    [
+        (["a", "b"], ["c"], {}, "at least one, got 2 prompts and 1 outputs"),
+        ([], [], {}, "got 0 prompts and 0 outputs"),
+        (["a", ""], ["b", "c"], {}, "^prompt 1 has no tokens"),
+        (["a"], ["b"], {"pad_token": None, "eos_token": None}, "neither a padding nor .*: set tokenizer.pad_token"),
+    ],
+)
+def test_refused_texts(prompts, outputs, tokens, phrases, tokenizer):
+    for name, value in tokens.items():
+        setattr(tokenizer, name, value)
+    with pytest.raises(ValueError, match=phrases):
+        tokenize_prompt_and_output(prompts, outputs, tokenizer)
+
+
+def test_labels_that_are_no_tokens_are_refused(model, batch):
+    labels = batch["labels"].clone()
+    labels[1, 3] = -100
+    with pytest.raises(ValueError, match="labels: an id that is no token, such as -100"):
+        response_log_probs(model, batch["input_ids"], labels)

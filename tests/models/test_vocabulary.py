@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from tests.support.packing import tiny_model
 from tests.support.tiny import pairs
 from tests.support.train_once import build_plain
-from trl_ext.models.loading import check_vocabulary, load_policy
+from trl_ext.models.loading import load_policy
 from trl_ext.rewards import RewardModel
 
 TRAINERS = ["PreferenceTrainer", "SFTTrainer", "RewardTrainer", "KTOTrainer", "PolicyTrainer"]
@@ -25,35 +25,29 @@ def small(path: str, kind=AutoModelForCausalLM, **options):
 
 
 def spec_of(trainer: str, model) -> dict:
-    spec = {"trainer": trainer, "model": model}
-    if trainer == "KTOTrainer":
-        labels = [
-            {"prompt": r["prompt"], "completion": r["chosen"], "label": i % 2 == 0} for i, r in enumerate(pairs(6))
-        ]
-        spec["rows"] = labels
-    return spec
+    rows = [{"prompt": r["prompt"], "completion": r["chosen"], "label": i % 2 == 0} for i, r in enumerate(pairs(6))]
+    return {"trainer": trainer, "model": model} | ({"rows": rows} if trainer == "KTOTrainer" else {})
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_a_tokenizer_larger_than_the_model_is_refused_before_training(trainer, policy_path, tmp_path):
-    options = {}
-    kind = AutoModelForCausalLM
+    kind, options = AutoModelForCausalLM, {}
     if trainer == "RewardTrainer":
         kind, options = AutoModelForSequenceClassification, {"num_labels": 1}
     tokenizer = AutoTokenizer.from_pretrained(policy_path)
-    with pytest.raises(ValueError, match=MESSAGE):
-        spec = spec_of(trainer, small(policy_path, kind, **options))
-        build_plain(spec, str(tmp_path / "run"), processing_class=tokenizer)
+    # Before its reference log-probabilities, too.
+    precomputed = [{"args": {"precompute_ref_log_probs": True}}] if trainer == "PreferenceTrainer" else []
+    for own in [{}, *precomputed]:
+        spec = spec_of(trainer, small(policy_path, kind, **options)) | own
+        with pytest.raises(ValueError, match=MESSAGE):
+            build_plain(spec, str(tmp_path / "run"), processing_class=tokenizer)
     # A token that no text contains, as Gemma 3's of images, is none of the model's business.
     tokenizer.add_tokens(["<image>"])
-    spec = spec_of(trainer, kind.from_pretrained(policy_path, **options))
-    build_plain(spec, str(tmp_path / "unused"), processing_class=tokenizer)
-
-
-def test_reference_log_probabilities_are_not_computed_for_missing_tokens(policy_path, tmp_path):
-    spec = spec_of("PreferenceTrainer", small(policy_path)) | {"args": {"precompute_ref_log_probs": True}}
-    with pytest.raises(ValueError, match=MESSAGE):
-        build_plain(spec, str(tmp_path), processing_class=AutoTokenizer.from_pretrained(policy_path))
+    model = kind.from_pretrained(policy_path, **options)
+    build_plain(spec_of(trainer, model), str(tmp_path / "unused"), processing_class=tokenizer)
+    # Nor is room in the model for more.
+    model.resize_token_embeddings(len(tokenizer) + 64)
+    build_plain(spec_of(trainer, model), str(tmp_path / "room"), processing_class=tokenizer)
 
 
 def test_policies_and_reward_models_are_checked_where_they_are_loaded(policy_path, tmp_path):
@@ -69,13 +63,6 @@ def test_policies_and_reward_models_are_checked_where_they_are_loaded(policy_pat
         tokenizer.save_pretrained(tmp_path / name)
         with pytest.raises(ValueError, match=r"^the tokenizer's token '<padding>' is number"):
             load(str(tmp_path / name))
-
-
-def test_a_model_with_room_is_left_alone(policy_path):
-    tokenizer = AutoTokenizer.from_pretrained(policy_path)
-    model = AutoModelForCausalLM.from_pretrained(policy_path)
-    model.resize_token_embeddings(len(tokenizer) + 64)
-    check_vocabulary(model, tokenizer)
 
 
 def test_a_router_loss_is_said_to_keep_rows_padded(policy_path, tmp_path, caplog):

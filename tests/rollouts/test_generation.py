@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -13,11 +10,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.support import REPOSITORY
 from tests.support.tiny import pairs
+from tests.support.train_once import in_processes
 from trl_ext.rollouts import generate_responses, map_over_ranks
 from trl_ext.rollouts.generation import without_template
 
 PROMPTS = [row["prompt"] for row in pairs(6, seed=2)]
 LIMIT = 12
+SAMPLED = {"temperature": 1.0, "seed": 3}
 
 
 @pytest.fixture(scope="module")
@@ -81,50 +80,36 @@ def test_a_model_with_an_adapter(model, tokenizer):
     assert adapted.generation_config.repetition_penalty == 1.3
 
 
-def test_long_prompts_lose_their_beginning(model, tokenizer):
-    generated = generate_responses(model, tokenizer, PROMPTS, max_new_tokens=4, max_prompt_tokens=9)
-    for prompt, generation in zip(PROMPTS, generated, strict=True):
-        ids = template_ids(tokenizer, prompt)[-9:]
+def test_long_prompts_lose_their_beginning_and_texts_have_no_template(model, tokenizer):
+    texts = [*PROMPTS, "the cat"]
+    expected = [*(template_ids(tokenizer, prompt)[-9:] for prompt in PROMPTS), tokenizer("the cat")["input_ids"]]
+    generated = generate_responses(model, tokenizer, texts, max_new_tokens=4, max_prompt_tokens=9)
+    for ids, generation in zip(expected, generated, strict=True):
         assert generation.prompt_ids == ids
         assert generation.response_ids == decode_by_hand(model, ids, 4, tokenizer.eos_token_id)
-
-
-def test_text_prompts_are_not_given_a_template(model, tokenizer):
-    (generation,) = generate_responses(model, tokenizer, ["the cat"], max_new_tokens=3)
-    assert generation.prompt_ids == tokenizer("the cat")["input_ids"]
-    assert generation.response_ids == decode_by_hand(model, generation.prompt_ids, 3, tokenizer.eos_token_id)
     assert generate_responses(model, tokenizer, [], max_new_tokens=3) == []
 
 
 @pytest.mark.parametrize(
-    "shipped",
+    ("settings", "shipped"),
     [
-        {"repetition_penalty": 1.3},
-        {"no_repeat_ngram_size": 1},
-        {"do_sample": True, "temperature": 2.0, "top_k": 3},
-        {"min_new_tokens": LIMIT},
+        ({}, {"repetition_penalty": 1.3}),
+        ({}, {"no_repeat_ngram_size": 1}),
+        ({}, {"do_sample": True, "temperature": 2.0, "top_k": 3}),
+        ({}, {"min_new_tokens": LIMIT}),
+        (SAMPLED, {"top_k": 1}),
+        (SAMPLED, {"top_p": 0.01}),
+        (SAMPLED, {"temperature": 0.01}),
+        (SAMPLED, {"min_p": 0.99}),
     ],
-    ids=lambda shipped: "-".join(shipped),
+    ids=str,
 )
-def test_greedy_ignores_settings_that_the_model_ships_with(shipped, model, tokenizer):
-    expected = generate_responses(model, tokenizer, PROMPTS, max_new_tokens=LIMIT)
+def test_settings_that_the_model_ships_with_are_ignored(settings, shipped, model, tokenizer):
+    expected = generate_responses(model, tokenizer, PROMPTS, max_new_tokens=LIMIT, **settings)
     for name, value in shipped.items():
         setattr(model.generation_config, name, value)
-    assert generate_responses(model, tokenizer, PROMPTS, max_new_tokens=LIMIT) == expected
+    assert generate_responses(model, tokenizer, PROMPTS, max_new_tokens=LIMIT, **settings) == expected
     assert {name: getattr(model.generation_config, name) for name in shipped} == shipped
-
-
-@pytest.mark.parametrize(
-    "shipped",
-    [{"top_k": 1}, {"top_p": 0.01}, {"temperature": 0.01}, {"min_p": 0.99}],
-    ids=lambda shipped: "-".join(shipped),
-)
-def test_sampling_ignores_settings_that_the_model_ships_with(shipped, model, tokenizer):
-    settings = {"max_new_tokens": LIMIT, "temperature": 1.0, "seed": 3}
-    expected = generate_responses(model, tokenizer, PROMPTS, **settings)
-    for name, value in shipped.items():
-        setattr(model.generation_config, name, value)
-    assert generate_responses(model, tokenizer, PROMPTS, **settings) == expected
 
 
 def test_the_models_own_end_tokens_end_a_response(model, tokenizer):
@@ -164,27 +149,22 @@ def test_sampling_is_seeded_and_leaves_the_random_state(model, tokenizer):
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("prompts", "settings", "phrases"),
     [
-        ({"temperature": -0.5}, "temperature must not be negative, got -0.5; 0 is greedy decoding"),
-        ({"max_new_tokens": 0}, "max_new_tokens and max_prompt_tokens must be at least 1"),
-        ({"max_prompt_tokens": 0}, "max_new_tokens and max_prompt_tokens must be at least 1"),
+        (PROMPTS, {"temperature": -0.5}, "temperature .* -0.5; 0 is greedy decoding"),
+        (PROMPTS, {"max_new_tokens": 0}, "max_new_tokens and max_prompt_tokens must be at least 1"),
+        (PROMPTS, {"max_prompt_tokens": 0}, "max_new_tokens and max_prompt_tokens must be at least 1"),
+        (["the cat", ""], {}, "prompt 1 "),
+        ("the cat", {}, r"give \[prompt\]"),
+        ([{"role": "user", "content": "the cat"}], {}, r"give \[prompt\]"),
+        (PROMPTS, {"stop": "</answer>"}, "stop must be a list of texts"),
+        (PROMPTS, {"stop": [""]}, "stop must be a list of texts"),
+        (PROMPTS, {"stop": [3]}, "stop must be a list of texts"),
     ],
 )
-def test_bad_settings(settings, message, model, tokenizer):
-    with pytest.raises(ValueError, match=message):
-        generate_responses(model, tokenizer, PROMPTS, **{"max_new_tokens": 4, **settings})
-
-
-def test_an_empty_prompt_is_named(model, tokenizer):
-    with pytest.raises(ValueError, match="prompt 1 "):
-        generate_responses(model, tokenizer, ["the cat", ""], max_new_tokens=4)
-
-
-@pytest.mark.parametrize("prompt", ["the cat", [{"role": "user", "content": "the cat"}]])
-def test_one_prompt_is_no_list_of_prompts(prompt, model, tokenizer):
-    with pytest.raises(ValueError, match=r"give \[prompt\]"):
-        generate_responses(model, tokenizer, prompt, max_new_tokens=4)
+def test_refusals(prompts, settings, phrases, model, tokenizer):
+    with pytest.raises(ValueError, match=phrases):
+        generate_responses(model, tokenizer, prompts, **{"max_new_tokens": 4, **settings})
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -234,18 +214,11 @@ end_processes(accelerator)
 
 
 @pytest.mark.slow
-def test_two_processes_share_the_work(tmp_path):
+def test_two_processes_share_the_work(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
     script = tmp_path / "ranks.py"
     script.write_text(RANK_SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    launched = subprocess.run(
-        [*command, str(script), str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)},
-    )
-    assert launched.returncode == 0, launched.stderr[-4000:]
+    in_processes(2, str(script), str(tmp_path))
     assert (tmp_path / "rank0").exists() and (tmp_path / "rank1").exists()
 
 

@@ -1,4 +1,4 @@
-"""The engines that sample for the evaluation of reasoning: stop strings, vLLM's settings, and entropies."""
+"""The engines that sample for the evaluation of reasoning: vLLM's settings, and entropies."""
 
 from __future__ import annotations
 
@@ -9,70 +9,6 @@ import pytest
 import torch
 
 from trl_ext.rollouts import Generation, SamplingSettings, VLLMEngine, generate_responses, response_entropies
-from trl_ext.rollouts.stopping import cut_at_stop, end_of_stop
-
-# ---- Stop strings ----
-
-
-class Pieces:
-    """A tokenizer whose tokens are the pieces of a text."""
-
-    @staticmethod
-    def decode(tokens, skip_special_tokens):
-        return "".join(token for token in tokens if token != "<pad>")
-
-
-@pytest.mark.parametrize(
-    ("tokens", "stop", "expected"),
-    [
-        # The token that completes the string stays whole; the text ends with the string.
-        (["a", "</ans", "wer>\n", "b", "<pad>"], ["</answer>"], (["a", "</ans", "wer>\n"], "a</answer>")),
-        (["</answer>"], ["</answer>"], (["</answer>"], "</answer>")),
-        # Of several the one that is complete first, and of one its first occurrence.
-        (["a!", "b.", "c!"], [".", "!"], (["a!"], "a!")),
-        (["x", "yz", "y"], ["yz", "y"], (["x", "yz"], "xy")),
-        (["a", "</answer"], ["</answer>"], None),
-        (["a"], [], None),
-        ([], ["a"], None),
-    ],
-)
-def test_responses_are_cut_behind_the_first_stop_string(tokens, stop, expected):
-    assert cut_at_stop(Pieces, tokens, stop) == expected
-
-
-def test_the_end_of_a_stop_string():
-    assert end_of_stop("ab</answer>c</answer>", ["</answer>"]) == 11
-    assert end_of_stop("ab", ["c"]) is None
-
-
-def test_generation_stops_and_is_otherwise_the_same(toy, additions):
-    """Greedy responses with a stop string are those without it, up to the string's end."""
-    model, tokenizer = toy
-    options = {"max_new_tokens": 48, "batch_size": 5}
-    whole = generate_responses(model, tokenizer, additions[1], **options)
-    stopped = generate_responses(model, tokenizer, additions[1], stop=["</think>"], **options)
-    assert all("</think> <answer>" in one.text for one in whole)
-    for one, other in zip(whole, stopped, strict=True):
-        assert other.text == one.text[: one.text.index("</think>") + len("</think>")]
-        assert other.response_ids == one.response_ids[: len(other.response_ids)]
-        assert tokenizer.decode(other.response_ids).startswith(other.text)
-        assert "</think>" not in tokenizer.decode(other.response_ids[:-1]), "no token more than it takes"
-        assert other.finished and not set(other.response_ids) & {tokenizer.eos_token_id, tokenizer.pad_token_id}
-
-
-def test_rows_that_do_not_stop_end_as_before(toy, additions):
-    model, tokenizer = toy
-    options = {"max_new_tokens": 20, "batch_size": 12}
-    whole = generate_responses(model, tokenizer, additions[1], **options)
-    assert generate_responses(model, tokenizer, additions[1], stop=["nowhere"], **options) == whole
-    assert not all(one.finished for one in whole)
-
-
-@pytest.mark.parametrize("stop", ["</answer>", [""], [3]])
-def test_stop_strings_are_checked(stop, toy, additions):
-    with pytest.raises(ValueError, match="stop must be a list of texts"):
-        generate_responses(*toy, additions[1], max_new_tokens=4, stop=stop)
-
 
 # ---- Engines ----
 
@@ -81,14 +17,9 @@ def test_the_settings_are_the_courses():
     settings = SamplingSettings()
     assert (settings.temperature, settings.top_p, settings.max_new_tokens) == (1.0, 1.0, 1024)
     assert settings.stop == ("</answer>",)
-
-
-@pytest.mark.parametrize(
-    ("field", "value"), [("temperature", -1), ("top_p", 0), ("top_p", 1.1), ("max_new_tokens", 0), ("batch_size", 0)]
-)
-def test_settings_are_checked(field, value):
-    with pytest.raises(ValueError, match=field):
-        SamplingSettings(**{field: value})
+    for field, value in (("temperature", -1), ("top_p", 0), ("top_p", 1.1), ("max_new_tokens", 0), ("batch_size", 0)):
+        with pytest.raises(ValueError, match=field):
+            SamplingSettings(**{field: value})
 
 
 def test_vllm_is_an_extra(monkeypatch, toy):

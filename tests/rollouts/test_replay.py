@@ -136,18 +136,6 @@ def test_saved_and_loaded_exactly(capacity, tmp_path):
 LOG_RATIOS = torch.tensor([0.05, -0.4, 1.2], dtype=torch.float64)
 
 
-def test_sequence_weights():
-    """exp of 0.05, -0.4 and 1.2; the last above the cap of 2."""
-    assert importance_weights(LOG_RATIOS).tolist() == pytest.approx([1.051271, 0.670320, 3.320117], abs=1e-6)
-    assert importance_weights(LOG_RATIOS, cap=2.0).tolist() == pytest.approx([1.051271, 0.670320, 2.0], abs=1e-6)
-
-
-def test_length_normalized_weights():
-    """exp(0.05 / 5) = e^0.01, exp(-0.4 / 2) = e^-0.2, exp(1.2 / 1) = 3.32 capped at 2."""
-    weights = importance_weights(LOG_RATIOS, "length_normalized", lengths=torch.tensor([5, 2, 1]), cap=2.0)
-    assert weights.tolist() == pytest.approx([math.exp(0.01), math.exp(-0.2), 2.0])
-
-
 def test_effective_sample_size():
     """(1.051271 + 0.670320 + 3.320117)^2 / (1.105171 + 0.449329 + 11.023176) = 25.418820 / 12.577676."""
     assert effective_sample_size(importance_weights(LOG_RATIOS)).item() == pytest.approx(2.020947, abs=1e-6)
@@ -165,17 +153,35 @@ def test_weighted_dpo_loss():
     assert (weights * losses).mean().item() == pytest.approx(0.904688, abs=1e-6), "not normalised"
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        # exp of 0.05, -0.4 and 1.2; the last above the cap of 2.
+        ({}, [1.051271, 0.670320, 3.320117]),
+        ({"cap": 2.0}, [1.051271, 0.670320, 2.0]),
+        ({"kind": "none"}, [1.0, 1.0, 1.0]),
+        # exp(0.05 / 5), exp(-0.4 / 2), and exp(1.2 / 1) capped at 2.
+        (
+            {"kind": "length_normalized", "lengths": torch.tensor([5, 2, 1]), "cap": 2.0},
+            [math.exp(0.01), math.exp(-0.2), 2.0],
+        ),
+        ({"kind": "token"}, "replay_weights must be one of"),
+        ({"kind": "length_normalized"}, "numbers of tokens"),
+    ],
+)
+def test_weights(options, expected):
+    options = dict(options)
+    kind = [options.pop("kind")] if "kind" in options else []
+    if isinstance(expected, str):
+        with pytest.raises(ValueError, match=expected):
+            importance_weights(LOG_RATIOS, *kind, **options)
+    else:
+        assert importance_weights(LOG_RATIOS, *kind, **options).tolist() == pytest.approx(expected, abs=1e-6)
+
+
 def test_a_weight_has_no_gradient_and_does_not_overflow():
     log_ratio = torch.tensor([1000.0, -1000.0], requires_grad=True)
     weights = importance_weights(log_ratio, cap=2.0)
     assert not weights.requires_grad
     assert weights.tolist() == pytest.approx([2.0, 0.0])
-    assert importance_weights(log_ratio, "none").tolist() == [1.0, 1.0]
     assert weighted_mean(torch.ones(2), torch.zeros(2)).item() == 0
-
-
-def test_wrong_weights():
-    with pytest.raises(ValueError, match="replay_weights must be one of"):
-        importance_weights(LOG_RATIOS, "token")
-    with pytest.raises(ValueError, match="numbers of tokens"):
-        importance_weights(LOG_RATIOS, "length_normalized")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 
 import pytest
 import torch
@@ -26,28 +27,35 @@ def seeded(model, seed: int, given: dict, **options):
     return model.generate(**given, generation_config=settings(do_sample=True, **options))
 
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "olmo2", "gpt_neox", "qwen2_moe", "phi3", "mixtral")
+def greedy(model, given: dict, *, logits_processor=None, **options):
+    return model.generate(**given, generation_config=settings(**options), logits_processor=logits_processor)
 
 
 @pytest.mark.parametrize("capacity", [None, 5])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_greedy_responses_are_those_of_transformers(monkeypatch, architecture, capacity):
-    # torch groups the products of experts in single precision only.
-    dtype = torch.float32 if architecture in ("qwen2_moe", "mixtral") else torch.float64
+@pytest.mark.parametrize(
+    ("architecture", "dtype"),
+    [
+        *((architecture, torch.float64) for architecture in ("llama", "qwen2", "qwen3", "olmo2", "gpt_neox", "phi3")),
+        # torch groups the products of experts in single precision only.
+        *((architecture, torch.float32) for architecture in ("llama", "qwen2_moe", "mixtral")),
+    ],
+)
+def test_greedy_responses_are_those_of_transformers(monkeypatch, architecture, dtype, capacity):
     model, given = decoder(architecture, dtype), batch()
-    expected = model.generate(**given, generation_config=settings())
+    expected = greedy(model, given)
     sampler = fast_rollouts(model)
     if capacity:
         monkeypatch.setattr(hook.Sampler, "_capacity", lambda self, limit: capacity)
-    assert torch.equal(model.generate(**given, generation_config=settings()), expected)
+    assert torch.equal(greedy(model, given), expected)
     assert not sampler.left and sampler.largest_difference < (1e-4 if dtype == torch.float32 else 1e-9)
 
 
-def test_greedy_responses_in_float32():
-    model, given = decoder(dtype=torch.float32), batch()
-    expected = model.generate(**given, generation_config=settings())
-    fast_rollouts(model)
-    assert torch.equal(model.generate(**given, generation_config=settings()), expected)
+def plain_log_probs(model, sequence, mask, count: int, temperature: float = 1.0):
+    """Log-probabilities of the first tokens of a response, in a forward pass of its row without padding."""
+    width = len(mask)
+    prompt, response = sequence[:width][mask != 0], sequence[width : width + count]
+    logits = model(input_ids=torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1]
+    return (logits / temperature).log_softmax(-1).gather(1, response[:, None])[:, 0]
 
 
 @pytest.mark.parametrize("dtype,bound", [(torch.float64, 1e-6), (torch.float32, 1e-4)])
@@ -58,19 +66,19 @@ def test_log_probs_are_those_of_a_plain_forward_pass(monkeypatch, capacity, dtyp
     monkeypatch.setattr(hook.Sampler, "_capacity", lambda self, limit: capacity)
     sequences = seeded(model, 0, given, temperature=0.7, top_k=0)
     width, lengths = given["input_ids"].shape[1], set()
-    for row, (tokens, mask) in enumerate(zip(sequences, given["attention_mask"], strict=True)):
-        response = tokens[width:].tolist()
+    for row, (sequence, mask) in enumerate(zip(sequences, given["attention_mask"], strict=True)):
+        response = sequence[width:].tolist()
         ends = [place for place, token in enumerate(response) if token in (END, 50, 60)]
         count = ends[0] + 1 if ends else len(response)
         lengths.add(count)
-        prompt = tokens[:width][mask != 0]
-        logits = model(input_ids=torch.cat([prompt, tokens[width : width + count]])[None]).logits[
-            0, len(prompt) - 1 : -1
-        ]
-        plain = (logits / 0.7).log_softmax(-1).gather(1, tokens[width : width + count, None])[:, 0]
+        plain = plain_log_probs(model, sequence, mask, count, 0.7)
         assert (plain - sampler.log_probs[row, :count]).abs().max() < bound
         assert not sampler.log_probs[row, count:].any() and not any(response[count:])
     assert len(lengths) > 3 and max(lengths) == 24
+    # They can take part in a loss.
+    weight = torch.ones((), requires_grad=True)
+    (weight * sampler.log_probs).sum().backward()
+    assert weight.grad == sampler.log_probs.sum()
 
 
 def test_a_row_does_not_depend_on_the_rows_beside_it(monkeypatch):
@@ -117,11 +125,13 @@ def test_draw_by_hand():
     assert tokens.tolist() == [2] and log_probs.exp().item() == pytest.approx(0.5)
 
 
-def test_draw_never_takes_a_removed_token():
+def test_draw_never_takes_a_removed_token_and_refuses_nan():
     scores = torch.full((1000, 512), float("-inf"))
     scores[:, [3, 300, 510]] = 0.0
     uniform = torch.cat([torch.linspace(0, 1, 999, dtype=torch.float64), torch.tensor([1.0], dtype=torch.float64)])
     assert set(draw(scores, uniform)[0].tolist()) == {3, 300, 510}
+    with pytest.raises(RuntimeError, match="logits are NaN"):
+        draw(torch.full((1, 64), float("nan")), torch.zeros(1, dtype=torch.float64))
 
 
 def test_numbers_of_a_row_depend_on_its_index():
@@ -152,34 +162,10 @@ def test_settings_are_those_of_transformers(given, prompts):
         full = rows_given["input_ids"][rows_given["attention_mask"].all(1)]
         ids = torch.cat([full, full.roll(3, dims=1), full.roll(7, dims=1)])
         rows_given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    expected = model.generate(**rows_given, generation_config=settings(**given))
+    expected = greedy(model, rows_given, **given)
     sampler = fast_rollouts(model)
-    assert torch.equal(model.generate(**rows_given, generation_config=settings(**given)), expected)
+    assert torch.equal(greedy(model, rows_given, **given), expected)
     assert not sampler.left
-
-
-def test_processors_that_depend_on_a_rows_position_are_left_to_transformers():
-    """The sampler groups the rows of a prompt, and rows that have ended leave it."""
-    model, given = decoder(), batch()
-
-    def own(ids, scores):
-        place = torch.arange(len(scores))[:, None]
-        return torch.full_like(scores, -torch.inf).scatter(1, 5 + place, 0.0)
-
-    processors = LogitsProcessorList([own])
-    expected = model.generate(**given, generation_config=settings(), logits_processor=processors)
-    sampler = fast_rollouts(model)
-    assert torch.equal(model.generate(**given, generation_config=settings(), logits_processor=processors), expected)
-    assert list(sampler.left) == ["function may depend on a row's position in the batch"]
-
-
-def test_log_probs_can_take_part_in_a_loss():
-    model = decoder()
-    sampler = fast_rollouts(model)
-    model.generate(**batch(), generation_config=settings(do_sample=True))
-    weight = torch.ones((), requires_grad=True)
-    (weight * sampler.log_probs).sum().backward()
-    assert weight.grad == sampler.log_probs.sum()
 
 
 def test_a_forward_pass_that_a_trainer_has_wrapped():
@@ -211,10 +197,10 @@ def test_a_model_is_as_before_afterwards(monkeypatch):
     model.forward = replaced = functools.wraps(forward)(lambda *args, **kwargs: forward(*args, **kwargs))
     attention = attention_of(model)
     sampler = fast_rollouts(model, dtype=torch.bfloat16)
-    model.generate(**given, generation_config=settings())
+    greedy(model, given)
     monkeypatch.setattr(loop, "draw", lambda *given, **more: {}["no such entry"])
     with pytest.raises(KeyError):
-        model.generate(**given, generation_config=settings())
+        greedy(model, given)
     assert sampler.reason is None and not sampler.left
     assert model.forward is replaced and attention_of(model) == attention
     assert [module.training for module in model.modules()] == training
@@ -227,11 +213,11 @@ def test_a_model_is_as_before_afterwards(monkeypatch):
 def test_updates_are_seen():
     model, given = decoder(), batch()
     fast_rollouts(model)
-    before = model.generate(**given, generation_config=settings())
+    before = greedy(model, given)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0))
-    after = model.generate(**given, generation_config=settings())
+    after = greedy(model, given)
     assert not torch.equal(before, after)
     assert torch.equal(after, type(model).generate(model, **given, generation_config=settings()))
 
@@ -240,15 +226,15 @@ def test_adapters():
     model = get_peft_model(decoder(), LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False))
     model.double()
     given = batch()
-    expected = model.generate(**given, generation_config=settings())
+    expected = greedy(model, given)
     sampler = fast_rollouts(model)
-    assert torch.equal(model.generate(**given, generation_config=settings()), expected)
+    assert torch.equal(greedy(model, given), expected)
     with model.disable_adapter():
-        assert not torch.equal(model.generate(**given, generation_config=settings()), expected)
+        assert not torch.equal(greedy(model, given), expected)
     assert not sampler.left
     # Adapters keep parameters of their own precision, to which they cast their input.
     rounded = fast_rollouts(model.float(), dtype=torch.bfloat16)
-    model.generate(**given, generation_config=settings())
+    greedy(model, given)
     assert rounded.reason is None and not rounded.left
 
 
@@ -260,38 +246,54 @@ def test_bfloat16():
     assert next(model.parameters()).dtype == torch.float32 and sampler.reason is None
     differences = []
     for row in range(4):
-        prompt = given["input_ids"][row][given["attention_mask"][row] != 0]
-        response = sequences[row, 17:][sampler.log_probs[row] != 0]
-        logits = model(input_ids=torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1]
-        plain = logits.log_softmax(-1).gather(1, response[:, None])[:, 0]
-        differences.append((plain - sampler.log_probs[row, : len(response)]).abs())
+        count = int((sampler.log_probs[row] != 0).sum())
+        plain = plain_log_probs(model, sequences[row], given["attention_mask"][row], count)
+        differences.append((plain - sampler.log_probs[row, :count]).abs())
     assert torch.cat(differences).mean() < 0.05
 
 
+def place_in_the_batch(ids, scores):
+    """The sampler groups the rows of a prompt, and rows that have ended leave it."""
+    place = torch.arange(len(scores))[:, None]
+    return torch.full_like(scores, -torch.inf).scatter(1, 5 + place, 0.0)
+
+
+def with_a_learned_prompt():
+    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    return get_peft_model(decoder(dtype=torch.float32), config)
+
+
 @pytest.mark.parametrize(
-    "architecture,given,reason",
+    ("model", "given", "capacity", "reason"),
     [
-        ("gpt2", {}, "its positions are not rotary"),
-        ("mistral", {}, "responses can exceed the sliding window"),
-        ("llama", {"num_beams": 2}, "the call sets num_beams"),
-        ("llama", {"use_cache": False}, "the call sets use_cache"),
+        ("gpt2", {}, None, "its positions are not rotary"),
+        ("mistral", {}, None, "responses can exceed the sliding window"),
+        (with_a_learned_prompt, {}, None, "its adapter learns a prompt"),
+        ("llama", {"num_beams": 2}, None, "the call sets num_beams"),
+        ("llama", {"use_cache": False}, None, "the call sets use_cache"),
+        ("llama", {"logits_processor": LogitsProcessorList([place_in_the_batch])}, None, "depend on a row's position"),
+        # Rows wait only where nothing counts tokens.
+        ("llama", {"min_new_tokens": 6}, 2, "may count tokens"),
+        ("llama", {"repetition_penalty": 3.0}, 2, "may count tokens"),
     ],
 )
-def test_what_is_left_to_transformers(caplog, architecture, given, reason):
-    model, rows_given = decoder(architecture), batch()
-    expected = model.generate(**rows_given, generation_config=settings(**given))
+def test_what_is_left_to_transformers(caplog, monkeypatch, model, given, capacity, reason):
+    model, rows_given = decoder(model) if isinstance(model, str) else model(), batch()
+    expected = greedy(model, rows_given, **given)
     sampler = fast_rollouts(model)
+    if capacity:
+        monkeypatch.setattr(hook.Sampler, "_capacity", lambda self, limit: capacity)
     for _ in range(2):
-        assert torch.equal(model.generate(**rows_given, generation_config=settings(**given)), expected)
-    assert caplog.text.count(f"transformers generates: {reason}") == 1 and sampler.log_probs is None
+        assert torch.equal(greedy(model, rows_given, **given), expected)
+    assert len(re.findall(f"transformers generates: .*{reason}", caplog.text)) == 1 and sampler.log_probs is None
 
 
 def test_a_model_that_differs_is_left_to_transformers(caplog, monkeypatch):
     model, given = decoder(), batch()
-    expected = model.generate(**given, generation_config=settings())
+    expected = greedy(model, given)
     monkeypatch.setattr(rows, "_mask", lambda outside: torch.zeros(outside.shape)[:, None, None])
     sampler = fast_rollouts(model)
-    assert torch.equal(model.generate(**given, generation_config=settings()), expected)
+    assert torch.equal(greedy(model, given), expected)
     assert "off a plain forward pass" in sampler.reason and sampler.reason in caplog.text
 
 
@@ -326,11 +328,11 @@ def test_evaluation_follows_autocast_and_keeps_the_trainers_sampler():
     model, given = decoder(dtype=torch.float32), batch()
     own = fast_rollouts(model)
     with torch.autocast("cpu", dtype=torch.bfloat16), sampled_fast(model) as sampler:
-        model.generate(**given, generation_config=settings())
+        greedy(model, given)
     assert sampler.dtype == torch.bfloat16 and sampler.log_probs is not None and not sampler.left
     assert model.generate == own.generate and own.log_probs is None
     with sampled_fast(model) as sampler:
-        model.generate(**given, generation_config=settings())
+        greedy(model, given)
     assert sampler.dtype == torch.float32 and sampler.log_probs is not None
 
 
@@ -341,29 +343,10 @@ def test_gradients_keep_their_hooks():
     norm, seen = model.model.norm.weight, []
     node = norm.view_as(norm).grad_fn.next_functions[0][0]
     node.register_hook(lambda *gradients: seen.append(gradients))
-    model.generate(**given, generation_config=settings())
+    greedy(model, given)
     assert model.model.norm.weight is norm
     model(input_ids=given["input_ids"]).logits.sum().backward()
     assert seen
-
-
-def test_an_adapter_that_learns_a_prompt_is_left_to_transformers(caplog):
-    model, given = decoder(dtype=torch.float32), batch()
-    model = get_peft_model(model, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
-    expected = model.generate(**given, generation_config=settings())
-    assert fast_rollouts(model).reason == "its adapter learns a prompt"
-    with sampled_fast(model) as sampler:
-        assert sampler is None and torch.equal(model.generate(**given, generation_config=settings()), expected)
-
-
-@pytest.mark.parametrize("own", [{"min_new_tokens": 6}, {"repetition_penalty": 3.0}], ids=str)
-def test_rows_wait_only_where_nothing_counts_tokens(monkeypatch, own):
-    model, given = decoder(), batch()
-    monkeypatch.setattr(hook.Sampler, "_capacity", lambda self, limit: 2)
-    expected = model.generate(**given, generation_config=settings(**own))
-    sampler = fast_rollouts(model)
-    assert torch.equal(model.generate(**given, generation_config=settings(**own)), expected)
-    assert any("may count tokens" in reason for reason in sampler.left)
 
 
 def test_a_replaced_generate_stays():
@@ -379,13 +362,13 @@ def test_a_replaced_generate_stays():
     assert "generate" not in vars(model)
 
 
-def test_logits_that_are_not_finite_end_the_call():
-    with pytest.raises(RuntimeError, match="logits are NaN"):
-        draw(torch.full((1, 64), float("nan")), torch.zeros(1, dtype=torch.float64))
-
-
-def test_a_wrong_argument():
-    with pytest.raises(TypeError, match="takes a causal language model or a trainer, got str"):
-        fast_rollouts("toy")
-    with pytest.raises(TypeError, match="floating-point dtype"):
-        fast_rollouts(decoder(), dtype="bfloat16")
+@pytest.mark.parametrize(
+    ("model", "options", "phrase"),
+    [
+        ("toy", {}, "a causal language model or a trainer, got str"),
+        (None, {"dtype": "bfloat16"}, "floating-point dtype"),
+    ],
+)
+def test_refusals(model, options, phrase):
+    with pytest.raises(TypeError, match=phrase):
+        fast_rollouts(model or decoder(), **options)

@@ -13,6 +13,7 @@ from tests.support.trl_private import rollout_batches
 from trl_ext import GRPOConfig, GRPOTrainer
 from trl_ext.rollouts import generate_responses
 from trl_ext.rollouts.sampler import fast_rollouts, hook
+from trl_ext.rollouts.stopping import cut_at_stop
 
 LIMIT = 12
 
@@ -49,6 +50,12 @@ def test_a_stop_string_that_begins_in_the_prompt_ends_nothing(fast, model, token
     assert generate_responses(model, tokenizer, prompts, max_new_tokens=LIMIT, stop=stop, fast=fast) == plain
 
 
+def cut(text: str, stop: list[str]) -> str:
+    """The text up to the first end of a stop string."""
+    ends = [text.index(one) + len(one) for one in stop if one in text]
+    return text[: min(ends, default=len(text))]
+
+
 @pytest.mark.parametrize("capacity", [None, 2])
 def test_a_stopped_response_has_no_padding(capacity, monkeypatch, model, tokenizer):
     if capacity:
@@ -62,6 +69,8 @@ def test_a_stopped_response_has_no_padding(capacity, monkeypatch, model, tokeniz
         count = len(one.response_ids)
         assert one.response_ids == whole.response_ids[:count] and len(one.log_probs) == count
         assert one.finished == (any(text in one.text for text in stop)) and (one.finished or count == LIMIT)
+        assert one.text == cut(whole.text, stop)
+        assert not any(text in tokenizer.decode(one.response_ids[:-1]) for text in stop), "no token more than it takes"
 
 
 def test_rollouts_with_a_stop_string_that_begins_in_the_prompt(tmp_path, tiny_model_path, tokenizer):
@@ -111,3 +120,32 @@ def test_a_tokenizer_without_a_padding_token(model, tokenizer, tiny_model_path):
     bare = AutoTokenizer.from_pretrained(tiny_model_path, pad_token=None)
     bare.pad_token = None
     assert generate_responses(model, bare, prompts, max_new_tokens=LIMIT) == expected
+
+
+# ---- The end of a stop string in a text ----
+
+
+class Pieces:
+    """A tokenizer whose tokens are the pieces of a text."""
+
+    @staticmethod
+    def decode(tokens, skip_special_tokens):
+        return "".join(token for token in tokens if token != "<pad>")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "stop", "expected"),
+    [
+        # The token that completes the string stays whole; the text ends with the string.
+        (["a", "</ans", "wer>\n", "b", "<pad>"], ["</answer>"], (["a", "</ans", "wer>\n"], "a</answer>")),
+        (["</answer>"], ["</answer>"], (["</answer>"], "</answer>")),
+        # Of several the one that is complete first, and of one its first occurrence.
+        (["a!", "b.", "c!"], [".", "!"], (["a!"], "a!")),
+        (["x", "yz", "y"], ["yz", "y"], (["x", "yz"], "xy")),
+        (["a", "</answer"], ["</answer>"], None),
+        (["a"], [], None),
+        ([], ["a"], None),
+    ],
+)
+def test_responses_are_cut_behind_the_first_stop_string(tokens, stop, expected):
+    assert cut_at_stop(Pieces, tokens, stop) == expected

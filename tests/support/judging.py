@@ -10,11 +10,13 @@ from trl_ext.evaluation import OpenAIJudge, VerdictCache
 INSTRUCTIONS = "Judge well."
 
 
-def pairs(count: int, offset: int = 0) -> tuple[list[dict], list[str], list[str]]:
+def prompt_rows(count: int) -> list[dict]:
+    return [{"row_id": f"r{i}", "prompt": [{"role": "user", "content": f"question {i}"}]} for i in range(count)]
+
+
+def pairs(count: int) -> tuple[list[dict], list[str], list[str]]:
     """Rows with the candidate's and the base's responses; the candidate's is longer, and wins, in two of three."""
-    numbers = range(offset, offset + count)
-    rows = [{"row_id": f"r{i}", "prompt": [{"role": "user", "content": f"question {i}"}]} for i in numbers]
-    return rows, ["c" * (1 if i % 3 == 2 else 4) for i in numbers], ["bb"] * count
+    return prompt_rows(count), ["c" * (1 if i % 3 == 2 else 4) for i in range(count)], ["bb"] * count
 
 
 def expected_outcomes(count: int) -> list[str]:
@@ -28,7 +30,3 @@ def judge_of(server: LoopbackServer, **arguments) -> OpenAIJudge:
 def kept(path: Path) -> int:
     with VerdictCache(path) as cache:
         return len(cache)
-
-
-def prompt_rows(count: int) -> list[dict]:
-    return [{"row_id": f"r{i}", "prompt": [{"role": "user", "content": f"question {i}"}]} for i in range(count)]

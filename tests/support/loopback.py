@@ -132,14 +132,7 @@ class LoopbackServer:
         finally:
             writer.close()
 
-    async def _reply(
-        self,
-        path: str,
-        headers: dict[str, str],
-        raw: bytes,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-    ) -> None:
+    async def _reply(self, path: str, headers: dict, raw: bytes, reader: asyncio.StreamReader, writer: Any) -> None:
         if path not in ("/v1/responses", "/v1/chat/completions"):
             return _send(writer, 404, {"error": {"message": f"no {path} here", "code": None}})
         body = json.loads(raw)
@@ -160,7 +153,7 @@ class LoopbackServer:
             return _send(writer, 200, "<html>busy</html>")
         if fault and fault.kind == "not_the_api":
             return _send(writer, 200, {"hello": "world"})
-        reply = _chat_reply(body, question, fault, key) if chat else _responses_reply(body, question, fault, key)
+        reply = _reply_body(body, chat, question, fault, key)
         if fault and fault.kind == "reset":
             return _reset(writer, reply)
         call.answered = not reader.at_eof()  # else the client has hung up
@@ -183,43 +176,39 @@ def read_question(text: str) -> tuple[str, str, str]:
 
 def answer(question: tuple[str, str, str], **changes: Any) -> dict[str, Any]:
     """The fields of an answer: the longer response is the better one."""
-    best = "A" if len(question[1]) >= len(question[2]) else "B"
-    fields = {
-        "reason": "It is longer.",
-        "best": best,
-        "worst": "B" if best == "A" else "A",
-        "confidence": 0.75,
-        "strength": 3,
-        "usable": True,
-        "quality": 4,
-        "exclusion_tags": [],
-    }
-    return fields | changes
+    best, worst = "AB" if len(question[1]) >= len(question[2]) else "BA"
+    fields = {"reason": "It is longer.", "best": best, "worst": worst, "confidence": 0.75, "strength": 3}
+    return {**fields, "usable": True, "quality": 4, "exclusion_tags": [], **changes}
 
 
-def _answer_text(question: tuple[str, str, str], fault: Fault | None) -> str:
-    if fault is None:
-        return json.dumps(answer(question))
-    if fault.kind == "empty":
-        return ""
-    if fault.kind == "cut":
-        return json.dumps(answer(question))[:40]
+def _reply_body(body: dict, chat: bool, question: tuple[str, str, str], fault: Fault | None, key: str) -> dict:
+    kind, cut = fault.kind if fault else "", fault is not None and fault.kind == "cut"
     changes = {"bad_schema": {"strength": 9}, "same_label": {"worst": answer(question)["best"]}}
-    return json.dumps(answer(question, **changes.get(fault.kind, {})))
-
-
-def _responses_reply(body: dict, question: tuple[str, str, str], fault: Fault | None, key: str) -> dict[str, Any]:
-    kind = fault.kind if fault else ""
-    part = {"type": "output_text", "text": _answer_text(question, fault), "annotations": []}
-    if kind == "refusal":
-        part = {"type": "refusal", "refusal": f"I cannot judge this. {key}"}
+    text = json.dumps(answer(question, **changes.get(kind, {})))
+    text = {"empty": "", "cut": text[:40]}.get(kind, text)
+    refusal = f"I cannot judge this. {key}" if kind == "refusal" else None
+    if chat:
+        message = {"role": "assistant", "content": None if refusal else text, "refusal": refusal}
+        return {
+            "id": "chatcmpl_1",
+            "object": "chat.completion",
+            "model": body["model"],
+            "choices": [{"index": 0, "message": message, "finish_reason": "length" if cut else "stop"}],
+            "usage": {
+                "prompt_tokens": USAGE["input"],
+                "prompt_tokens_details": {"cached_tokens": USAGE["cached"]},
+                "completion_tokens": USAGE["output"],
+            },
+        }
+    part = {"type": "output_text", "text": text, "annotations": []}
+    part = {"type": "refusal", "refusal": refusal} if refusal else part
     message = {"type": "message", "id": "msg_1", "status": "completed", "role": "assistant", "content": [part]}
     return {
         "id": "resp_1",
         "object": "response",
         "model": body["model"],
-        "status": "incomplete" if kind == "cut" else "completed",
-        "incomplete_details": {"reason": "max_output_tokens"} if kind == "cut" else None,
+        "status": "incomplete" if cut else "completed",
+        "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
         "output": [{"type": "reasoning", "id": "rs_1", "summary": []}, message],
         "usage": {
             "input_tokens": USAGE["input"],
@@ -229,31 +218,10 @@ def _responses_reply(body: dict, question: tuple[str, str, str], fault: Fault | 
     }
 
 
-def _chat_reply(body: dict, question: tuple[str, str, str], fault: Fault | None, key: str) -> dict[str, Any]:
-    kind = fault.kind if fault else ""
-    message = {"role": "assistant", "content": _answer_text(question, fault), "refusal": None}
-    if kind == "refusal":
-        message |= {"content": None, "refusal": f"I cannot judge this. {key}"}
-    return {
-        "id": "chatcmpl_1",
-        "object": "chat.completion",
-        "model": body["model"],
-        "choices": [{"index": 0, "message": message, "finish_reason": "length" if kind == "cut" else "stop"}],
-        "usage": {
-            "prompt_tokens": USAGE["input"],
-            "prompt_tokens_details": {"cached_tokens": USAGE["cached"]},
-            "completion_tokens": USAGE["output"],
-        },
-    }
-
-
 def _encode(status: int, content: Any, extra: dict[str, str] | None = None) -> bytes:
     payload = content.encode() if isinstance(content, str) else json.dumps(content).encode()
     headers = {"Content-Type": "application/json", "Content-Length": str(len(payload)), **(extra or {})}
-    lines = [
-        f"HTTP/1.1 {status} {HTTPStatus(status).phrase}",
-        *(f"{name}: {value}" for name, value in headers.items()),
-    ]
+    lines = [f"HTTP/1.1 {status} {HTTPStatus(status).phrase}", *(f"{name}: {headers[name]}" for name in headers)]
     return "\r\n".join([*lines, "", ""]).encode("latin-1") + payload
 
 
@@ -273,9 +241,7 @@ def _reset(writer: asyncio.StreamWriter, reply: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--latency", type=float, default=0.05, help="seconds from a request to its reply")
-    parser.add_argument("--port", type=int, default=0)
-    arguments = parser.parse_args()
-    with LoopbackServer(latency=arguments.latency, port=arguments.port) as server:
+    with LoopbackServer(latency=parser.parse_args().latency) as server:
         print(server.url, flush=True)
         threading.Event().wait()
 

@@ -119,11 +119,11 @@ def gradient(model) -> Tensor:
 
 
 def values_and_gradient(model, batch: dict[str, Tensor], **options):
-    """The fused output and the gradient of a sum of its log-probabilities, each with a weight of its own."""
+    """The fused output and the gradient of a sum of its log-probabilities and entropies, each with its own weight."""
     model.zero_grad()
     output = forward(model, batch, **options)
-    weights = torch.linspace(-1, 1, output.log_probs.numel(), device=output.log_probs.device)
-    (output.log_probs * weights.view_as(output.log_probs)).sum().backward()
+    weights = torch.linspace(-1, 1, output.log_probs.numel(), device=output.log_probs.device).view_as(output.log_probs)
+    (output.log_probs * weights + output.entropy * weights.flip(0)).sum().backward()
     return output, gradient(model)
 
 

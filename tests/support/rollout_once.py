@@ -125,8 +125,8 @@ def build(spec: dict, output_dir: str, **trainer_arguments: Any):
     torch.set_num_threads(1)
     name = spec.get("trainer", "PolicyTrainer")
     stock = name.startswith("trl.")
-    trainer_class = trl.GRPOTrainer if stock else getattr(trl_ext, name)
-    config_class = trl.GRPOConfig if stock else trainer_class._config_class
+    trainer_class = getattr(trl if stock else trl_ext, name.removeprefix("trl."))
+    config_class = train_once.classes(name)[1] if stock else trainer_class._config_class
     trainer_class = trainer_arguments.pop("trainer_class", trainer_class)
     if spec.get("fixed"):
         trainer_class = type(trainer_class.__name__, (FixedRollouts, trainer_class), {})

@@ -13,6 +13,7 @@ import pytest
 
 from tests.support.judging import INSTRUCTIONS, expected_outcomes, judge_of, kept, pairs
 from tests.support.loopback import LoopbackServer
+from tests.support.refusals import assert_refused
 from trl_ext.evaluation import CacheError, OpenAIJudge, VerdictCache, judge_pairs
 from trl_ext.evaluation.judging.pairs import make_questions
 
@@ -38,29 +39,27 @@ class TestCache:
             assert cache._database.execute("PRAGMA journal_mode").fetchone() == ("delete",)
             assert cache._database.execute("PRAGMA synchronous").fetchone() == (3,)
 
-    def test_a_cache_that_cannot_be_written_fails_when_it_is_opened(self, tmp_path, monkeypatch):
-        """A user who may not write, for whom SQLite opens the file to read alone: before any verdict is paid for."""
-        path, connect = tmp_path / "cache.sqlite", sqlite3.connect
+    def test_what_cannot_be_a_cache_fails_when_it_is_opened(self, tmp_path, monkeypatch):
+        """Before any verdict is paid for: another file, which is left alone, a folder, and a file that is read-only.
+
+        The last as for a user who may not write, for whom SQLite opens the file to read alone.
+        """
+        path, other, connect = tmp_path / "judge_cache.jsonl", tmp_path / "other", sqlite3.connect
+        path.write_text('{"key": "ab", "verdict": "A"}\n')
+        with connect(other) as database:
+            database.execute("CREATE TABLE verdicts (rubric TEXT)")
+        for bad, words in (
+            (path, ["judge_cache.jsonl", "not a database", "name another cache"]),
+            (other, ["other", "no such column: record", "name another cache"]),
+            (tmp_path, [str(tmp_path), "unable to open", "check the disk"]),
+        ):
+            assert_refused(lambda bad=bad: VerdictCache(bad), *words, error=CacheError)
+        assert path.read_text() == '{"key": "ab", "verdict": "A"}\n' and set(tmp_path.iterdir()) == {path, other}
+        path = tmp_path / "cache.sqlite"
         VerdictCache(path).close()
         monkeypatch.setattr(sqlite3, "connect", lambda path, **_: connect(f"file:{path}?mode=ro", uri=True))
-        with pytest.raises(CacheError, match="cache.sqlite: attempt to write a readonly database: check the disk"):
-            VerdictCache(path)
-
-    def test_another_file_is_left_alone(self, tmp_path):
-        path = tmp_path / "judge_cache.jsonl"
-        path.write_text('{"key": "ab", "verdict": "A"}\n')
-        with pytest.raises(CacheError, match="judge_cache.jsonl: file is not a database: .* name another cache"):
-            VerdictCache(path)
-        with sqlite3.connect(tmp_path / "other") as other:
-            other.execute("CREATE TABLE verdicts (rubric TEXT)")
-        with pytest.raises(CacheError, match="other: no such column: record: .* name another cache"):
-            VerdictCache(tmp_path / "other")
-        (tmp_path / "other").unlink()
-        assert path.read_text() == '{"key": "ab", "verdict": "A"}\n' and list(tmp_path.iterdir()) == [path]
-
-    def test_a_path_that_cannot_be_opened(self, tmp_path):
-        with pytest.raises(CacheError, match=f"^{tmp_path}: unable to open database file: check the disk"):
-            VerdictCache(tmp_path)
+        words = ("cache.sqlite", "attempt to write a readonly database", "check the disk")
+        assert_refused(lambda: VerdictCache(path), *words, error=CacheError)
 
     @pytest.mark.parametrize("room_is_made", [False, True])
     def test_a_full_disk(self, room_is_made, tmp_path, monkeypatch):

@@ -9,12 +9,14 @@ import subprocess
 import sys
 import time
 import traceback
+from functools import partial
 
 import pytest
 
 from tests.support import REPOSITORY
 from tests.support.judging import expected_outcomes, judge_of, kept, pairs
 from tests.support.loopback import Fault, LoopbackServer
+from tests.support.refusals import assert_one_line, assert_refused
 from trl_ext.evaluation import (
     JudgeUnavailable,
     OpenAIJudge,
@@ -77,28 +79,28 @@ class TestServer:
         assert result.usage.output_tokens == 80 * billed
 
     @pytest.mark.parametrize(
-        "fault, attempts, reason",
+        "fault, attempts, words",
         [
-            (Fault("status", status=500), 3, "500 Internal Server Error"),
-            (Fault("status", status=429), 3, "429 Too Many Requests"),
-            (Fault("status", status=400), 1, "400 Bad Request"),
-            (Fault("reset"), 3, "cannot be reached"),
-            (Fault("stall"), 3, "no answer within 0.5 s"),
-            (Fault("not_json"), 3, "the reply is not JSON (3 attempts); check the address, which ends in /v1"),
-            (Fault("not_the_api"), 3, "not one of the responses API (3 attempts); a server that speaks only Chat"),
-            (Fault("bad_schema"), 3, "the answer breaks the schema: strength: "),
-            (Fault("refusal"), 3, "the judge refused: I cannot judge this."),
-            (Fault("empty"), 3, "the answer is empty (3 attempts)"),
-            (Fault("cut"), 3, "the answer was cut at max_output_tokens: raise it"),
+            (Fault("status", status=500), 3, ["500 Internal Server Error"]),
+            (Fault("status", status=429), 3, ["429 Too Many Requests"]),
+            (Fault("status", status=400), 1, ["400 Bad Request"]),
+            (Fault("reset"), 3, ["cannot be reached"]),
+            (Fault("stall"), 3, ["0.5 s"]),
+            (Fault("not_json"), 3, ["not JSON", "3 attempts", "check the address"]),
+            (Fault("not_the_api"), 3, ["responses API", "3 attempts", "Chat"]),
+            (Fault("bad_schema"), 3, ["schema", "strength"]),
+            (Fault("refusal"), 3, ["refused", "I cannot judge this."]),
+            (Fault("empty"), 3, ["empty", "3 attempts"]),
+            (Fault("cut"), 3, ["max_output_tokens", "raise it"]),
         ],
         ids=lambda value: f"{value.kind}-{value.status}" if isinstance(value, Fault) else None,
     )
-    def test_a_lasting_fault_is_an_error_and_neither_win_nor_loss(self, fault, attempts, reason, tmp_path):
+    def test_a_lasting_fault_is_an_error_and_neither_win_nor_loss(self, fault, attempts, words, tmp_path):
         """One of ten rows cannot be judged. Of the other nine the candidate wins 0, 1, 3, 4, 6, 7: six of nine."""
         cache = tmp_path / "cache.sqlite"
         with LoopbackServer(faults=for_row(9, fault)) as server:
             result = judge_pairs(judge_of(server, max_retries=2, timeout=0.5), *pairs(10), cache=cache)
-        assert reason in result.outcomes[9].error
+        assert_one_line(result.outcomes[9].error, words)
         summary = win_rate(result.outcomes)
         assert (summary.n_errors, summary.agreed.n, summary.half.n) == (1, 9, 9)
         assert summary.agreed.rate == summary.half.rate == pytest.approx(6 / 9)
@@ -132,56 +134,48 @@ class TestServer:
             last[call.question] = (number, call.time)
 
     @pytest.mark.parametrize(
-        "fault, reason",
+        "fault, words",
         [
-            (Fault("status", status=401), "gives no verdicts: 401 Unauthorized; the key is .* set OPENAI_API_KEY to"),
-            (Fault("status", status=402), "gives no verdicts: 402 Payment Required; the account has no credit left"),
-            (Fault("status", status=404), "gives no verdicts: 404 Not Found; check the name of the model and the"),
+            (Fault("status", status=401), ["401 Unauthorized", "set OPENAI_API_KEY"]),
+            (Fault("status", status=402), ["402 Payment Required", "no credit"]),
+            (Fault("status", status=404), ["404 Not Found", "check the name of the model"]),
             (
                 Fault("status", status=429, code="insufficient_quota", retry_after="7200"),
-                "gives no verdicts: 429 Too Many Requests; the account has no credit left: add some, and run again",
+                ["429", "no credit", "run again"],
             ),
-            (Fault("status", status=429, retry_after="7200"), "stopped after 4 failures in a row.*: 429 Too Many Req"),
+            (Fault("status", status=429, retry_after="7200"), ["4 failures in a row", "429 Too Many Req"]),
         ],
     )
-    def test_what_every_request_would_meet_ends_the_run(self, fault, reason, tmp_path):
+    def test_what_every_request_would_meet_ends_the_run(self, fault, words, tmp_path):
         """After six answers. Those are kept, and a request for each thread at most is sent in vain."""
         cache, script = tmp_path / "cache.sqlite", [None] * 6 + [fault] * 1000
-        with (
-            LoopbackServer(latency=0.02, faults=script) as server,
-            pytest.raises(JudgeUnavailable, match=reason) as caught,
-        ):
+        with LoopbackServer(latency=0.02, faults=script) as server, pytest.raises(JudgeUnavailable) as caught:
             judge_pairs(judge_of(server), *pairs(30), cache=cache, max_concurrency=4)
-        assert "\n" not in str(caught.value)
+        assert_one_line(str(caught.value), words)
         assert kept(cache) == sum(server.answered.values()) == 6
         # Of the failures in a row, a late answer can interrupt three; a request for each thread is open at the end.
         assert len(server.calls) <= 6 + 3 + 3 + 4
         assert max(server.asked.values()) == 1, "nothing is asked again"
 
-    def test_a_server_that_is_gone(self, tmp_path):
-        """Not a row's fault: the run stops after as many failures in a row as may be open, and goes on from there."""
+    def test_a_server_that_is_gone(self, tmp_path, monkeypatch):
+        """Not a row's fault: the run stops after as many failures in a row as may be open, and goes on from there.
+
+        A server that never answered is given up at once: with the SDK's own waits, six retries take over 20 seconds.
+        """
         cache = tmp_path / "cache.sqlite"
         with LoopbackServer() as server:
             judge = judge_of(server, max_retries=1)
             judge_pairs(judge, *pairs(3), cache=cache)
-        with pytest.raises(
-            JudgeUnavailable, match="stopped after 4 failures in a row.*cannot be reached: ConnectError"
-        ):
-            judge_pairs(judge, *pairs(30), cache=cache, max_concurrency=4)
+        stopped = partial(judge_pairs, judge, *pairs(30), cache=cache, max_concurrency=4)
+        assert_refused(stopped, "4 failures in a row", "cannot be reached: ConnectError", error=JudgeUnavailable)
         with LoopbackServer(port=server.port) as again:
             result = judge_pairs(judge, *pairs(30), cache=cache)
         assert (result.usage.cached, result.usage.calls, len(again.calls)) == (6, 54, 54)
-
-    def test_a_server_that_never_answered_is_given_up_soon(self, monkeypatch):
-        """With the SDK's own waits, six retries would take more than 20 seconds."""
         monkeypatch.setattr("openai._base_client.INITIAL_RETRY_DELAY", 0.5)
         start = time.monotonic()
-        with pytest.raises(JudgeUnavailable) as caught:
-            judge_pairs(OpenAIJudge(base_url="http://127.0.0.1:9/v1"), *pairs(20))
+        never = partial(judge_pairs, OpenAIJudge(base_url="http://127.0.0.1:9/v1"), *pairs(20))
+        assert_refused(never, "http://127.0.0.1:9/v1 cannot be reached", "check the address", error=JudgeUnavailable)
         assert time.monotonic() - start < 5
-        assert str(caught.value) == (
-            "http://127.0.0.1:9/v1 cannot be reached: ConnectError: check the address, and that the server is up"
-        )
 
     def test_failures_with_answers_between_them_are_of_the_rows(self):
         """Every second row fails: two failures in a row, six times over, and the run goes on to its end."""
@@ -195,41 +189,33 @@ class TestServer:
         assert (result.usage.calls, result.usage.errors) == (24, 12)
         assert [outcome.error is None for outcome in result.outcomes] == [True, False] * 6
 
-    def test_too_many_errors_stop_the_run(self):
+    def test_too_many_errors_stop_the_run(self, tmp_path):
         """Rows 1 and 4 of ten are refused where one may be, the latter in one order: the run ends there.
 
         One question at a time: rows 0, 2 and 3 and the first order of row 4 are answered, 2 + 2 + 2 + 1 = 7 calls;
-        row 1 takes 2 * 3 and the second order of row 4 takes 3.
+        row 1 takes 2 * 3 and the second order of row 4 takes 3. A cache keeps what was answered for the next run.
         """
         refused = {("user: question 1", "cccc", "bb"), ("user: question 1", "bb", "cccc")}
         refused |= {("user: question 4", "bb", "cccc")}
+        cache = tmp_path / "cache.sqlite"
 
         def faults(question, attempt):
             return Fault("refusal") if question in refused else None
 
         with LoopbackServer(faults=faults) as server, pytest.raises(TooManyErrors) as caught:
             judge_pairs(judge_of(server), *pairs(10), max_error_fraction=0.1, max_concurrency=1)
-        assert str(caught.value) == (
-            "2 of 10 rows could not be judged, more than the share of 0.1 that max_error_fraction allows; the first: "
-            "row_id r1: the judge refused: I cannot judge this. (3 attempts)"
+        assert_one_line(
+            str(caught.value), ["2 of 10 rows", "max_error_fraction", "row_id r1", "I cannot judge this. (3 attempts)"]
         )
         result = caught.value.result
         errors = [outcome.error for outcome in result.outcomes]
         assert [error is None for error in errors] == [True, False, True, True, False] + [False] * 5
         assert errors[5:] == ["not asked: too many rows before it could not be judged"] * 5
         assert (len(server.calls), result.usage.calls, result.usage.errors) == (7 + 9, 7 + 9, 3)
-
-    def test_a_run_that_was_stopped_goes_on_from_its_cache(self, tmp_path):
-        """Two of ten rows are refused where one may be. What was answered is kept, and is not asked again."""
-        cache, refused = tmp_path / "cache.sqlite", {"user: question 1", "user: question 4"}
-
-        def faults(question, attempt):
-            return Fault("refusal") if question[0] in refused else None
-
         with LoopbackServer(faults=faults) as server:
             with pytest.raises(TooManyErrors, match=r"\d+ of 20 verdicts are kept in .*cache.sqlite"):
                 judge_pairs(judge_of(server), *pairs(10), cache=cache, max_error_fraction=0.1)
-            assert 0 < kept(cache) == sum(server.answered[question] == 1 for question in server.answered) <= 16
+            assert 0 < kept(cache) == len(server.answered.keys() - refused) <= 17
             refused.clear()
             result = judge_pairs(judge_of(server), *pairs(10), cache=cache, max_error_fraction=0)
         assert result.usage.cached + result.usage.calls == kept(cache) == 20
@@ -258,56 +244,33 @@ class TestServer:
         assert len(server.calls) <= 3 * (questions + max_concurrency)
         assert kept(cache) == 0
 
-    def test_an_interrupt_says_how_many_verdicts_are_kept(self, tmp_path):
-        """The judge is interrupted at its first question, and in a second run at its third of ten."""
+    @pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
+    @pytest.mark.parametrize("answers", [0, 2])
+    def test_an_error_of_the_judge_itself_ends_the_run_with_the_rest_saved(self, answers, error, tmp_path):
+        """At its first question, and at its third of ten; an interrupt says how many verdicts are kept."""
+        answered, cache = [], tmp_path / "c.sqlite"
 
         class Judge:
             identity, sequential = {"kind": "mine"}, True
 
             def judge(self, prompt, response_a, response_b):
-                self.left -= 1
-                if self.left < 0:
-                    raise KeyboardInterrupt
-                return "A"
-
-        judge, cache = Judge(), tmp_path / "c.sqlite"
-        for judge.left in (0, 2):
-            expected = f"{judge.left} of 10 verdicts are kept in {cache}, and the same command goes on from there"
-            with pytest.raises(KeyboardInterrupt) as caught:
-                judge_pairs(judge, *pairs(5), cache=cache)
-            assert str(caught.value) == expected
-
-    def test_an_error_in_the_users_judge_ends_the_run_with_the_rest_saved(self, tmp_path):
-        answered = []
-
-        class Judge:
-            identity = {"kind": "mine"}
-
-            def judge(self, prompt, response_a, response_b):
-                if len(answered) >= 7:
-                    raise ZeroDivisionError("mine")
+                if len(answered) == answers:
+                    raise error
                 answered.append(prompt)
                 return "A"
 
-        with pytest.raises(ZeroDivisionError, match="mine"):
-            judge_pairs(Judge(), *pairs(6), cache=tmp_path / "c.sqlite", max_concurrency=2)
-        assert kept(tmp_path / "c.sqlite") == len(answered) in (7, 8)
+        with pytest.raises(error) as caught:
+            judge_pairs(Judge(), *pairs(5), cache=cache)
+        assert kept(cache) == answers
+        if error is KeyboardInterrupt:
+            assert_one_line(str(caught.value), [f"{answers} of 10 verdicts", str(cache), "same command goes on"])
 
 
 class TestKey:
     """The key is in no log, cache, error, traceback or repr, even where the server repeats it."""
 
-    FAULTS = [
-        Fault("status", status=401, echo_key=True),
-        Fault("status", status=400, echo_key=True),
-        Fault("status", status=500, echo_key=True),
-        Fault("status", status=429, echo_key=True),
-        Fault("refusal", echo_key=True),
-        Fault("reset"),
-        Fault("stall"),
-        Fault("not_json"),
-        Fault("bad_schema"),
-    ]
+    FAULTS = [Fault("status", status=status, echo_key=True) for status in (401, 400, 500, 429)]
+    FAULTS += [Fault("refusal", echo_key=True), *map(Fault, ("reset", "stall", "not_json", "bad_schema"))]
 
     @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.kind}-{fault.status}")
     def test_in_process(self, fault, monkeypatch, tmp_path, caplog, capfd):

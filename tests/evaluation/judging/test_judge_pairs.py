@@ -10,12 +10,12 @@ import pytest
 
 from tests.support.judging import kept, prompt_rows
 from tests.support.loopback import LoopbackServer
+from tests.support.refusals import assert_refused
 from trl_ext.evaluation import (
     GroundTruthJudge,
     JudgeError,
     Judgement,
     OpenAIJudge,
-    compare,
     estimate,
     judge_pairs,
     win_rate,
@@ -40,27 +40,6 @@ class CountingJudge:
 
 
 class TestJudgePairs:
-    def test_both_orders_as_compare_does(self):
-        rows, candidate, base = prompt_rows(3), ["ccc", "c", "cc"], ["b", "bb", "bb"]
-        judge = CountingJudge()
-        result = judge_pairs(judge, rows, candidate, base)
-        assert result.outcomes == compare(CountingJudge(), rows, candidate, base)
-        assert sorted(judge.asked) == sorted(
-            (f"question {i}", *pair) for i in range(3) for pair in ((candidate[i], base[i]), (base[i], candidate[i]))
-        )
-        assert (result.usage.calls, result.usage.errors) == (6, 0)
-
-    def test_rows_of_verdicts(self):
-        """A judge that names the first response with a confidence of 0.5 disagrees with itself."""
-        judge = lambda prompt, a, b: Judgement("A", confidence=0.5)  # noqa: E731
-        result = judge_pairs(judge, prompt_rows(1), ["c"], ["b"])
-        [row] = json.loads(json.dumps(result.verdicts))
-        assert (row["row_id"], row["outcome"], row["usable"], row["error"], row["empty"]) == (
-            "r0", "disagree", True, None, False,
-        )  # fmt: skip
-        assert row["candidate_first"]["verdict"] == row["base_first"]["verdict"] == "A"
-        assert row["candidate_first"]["confidence"] == 0.5
-
     def test_the_course_example(self):
         """Two agreed wins, an agreed loss, a disagreement, a win unusable in one pass, an error: 2 of 3; 3.5 of 5."""
         answers = {
@@ -72,12 +51,18 @@ class TestJudgePairs:
             if text == "question 5":
                 raise JudgeError("timeout")
             order = 0 if response_a == "c" else 1
-            return Judgement(answers[text][order], usable=text != "question 4" or order == 0)
+            return Judgement(answers[text][order], text != "question 4" or order == 0, confidence=0.5)
 
-        result = win_rate(judge_pairs(judge, prompt_rows(6), ["c"] * 6, ["b"] * 6, max_error_fraction=0.2).outcomes)
+        found = judge_pairs(judge, prompt_rows(6), ["c"] * 6, ["b"] * 6, max_error_fraction=0.2)
+        result = win_rate(found.outcomes)
         assert result.agreed.rate == pytest.approx(2 / 3) and result.n_counted == 3
         assert result.half.rate == pytest.approx(3.5 / 5)
-        assert result.n_errors == 1
+        assert (result.n_errors, found.usage.calls, found.usage.errors) == (1, 12, 2)
+        rows = json.loads(json.dumps(found.verdicts))
+        columns = ("row_id", "outcome", "usable", "error", "empty")
+        assert [rows[3][name] for name in columns] == ["r3", "disagree", True, None, False]
+        assert rows[3]["candidate_first"]["verdict"] == rows[3]["base_first"]["verdict"] == "A"
+        assert rows[3]["candidate_first"]["confidence"] == 0.5
 
     def test_an_empty_candidate_is_not_asked_about(self):
         judge = CountingJudge()
@@ -146,20 +131,19 @@ class TestJudgePairs:
         judge_pairs(Judge(), prompt_rows(10), ["c"] * 10, ["b"] * 10)
         assert len(threads) == 1
 
-    def test_arguments(self):
-        rows = prompt_rows(2)
-        with pytest.raises(ValueError, match="base: has 1 entries for 2 rows"):
-            judge_pairs(CountingJudge(), rows, ["c", "c"], ["b"])
-        with pytest.raises(ValueError, match="base_finished: has 0 entries for 2 rows"):
-            judge_pairs(CountingJudge(), rows, ["c", "c"], ["b", "b"], base_finished=[])
-        with pytest.raises(ValueError, match="max_concurrency must be at least 1, got 0"):
-            judge_pairs(CountingJudge(), rows, ["c", "c"], ["b", "b"], max_concurrency=0)
-        with pytest.raises(ValueError, match="max_error_fraction must lie between 0 and 1, got 10"):
-            judge_pairs(CountingJudge(), rows, ["c", "c"], ["b", "b"], max_error_fraction=10)
-
-    def test_an_answer_that_is_no_verdict(self):
-        with pytest.raises(ValueError, match="row_id r0: CallableJudge must answer 'A', 'B' or 'tie', got 'first'"):
-            judge_pairs(lambda *_: "first", prompt_rows(1), ["c"], ["b"])
+    @pytest.mark.parametrize(
+        ("judge", "base", "options", "words"),
+        [
+            (CountingJudge(), ["b"], {}, ["base", "1 entries for 2 rows"]),
+            (CountingJudge(), ["b", "b"], {"base_finished": []}, ["base_finished", "0 entries for 2 rows"]),
+            (CountingJudge(), ["b", "b"], {"max_concurrency": 0}, ["max_concurrency", "at least 1", "0"]),
+            (CountingJudge(), ["b", "b"], {"max_error_fraction": 10}, ["max_error_fraction", "between 0 and 1", "10"]),
+            (CountingJudge(), ["b", "b"], {"cache": "x.sqlite"}, ["needs a judge with an attribute `identity`"]),
+            (lambda *_: "first", ["b", "b"], {}, ["row_id r", "'A', 'B' or 'tie'", "'first'"]),
+        ],
+    )
+    def test_refusals(self, judge, base, options, words):
+        assert_refused(lambda: judge_pairs(judge, prompt_rows(2), ["c", "c"], base, **options), *words)
 
 
 class TestCacheIdentity:
@@ -204,17 +188,13 @@ class TestCacheIdentity:
         assert (second.usage.cached, second.usage.calls, second.usage.input_tokens) == (8, 0, 0)
 
     def test_own_judges(self, tmp_path):
-        """One that says what its verdicts depend on has a cache; one that does not is told; a free one needs none."""
+        """One that says what its verdicts depend on has a cache, and a free one needs none."""
         rows, cache = prompt_rows(1), tmp_path / "cache.sqlite"
         judge = CountingJudge(identity={"kind": "mine", "version": 1})
-        for _ in range(2):
+        for version, asked in ((1, 2), (1, 2), (2, 4)):
+            judge.identity = {"kind": "mine", "version": version}
             judge_pairs(judge, rows, ["cc"], ["b"], cache=cache)
-        assert len(judge.asked) == 2
-        judge.identity = {"kind": "mine", "version": 2}
-        judge_pairs(judge, rows, ["cc"], ["b"], cache=cache)
-        assert len(judge.asked) == 4
-        with pytest.raises(ValueError, match="needs a judge with an attribute `identity`"):
-            judge_pairs(CountingJudge(), rows, ["cc"], ["b"], cache=cache)
+            assert len(judge.asked) == asked
         other = tmp_path / "other.sqlite"
         judge_pairs(GroundTruthJudge(lambda _, text: len(text)), rows, ["cc"], ["b"], cache=other)
         assert not other.exists()
@@ -251,15 +231,12 @@ class TestEstimate:
         assert (result.calls, result.cached, result.output_tokens) == (2, 6, 160)
         assert estimate(judge, rows[:3], ["cc"] * 3, ["b"] * 3, cache=cache, price_in=1, price_out=1).dollars == 0.0
 
-    def test_no_price_and_no_key(self):
-        result = estimate(OpenAIJudge(), prompt_rows(1), ["cc"], ["b"], price_in=1)
-        assert result.dollars is None and result.input_tokens > 0
-        assert "no dollars without --price_in and --price_out" in result.notes
-        # No answer is longer than the limit, typical or not.
-        assert estimate(OpenAIJudge(max_output_tokens=20), prompt_rows(1), ["cc"], ["b"]).output_tokens == 2 * 20
-
-    def test_judges_that_cost_nothing_or_do_not_say(self):
+    def test_without_prices(self):
+        """No answer is longer than the limit. A free judge costs 0, and one that does not say, None."""
         rows = prompt_rows(2)
+        result = estimate(OpenAIJudge(max_output_tokens=20), rows[:1], ["cc"], ["b"], price_in=1)
+        assert result.dollars is None and result.input_tokens > 0 and result.output_tokens == 2 * 20
+        assert "no dollars without --price_in and --price_out" in result.notes
         free = estimate(GroundTruthJudge(), rows, ["cc", ""], ["b", "b"])
         assert (free.calls, free.dollars, free.notes) == (2, 0.0, ())
         assert estimate(CountingJudge(), rows, ["c", "c"], ["b", "b"]).dollars is None

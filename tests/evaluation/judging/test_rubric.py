@@ -11,6 +11,7 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.support.refusals import assert_refused
 from trl_ext import PolicyConfig, PolicyTrainer, load_benchmark
 from trl_ext.evaluation import JudgeUnavailable, OpenAIModel, RubricReward
 from trl_ext.evaluation.judging.rubric import read_rubric
@@ -99,12 +100,6 @@ def test_a_response_cannot_pass_for_a_criterion():
     assert question.count("[criterion abc]") == 1 and "[criterion abc]" not in question.splitlines()[-3]
 
 
-def test_a_judge_that_cannot_answer_ends_the_run():
-    reward = RubricReward(OpenAIModel("judge"))
-    with pytest.raises(JudgeUnavailable, match="OPENAI_API_KEY is not set"):
-        reward(["q"], ["r"], rubric=[["says why"]])
-
-
 def test_a_file_of_prompts_keeps_its_rubrics(tmp_path):
     """The criteria of a file may be texts or records, and what is malformed is refused where it is read."""
     rubrics = [["says why"], [{"criterion": "is polite", "weight": 2}, "is short"], [{"criterion": 3, "weight": "x"}]]
@@ -112,8 +107,7 @@ def test_a_file_of_prompts_keeps_its_rubrics(tmp_path):
     (tmp_path / "train_gen.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     read = load_benchmark(tmp_path)["train_gen"]["rubric"]
     assert [read_rubric(one) for one in read[:2]] == [[("says why", 1.0)], [("is polite", 2.0), ("is short", 1.0)]]
-    with pytest.raises(ValueError, match="a criterion is a text"):
-        read_rubric(read[2])
+    assert_refused(lambda: read_rubric(read[2]), "a criterion is a text")
 
 
 def test_a_trainer_passes_the_rubric_on_and_logs_the_cost(tmp_path):
@@ -126,7 +120,7 @@ def test_a_trainer_passes_the_rubric_on_and_logs_the_cost(tmp_path):
         AutoModelForCausalLM.from_pretrained(MODEL_DIR),
         reward_with(server),
         args=PolicyConfig(
-            output_dir=str(tmp_path),
+            str(tmp_path),
             max_steps=1,
             per_device_train_batch_size=8,
             num_generations=2,
@@ -135,7 +129,7 @@ def test_a_trainer_passes_the_rubric_on_and_logs_the_cost(tmp_path):
             save_strategy="no",
             report_to="none",
             use_cpu=True,
-        ),
+        ),  # fmt: skip
         processing_class=AutoTokenizer.from_pretrained(MODEL_DIR),
         train_dataset=Dataset.from_list(rows),
     )
@@ -155,30 +149,6 @@ def test_the_last_text_of_the_assistant_is_judged():
     assert reward_with(Server())(["q", "q"], completions, rubric=[["says why"]] * 2) == [1.0, 0.0]
 
 
-@pytest.mark.parametrize(
-    ("rubric", "words"),
-    [
-        (None, ["a rubric is a list of criteria", "None"]),
-        ("be polite", ["a rubric is a list", "be polite"]),
-        ([{"text": "x"}], ["a criterion is a text", "text"]),
-        ([{"criterion": "x", "weight": -0.9}], ["must be positive", "-0.9", "pitfall"]),
-    ],
-)
-def test_rubrics_that_cannot_be_read(rubric, words):
-    with pytest.raises(ValueError) as refused:
-        read_rubric(rubric)
-    assert all(word in str(refused.value) for word in words)
-
-
-def test_a_dataset_without_rubrics():
-    """A misspelt column is told before a model is loaded."""
-    with pytest.raises(ValueError, match="column 'rubric'"):
-        reward_with(Server())(["q"], ["r"])
-    with pytest.raises(ValueError, match="'rubric_explicit' takes 'rubric', and .* did you mean 'rubic'"):
-        check_arguments([reward_with(Server())], ["prompt", "rubic"], False)
-    check_arguments([reward_with(Server()), torch.nn.Linear(1, 1)], ["prompt", "rubric"], False)
-
-
 def test_arguments_of_reward_functions_are_known_before_sampling():
     def lines(completions, steps):
         return [1.0] * len(completions)
@@ -187,20 +157,28 @@ def test_arguments_of_reward_functions_are_known_before_sampling():
     def decorated(completions, **columns):
         return lines(completions, columns)
 
-    check_arguments([decorated, max, functools.partial(lines, steps=[])], ["prompt"], False)
-    check_arguments([lines], ["prompt"], True)
-    with pytest.raises(ValueError, match="'lines' takes the steps of responses: choose an --advantage of steps"):
-        check_arguments([lines], ["prompt"], False)
-    with pytest.raises(ValueError, match="takes 'completion', and .* did you mean 'completions'"):
-        check_arguments([lambda completion: [1.0]], ["prompt", "completion"], False)
+    check_arguments([decorated, max, functools.partial(lines, steps=[])], ["prompt"])
+    check_arguments([reward_with(Server()), torch.nn.Linear(1, 1)], ["prompt", "rubric"])
+    for function, columns, words in (
+        (lines, ["prompt"], ["'lines' takes 'steps'", "no such column"]),
+        (lambda completion: [1.0], ["prompt", "completion"], ["takes 'completion'", "did you mean 'completions'"]),
+        (reward_with(Server()), ["prompt", "rubic"], ["'rubric_explicit' takes 'rubric'", "did you mean 'rubic'"]),
+    ):
+        assert_refused(lambda f=function, c=columns: check_arguments([f], c), *words)
 
 
-def test_an_unknown_form():
-    with pytest.raises(ValueError, match="explicit"):
-        reward_with(Server(), "explicitt")
-
-
-def test_the_extra_is_named(monkeypatch):
+def test_refusals(monkeypatch):
+    for rubric, words in (
+        (None, ["a rubric is a list of criteria", "None"]),
+        ("be polite", ["a rubric is a list", "be polite"]),
+        ([{"text": "x"}], ["a criterion is a text", "text"]),
+        ([{"criterion": "x", "weight": -0.9}], ["must be positive", "-0.9", "pitfall"]),
+    ):
+        assert_refused(lambda rubric=rubric: read_rubric(rubric), *words)
+    assert_refused(lambda: reward_with(Server())(["q"], ["r"]), "column 'rubric'")
+    assert_refused(lambda: reward_with(Server(), "explicitt"), "explicit")
+    asked = RubricReward(OpenAIModel("judge"))
+    words = ["OPENAI_API_KEY is not set"]
+    assert_refused(lambda: asked(["q"], ["r"], rubric=[["says why"]]), *words, error=JudgeUnavailable)
     monkeypatch.setitem(sys.modules, "openai", None)
-    with pytest.raises(ImportError, match=r"OpenAIModel needs the openai package.*trl_ext\[judge\]"):
-        OpenAIModel("judge")
+    assert_refused(lambda: OpenAIModel("judge"), "openai package", "trl_ext[judge]", error=ImportError)

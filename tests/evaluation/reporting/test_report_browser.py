@@ -11,15 +11,6 @@ from tests.support.report_runs import HOSTILE, write_example, write_policy, writ
 from trl_ext.evaluation import write_report
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-ARGUMENTS = [
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get install chromium"),
@@ -32,7 +23,9 @@ def browser():
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+        browser = playwright.chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-background-networking"]
+        )
         yield browser
         browser.close()
 
@@ -94,17 +87,16 @@ class TestOpening:
     def test_everything_is_there_and_nothing_is_loaded(self, open_report):
         page = open_report()
         assert page.title() == "Report of 4 runs"
-        assert page.locator("h2").all_inner_texts() == [
-            "Summary",
-            "Curves",
-            "Reward against KL",
-            "Length and diversity",
-            "Reward models",
-            "Generations",
-        ]
+        headings = ["Summary", "Curves", "Reward against KL", "Length and diversity", "Reward models", "Generations"]
+        assert page.locator("h2").all_inner_texts() == headings
         assert page.locator("figure").count() >= 20
         assert all(page.locator("svg[role=img]").evaluate_all("nodes => nodes.map(node => node.ariaLabel)"))
         assert listed(page) == PROMPTS
+        names = page.locator("#table-policies tbody th")
+        head = page.get_by_role("columnheader", name="gain in true score")
+        for order, expected in (("ascending", ["beta", "alpha", "gamma"]), ("descending", ["gamma", "alpha", "beta"])):
+            head.get_by_role("button").click()
+            assert (names.all_inner_texts(), head.get_attribute("aria-sort")) == (expected, order)
 
     def test_text_of_models_stays_text(self, open_report):
         page = open_report()
@@ -115,20 +107,11 @@ class TestOpening:
         assert page.evaluate("window.pwned") is None
         assert page.locator("main img, main script, .toggles b").count() == 0
 
-    def test_a_report_of_one_reward_model_has_no_generations(self, open_report, report, tmp_path):
-        write_report(report.parent / "runs" / "rm", tmp_path / "rm.html")
-        page = open_report(path=tmp_path / "rm.html")
-        assert page.locator("h2").all_inner_texts() == ["Curves", "Reward models"]
-        assert page.locator("figure:visible").count() == 4 and page.locator("#runs").is_hidden()
-        page.keyboard.press("j")
-
 
 class TestFilters:
     """Outcomes by prompt: alpha win, tie, loss, win; beta win, win, loss, tie; gamma loss, win, loss, win."""
 
     def test_by_text_and_by_kind(self, open_report):
-        from playwright.sync_api import expect
-
         page = open_report()
         page.get_by_label("Prompt contains").fill("SORT")
         assert listed(page) == [PROMPTS[2]]
@@ -139,62 +122,41 @@ class TestFilters:
         page.get_by_label("or a response does").check()
         assert listed(page) == [PROMPTS[1]], "gamma's response"
         page.get_by_role("button", name="Clear").click()
-        expect(page.locator("#prompts li")).to_have_count(4)
         page.get_by_label("Kind", exact=True).select_option(label="say")
         assert listed(page) == [PROMPTS[1], PROMPTS[3]]
-        page.get_by_role("button", name="Clear").click()
-        expect(page.locator("#prompts li")).to_have_count(4)
 
-    @pytest.mark.parametrize(
-        ("outcome", "of", "expected"),
-        [
+    def test_by_outcome_and_where_methods_disagree(self, open_report):
+        """In the outcome on all but the third; without gamma on the second and the fourth alone."""
+        page = open_report()
+        for outcome, of, places in (
             ("policy wins", "any run shown", [0, 1, 3]),
             ("base wins", "every run shown", [2]),
             ("tie", "alpha", [1]),
-        ],
-    )
-    def test_by_outcome(self, open_report, outcome, of, expected):
-        page = open_report()
-        page.get_by_label("Outcome", exact=True).select_option(label=outcome)
-        page.get_by_label("Run of the outcome").select_option(label=of)
-        assert listed(page) == [PROMPTS[index] for index in expected]
-
-    def test_where_methods_disagree(self, open_report):
-        """In the outcome on all but the third; without gamma on the second and the fourth alone."""
-        page = open_report()
+        ):
+            page.get_by_label("Outcome", exact=True).select_option(label=outcome)
+            page.get_by_label("Run of the outcome").select_option(label=of)
+            assert listed(page) == [PROMPTS[index] for index in places]
+        page.get_by_role("button", name="Clear").click()
         page.get_by_label("Methods").select_option(label="disagree in the outcome")
         assert listed(page) == [PROMPTS[0], PROMPTS[1], PROMPTS[3]]
         page.get_by_role("checkbox", name="gamma").uncheck()
         assert listed(page) == [PROMPTS[1], PROMPTS[3]]
         assert set(shown(page)) == {"base", "alpha", "beta"}
-        page.get_by_label("Methods").select_option(label="disagree in the response")
-        assert listed(page) == [PROMPTS[0], PROMPTS[1], PROMPTS[3]], "all said 2 1 to the third"
 
-
-class TestKeyboard:
-    def test_through_the_prompts(self, open_report):
+    def test_by_keys(self, open_report):
         page = open_report()
-        active = "document.getElementById('prompts').getAttribute('aria-activedescendant')"
         for key, place in (("j", 1), ("j", 2), ("k", 1), ("k", 0), ("k", 0)):
             page.keyboard.press(key)
-            assert (selected(page), page.evaluate(active)) == (PROMPTS[place], f"prompt-{place}")
+            assert selected(page) == PROMPTS[place]
         page.locator("#prompts").focus()
         for key, place in (("ArrowDown", 1), ("End", 3), ("ArrowUp", 2), ("Home", 0)):
             page.keyboard.press(key)
             assert selected(page) == PROMPTS[place]
-        assert page.locator("#prompts [aria-selected=true]").count() == 1
-        assert page.locator("#responses").bounding_box()["y"] < 700, "the responses were brought into view"
-
-    def test_search_and_back(self, open_report):
-        page = open_report()
-        focused = "document.activeElement.id"
         page.keyboard.press("/")
-        assert page.evaluate(focused) == "search"
         page.keyboard.type("jk/")
         assert page.locator("#search").input_value() == "jk/", "in a field they are letters"
         assert listed(page) == []
         page.keyboard.press("Escape")
-        assert page.evaluate(focused) == "prompts"
         assert (page.locator("#search").input_value(), listed(page)) == ("", PROMPTS)
 
 
@@ -223,23 +185,6 @@ class TestRuns:
         assert page.locator("#shown-count").inner_text() == "2 of 13"
         assert set(shown(page)) == {"base", "run-0", "run-1"}
 
-    def test_over_wall_clock_time(self, open_report):
-        page = open_report()
-        steps, seconds = page.locator(".over-steps"), page.locator(".over-seconds")
-        assert (steps.is_visible(), seconds.is_visible()) == (True, False)
-        page.get_by_label("wall-clock time").check()
-        assert (steps.is_visible(), seconds.is_visible()) == (False, True)
-        assert "Logged without the time, so not drawn: gamma." in seconds.inner_text()
-
-    def test_tables_sort(self, open_report):
-        page = open_report()
-        names = page.locator("#table-policies tbody th")
-        head = page.get_by_role("columnheader", name="gain in true score")
-        head.get_by_role("button").click()
-        assert (names.all_inner_texts(), head.get_attribute("aria-sort")) == (["beta", "alpha", "gamma"], "ascending")
-        head.get_by_role("button").click()
-        assert (names.all_inner_texts(), head.get_attribute("aria-sort")) == (["gamma", "alpha", "beta"], "descending")
-
 
 def test_generations_and_the_axis_of_each_task(open_report, tmp_path):
     write_report(write_two_tasks(tmp_path / "runs"), tmp_path / "report.html")
@@ -256,7 +201,7 @@ def test_generations_and_the_axis_of_each_task(open_report, tmp_path):
     assert set(shown(page)) == {"base", "b-sum", "d-sum"}
 
 
-def test_a_phone_needs_no_sideways_scrolling(open_report):
+def test_nothing_is_wider_than_a_phone_or_its_chart(open_report, tmp_path):
     page = open_report(360, "dark")
     page.locator("details").evaluate_all("nodes => nodes.forEach(node => { node.open = true; })")
     for place in range(4):
@@ -266,16 +211,12 @@ def test_a_phone_needs_no_sideways_scrolling(open_report):
         "nodes => nodes.map(node => node.getBoundingClientRect().right)"
     )
     assert max(boxes) <= 360
-
-
-@pytest.mark.parametrize("width", [400, 1280])
-def test_no_name_is_cut_off_by_its_chart(open_report, tmp_path, width):
     for method in ("dpo", "simpo"):
         run = write_policy(tmp_path / "runs" / f"{method}-with-a-long-name-seed-10", objective=method)
         (run / "samples").mkdir()
         (run / "samples" / "step_000040.jsonl").write_text("{}\n" * 400)
     write_report(tmp_path / "runs", tmp_path / "report.html")
-    page = open_report(width, path=tmp_path / "report.html")
+    page = open_report(400, path=tmp_path / "report.html")
     texts = page.locator(".over-steps svg text.name, #pareto svg text.name")
     assert any("n 400" in text for text in texts.all_text_contents())
     beyond = texts.evaluate_all(

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from tests.support.files import write_rows
+from tests.support.refusals import assert_one_line
 from tests.support.report_runs import LOSS, TIE, WIN, change, report, write_example, write_policy, write_reward_model
 from trl_ext.evaluation import (
     GroundTruthJudge,
@@ -27,16 +28,6 @@ from trl_ext.rollouts import Generation
 class TestWhatTheLibraryWrites:
     PAIRS = reward_metrics([2.0, 1.0, 0.5], [1.0, 2.0, 0.0])
 
-    def compare(self, policy: list[str], base: list[str]):
-        prompts = [{"row_id": str(i), "prompt": [{"role": "user", "content": f"p{i}"}]} for i in range(len(policy))]
-        texts = ([Generation([0], [0] * len(t), t, True) for t in of] for of in (policy, base))
-
-        def score(prompt, response, finished=True):
-            return float(response == "good")
-
-        judge = GroundTruthJudge(score)
-        return compare_generations(prompts, *texts, max_new_tokens=8, judge=judge, score_function=score)
-
     @pytest.mark.parametrize(
         "results",
         [
@@ -54,7 +45,15 @@ class TestWhatTheLibraryWrites:
 
     def test_a_comparison(self, tmp_path):
         """The win rate again from the outcomes of the rows: of 5 prompts 3 wins, a loss and a tie."""
-        comparison = self.compare(["good"] * 3 + ["bad"] * 2, ["bad"] * 3 + ["good", "bad"])
+
+        def score(prompt, response, finished=True):
+            return float(response == "good")
+
+        answers = (["good"] * 3 + ["bad"] * 2, ["bad"] * 3 + ["good", "bad"])
+        texts = ([Generation([0], [0] * len(text), text, True) for text in of] for of in answers)
+        prompts = [{"row_id": str(i), "prompt": [{"role": "user", "content": f"p{i}"}]} for i in range(5)]
+        judged = {"judge": GroundTruthJudge(score), "score_function": score}
+        comparison = compare_generations(prompts, *texts, max_new_tokens=8, **judged)
         comparison.write(tmp_path / "policy", objective="dpo")
         assert [row["outcome"] for row in comparison.rows] == [WIN] * 3 + [LOSS, TIE]
         summary, _ = report(tmp_path / "policy")
@@ -65,11 +64,6 @@ class TestWhatTheLibraryWrites:
         assert row["score_gain"]["value"] == pytest.approx((3 - 1) / 5)
         assert row["tokens"] == {"base": (3 * 3 + 4 + 3) / 5, "policy": (3 * 4 + 2 * 3) / 5}
         assert summary["problems"] == []
-
-    def test_reward_metrics(self, tmp_path):
-        (tmp_path / "results.json").write_text(json.dumps({"run": {}, "pairs": self.PAIRS}))
-        (row,) = report(tmp_path)[0]["reward_models"]
-        assert (row["accuracy"]["value"], row["nll"]) == (pytest.approx(2 / 3), self.PAIRS["nll"])
 
     @pytest.mark.parametrize(("temperature", "decoding"), [(0, "greedy"), (1.0, "sampled")])
     def test_an_evaluation_on_verified_problems(self, tmp_path, temperature, decoding):
@@ -83,41 +77,35 @@ class TestWhatTheLibraryWrites:
 
 
 class TestDamage:
-    @pytest.mark.parametrize(
-        ("keys", "value", "reason"),
-        [
-            (("win_rate", "half", "rate"), float("nan"), "Input should be a finite number, got NaN"),
-            (("score", "gain", "mean"), "0.25", 'Input should be a valid number, got "0.25"'),
-            (("generations", "base", "distinct_2"), "x" * 50, f'Input should be a valid number, got "{"x" * 39}...'),
-        ],
-    )
-    def test_a_damaged_field_is_named(self, tmp_path, capsys, keys, value, reason):
-        """The run is left out; the other one is shown."""
-        change(write_policy(tmp_path / "runs" / "bad"), *keys, to=value)
+    def test_damage_is_named_and_the_run_is_left_out(self, tmp_path, capsys):
+        """Fields by the keys that lead to them, and whole files; the other run is shown."""
+        number, expected = "Input should be a valid number, got", {}
+        for place, (keys, value, reason) in enumerate(
+            (
+                (("win_rate", "half", "rate"), float("nan"), "Input should be a finite number, got NaN"),
+                (("score", "gain", "mean"), "0.25", f'{number} "0.25"'),
+                (("generations", "base", "distinct_2"), "x" * 50, f'{number} "{"x" * 39}...'),
+            )
+        ):
+            change(write_policy(tmp_path / "runs" / f"bad-{place}"), *keys, to=value)
+            expected[f"bad-{place}"] = f"results.json: {'.'.join(keys)}: {reason}"
+        for name, content, reason in (
+            ("cut", '{"run": {"seed', "Invalid JSON: EOF while parsing"),
+            ("empty", "", "Invalid JSON: EOF while parsing a value at line 1 column 0"),
+            ("own", '{"recipe": "own"}', "run: Field required"),
+        ):
+            (tmp_path / "runs" / name).mkdir()
+            (tmp_path / "runs" / name / "results.json").write_text(content)
+            expected[name] = f"results.json: {reason}"
         write_policy(tmp_path / "runs" / "good")
         summary, page = report(tmp_path / "runs")
         assert [row["run"] for row in summary["policies"]] == ["good"]
-        expected = f"results.json: {'.'.join(keys)}: {reason}"
-        assert [(row["run"], row["reason"]) for row in summary["incomplete"]] == [("bad", expected)]
-        assert page.column("incomplete", "why") == [expected]
+        told = {row["run"]: row["reason"] for row in summary["incomplete"]}
+        assert list(told.values()) == page.column("incomplete", "why") and told.keys() == expected.keys()
+        assert all(told[name].startswith(reason) for name, reason in expected.items()), told
         with pytest.raises(SystemExit):
-            main([str(tmp_path / "runs" / "bad"), "--out", str(tmp_path / "r.html")])
-        assert capsys.readouterr().err.endswith(f"a results.json; bad: {expected}\n")
-
-    @pytest.mark.parametrize(
-        ("content", "reason"),
-        [
-            ("", "results.json: Invalid JSON: EOF while parsing a value at line 1 column 0"),
-            ('{"run": {"seed', "results.json: Invalid JSON: EOF while parsing"),
-            ('{"recipe": "own"}', "results.json: run: Field required"),
-        ],
-    )
-    def test_a_damaged_file(self, tmp_path, content, reason):
-        run = write_policy(tmp_path / "good").parent / "bad"
-        run.mkdir()
-        (run / "results.json").write_text(content)
-        (row,) = write_report(tmp_path, tmp_path / "report.html")["incomplete"]
-        assert row["run"] == "bad" and row["reason"].startswith(reason)
+            main([str(tmp_path / "runs" / "bad-0"), "--out", str(tmp_path / "r.html")])
+        assert_one_line(capsys.readouterr().err, ["a results.json", f"bad-0: {expected['bad-0']}"])
 
     def test_damaged_lines_are_left_out_and_said(self, tmp_path, capsys):
         run = write_policy(tmp_path / "run")
@@ -144,21 +132,16 @@ class TestDamage:
 
 class TestFindingRuns:
     def test_labels_are_the_shortest_ends_that_differ(self, tmp_path):
+        """Links are followed, also to the folder that holds the link, and a run counts once."""
         for path in ("one/aot", "two/aot", "two/dpo", "two/aot-10", "two/aot-9", "two/checkpoint-5/x", "two/.hidden"):
             (tmp_path / path).mkdir(parents=True)
             (tmp_path / path / "results.json").write_text('{"run": {}}')
         runs, incomplete = find_runs([tmp_path, tmp_path / "two"])
         assert [run.label for run in runs] == ["one/aot", "two/aot", "aot-9", "aot-10", "dpo"]
         assert incomplete == []
-
-    def test_links_are_followed_and_a_run_counts_once(self, tmp_path):
-        """Links to a run elsewhere, to the folder that holds the link, and to a run that is found itself."""
-        for path in ("elsewhere/a1b2", "runs/one", "runs/two"):
-            (tmp_path / path).mkdir(parents=True)
-            (tmp_path / path / "results.json").write_text('{"run": {}}')
-        for link, target in {"dpo": "../elsewhere/a1b2", "one/up": "..", "three": "two"}.items():
-            (tmp_path / "runs" / link).symlink_to(target)
-        assert [run.label for run in find_runs([tmp_path / "runs", tmp_path / "runs"])[0]] == ["dpo", "one", "three"]
+        for link, target in {"linked": "../two/aot-9", "aot/up": "..", "three": "aot"}.items():
+            (tmp_path / "one" / link).symlink_to(target)
+        assert [run.label for run in find_runs([tmp_path / "one"] * 2)[0]] == ["aot", "linked"]
 
     def test_a_run_that_goes_on_is_incomplete(self, tmp_path):
         write_policy(tmp_path / "done")
@@ -187,23 +170,21 @@ class TestCommand:
         assert summary["reward_models"][0]["ece"] == 0.18
 
     @pytest.mark.parametrize(
-        ("arguments", "message"),
+        ("arguments", "words"),
         [
-            (["nowhere"], "error: no folder nowhere; give folders that hold runs"),
-            (["."], "error: no finished run in .: a run folder holds a results.json; begun: no results.json, nothing"),
-            ([".", "--out", "x.txt"], "error: --out x.txt: must end in .html"),
-            ([".", "--max_prompts", "-1"], "error: --max_prompts must be at least 0, got -1"),
+            (["nowhere"], ["no folder nowhere", "folders that hold runs"]),
+            (["."], ["no finished run in .", "results.json", "begun: no results.json"]),
+            ([".", "--out", "x.txt"], ["--out x.txt", ".html"]),
+            ([".", "--max_prompts", "-1"], ["--max_prompts", "at least 0", "-1"]),
         ],
     )
-    def test_errors_are_one_line(self, tmp_path, monkeypatch, capsys, arguments, message):
+    def test_refusals(self, tmp_path, monkeypatch, capsys, arguments, words):
         monkeypatch.chdir(tmp_path)
-        (tmp_path / "begun").mkdir()
-        (tmp_path / "begun" / "metrics.jsonl").write_text("")
+        write_rows(tmp_path / "begun" / "metrics.jsonl", [])
         with pytest.raises(SystemExit) as stopped:
             main(arguments)
-        error = capsys.readouterr().err
         assert stopped.value.code == 2
-        assert error.startswith(message) and error.count("\n") == 1
+        assert_one_line(capsys.readouterr().err, ["error: ", *words])
         assert not list(tmp_path.glob("*.html"))
 
     def test_loads_neither_torch_nor_matplotlib(self, tmp_path):

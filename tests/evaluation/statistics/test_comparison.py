@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
 
 import pytest
 import torch
 
-from trl_ext.evaluation import approximate_kl, compare_generations, join_pair_scores, preference_metrics, write_report
+from tests.support.refusals import assert_refused
+from tests.support.tiny import pairs
+from tests.support.train_once import build, parameters
+from trl_ext.evaluation import approximate_kl, compare_generations, join_pair_scores, preference_metrics
 from trl_ext.evaluation.judging.score_judges import GroundTruthJudge
+from trl_ext.held_out.generations import GenerationEvaluation, GenerationSettings, pair_metrics, score_pairs
 from trl_ext.rollouts import Generation
+from trl_ext.trainers.policies import base_policy, remember_base, trained_policy
 
 
 class TestPreferenceMetrics:
@@ -42,11 +46,9 @@ class TestPreferenceMetrics:
         assert metrics["mean"]["margin"] == pytest.approx((1 + 2 + 0) / 3)
         assert metrics["reference_corrected"]["margin"] == pytest.approx((1 + 1 + 3) / 3)
         assert [metrics[name]["ties"] for name in ("summed", "mean", "reference_corrected")] == [1, 1, 0]
+        assert "reference_corrected" not in preference_metrics(self.scores(reference=False))
         # Wilson for 3 of 3: n / (n + z^2) = 3 / (3 + 3.841459).
         assert metrics["reference_corrected"]["low"] == pytest.approx(3 / 6.841459, abs=1e-6)
-
-    def test_without_a_reference_there_is_no_corrected_accuracy(self):
-        assert "reference_corrected" not in preference_metrics(self.scores(reference=False))
 
 
 class TestApproximateKL:
@@ -106,10 +108,7 @@ class TestApproximateKL:
     def test_equal_models_are_at_zero(self):
         log_probs = [torch.tensor([-1.5, -0.1]), torch.tensor([])]
         assert approximate_kl(log_probs, log_probs)["mean"] == 0
-
-    def test_no_responses(self):
-        with pytest.raises(ValueError, match="no responses"):
-            approximate_kl([], [])
+        assert_refused(lambda: approximate_kl([], []), "no responses")
 
 
 class TestCompareGenerations:
@@ -155,19 +154,9 @@ class TestCompareGenerations:
             "odd": {"policy": 2.0, "base": 2.0},
         }
         assert summary["generations"]["policy"]["truncated_fraction"] == pytest.approx(1 / 3)
-
-    def test_what_is_written_is_what_a_report_reads(self, tmp_path):
-        comparison = self.compare([self.generation("aaa")] * 2, [self.generation("a")] * 2)
-        comparison.write(tmp_path / "run", objective="dpo (beta 0.1)", model="m", dataset="d", seed=0)
-        summary = write_report([tmp_path / "run"], tmp_path / "report.html")
-        assert summary["problems"] == [] and summary["policies"][0]["score_gain"]["value"] == 2.0
-        rows = (tmp_path / "run" / "generations.jsonl").read_text().splitlines()
-        assert [json.loads(row)["response_text"] for row in rows] == ["aaa"] * 2
-
-    def test_without_judge_or_score(self):
-        rows = [{"row_id": "0", "prompt": [{"role": "user", "content": "q"}]}]
-        summary = compare_generations(rows, [self.generation("a")], [self.generation("b")], max_new_tokens=3).summary
-        assert summary["win_rate"] is None and summary["score"] is None
+        prompts = [{"row_id": row["row_id"], "prompt": "q"} for row in comparison.rows]
+        summary = compare_generations(prompts, own, other, max_new_tokens=9).summary
+        assert summary["win_rate"] is summary["score"] is None, "without a judge and a score"
 
 
 class TestBasePolicy:
@@ -187,9 +176,6 @@ class TestBasePolicy:
     def test_is_the_model_before_training(self, spec, tiny_model_path, tmp_path):
         from transformers import AutoModelForCausalLM
 
-        from tests.support.train_once import build
-        from trl_ext.trainers.policies import base_policy, remember_base, trained_policy
-
         spec = {**spec, "model": tiny_model_path, "args": {"learning_rate": 0.1, "beta": 0.5, **spec.get("args", {})}}
         trainer = build(spec, str(tmp_path))
         remember_base(trainer)
@@ -206,10 +192,9 @@ class TestBasePolicy:
         assert (trained - original).abs().max() > 1e-3
 
     def test_an_error_leaves_the_policy_as_it_was(self, tiny_model_path, tmp_path):
-        from tests.support.train_once import build, parameters
-        from trl_ext.trainers.policies import base_policy, remember_base
-
         trainer = build({"trainer": "SimPOTrainer", "model": tiny_model_path}, str(tmp_path))
+        with pytest.raises(ValueError, match="call remember_base"), base_policy(trainer):
+            pass
         remember_base(trainer)
         trainer.train()
         before = parameters(trainer)
@@ -221,9 +206,6 @@ class TestBasePolicy:
     @pytest.mark.slow
     @pytest.mark.parametrize("spec", [{"trainer": "SimPOTrainer"}, {"trainer": "DPOTrainer", "lora": True}])
     def test_compiled(self, spec, tiny_model_path, tmp_path):
-        from tests.support.train_once import build
-        from trl_ext.trainers.policies import base_policy, remember_base
-
         compiled = {"torch_compile": True, "torch_compile_backend": "eager"}
         trainer = build({**spec, "model": tiny_model_path, "args": compiled}, str(tmp_path))
         remember_base(trainer)
@@ -233,14 +215,6 @@ class TestBasePolicy:
         trainer.train()
         with base_policy(trainer) as base:
             assert torch.equal(base.eval()(input_ids=ids).logits, before)
-
-    def test_not_remembered_is_an_error(self, tiny_model_path, tmp_path):
-        from tests.support.train_once import train
-        from trl_ext.trainers.policies import base_policy
-
-        trainer = train({"trainer": "SimPOTrainer", "model": tiny_model_path}, str(tmp_path))
-        with pytest.raises(ValueError, match="call remember_base"), base_policy(trainer):
-            pass
 
     @pytest.mark.parametrize(
         "spec",
@@ -256,10 +230,6 @@ class TestBasePolicy:
 
         The sampler's log-probabilities are those of a plain pass up to rounding.
         """
-        from tests.support.tiny import pairs
-        from tests.support.train_once import build
-        from trl_ext.held_out.generations import GenerationEvaluation, GenerationSettings, pair_metrics, score_pairs
-        from trl_ext.trainers.policies import remember_base
 
         trainer = build({**spec, "model": tiny_model_path, "pairs": 4}, str(tmp_path))
         if spec.get("lora"):
@@ -278,11 +248,6 @@ class TestBasePolicy:
         assert pairs_metrics["after"]["reference_corrected"]["margin"] == 0.0
 
     def test_responses_are_generated_once_for_each_state_of_the_policy(self, tiny_model_path, tmp_path, monkeypatch):
-        from tests.support.tiny import pairs
-        from tests.support.train_once import build
-        from trl_ext.held_out.generations import GenerationEvaluation, GenerationSettings
-        from trl_ext.trainers.policies import remember_base
-
         trainer = build(
             {"trainer": "DPOTrainer", "model": tiny_model_path, "args": {"learning_rate": 0.05}}, str(tmp_path)
         )

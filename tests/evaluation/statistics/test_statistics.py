@@ -7,6 +7,7 @@ import pytest
 import scipy.stats
 from scipy.special import expit
 
+from tests.support.refusals import assert_refused
 from trl_ext.evaluation import PairOutcome, mean_with_interval
 from trl_ext.evaluation.statistics.intervals import (
     critical_value,
@@ -42,10 +43,6 @@ class TestRowCredits:
         assert row_credits(rows, "agreed") == [1.0, 0.0, None, None, None, None, None]
         assert row_credits(rows, "half") == [1.0, 0.0, 0.5, 0.5, 1.0, None, 0.0]
 
-    def test_unknown_rule(self):
-        with pytest.raises(ValueError, match="rule must be one of agreed, half, got 'third'"):
-            row_credits([], "third")
-
 
 class TestMeanInterval:
     @pytest.mark.parametrize(
@@ -69,8 +66,6 @@ class TestMeanInterval:
 
     def test_equal_values(self):
         assert mean_interval([0.3] * 4) == mean_interval([0.3]) == (0.3, 0.3)
-        with pytest.raises(ValueError, match="no values"):
-            mean_interval([])
 
     def test_published_gains(self):
         """21 pairs, of which 1 gains and 7 lose (Bentur et al. 2009): the interval in Fagerland et al. 2014."""
@@ -85,11 +80,6 @@ class TestMeanInterval:
         assert (found["low"], found["high"]) == pytest.approx((-0.346476, 0.346476), abs=1e-6)
         found = mean_with_interval([1.0] * 5, gains=True)
         assert found == {"mean": 1.0, "low": pytest.approx(0.195836, abs=1e-6), "high": 1.0}
-
-    def test_zeros_and_ones_that_are_no_gains(self):
-        """Wilson's upper end for 0 of 10 is z^2 / (n + z^2) = 3.841459 / 13.841459, and its lower end is 0."""
-        found = mean_with_interval([0.0] * 10)
-        assert found == {"mean": 0.0, "low": pytest.approx(0.0, abs=1e-12), "high": pytest.approx(0.277533, abs=1e-6)}
 
     @pytest.mark.parametrize("chances", [(0.05, 0.8, 0.15), (0.1, 0.6, 0.3), (0.2, 0.6, 0.2), (0.05, 0.05, 0.9)])
     def test_exact_coverage_of_five_gains(self, chances):
@@ -114,8 +104,9 @@ class TestRateInterval:
     def test_zeros_and_ones_and_equal_values_are_wilsons(self):
         assert rate_interval([1, 0, 1, 1]) == wilson_interval(3, 4)
         assert rate_interval([0.5] * 10) == pytest.approx(wilson_interval(5, 10))
-        with pytest.raises(ValueError, match="no values"):
-            rate_interval([])
+        # Wilson's upper end for 0 of 10 is z^2 / (n + z^2) = 3.841459 / 13.841459, and its lower end is 0.
+        found = mean_with_interval([0.0] * 10)
+        assert (found["low"], found["high"]) == pytest.approx((0.0, 0.277533), abs=1e-6)
 
     @pytest.mark.parametrize(
         ("table", "expected"),
@@ -148,14 +139,6 @@ class TestRateInterval:
 
 
 class TestPairedDifference:
-    def test_two_candidates_that_never_differ(self):
-        """Six prompts, and two on which they differ: 1.959964 sqrt(2 / 8 / 8)."""
-        rows = settled(1, 0, 1, 1, 0, 1)
-        result = paired_difference(rows, rows)
-        assert result.difference == 0.0
-        assert (result.low, result.high) == pytest.approx((-0.346476, 0.346476), abs=1e-6)
-        assert result.mcnemar.p_value == 1.0
-
     def test_one_wins_all_and_the_other_nothing(self):
         """11 of 12 against 1 of 12: 10/12 - 1.959964 sqrt((1 - 100/144) / 12); differences above 1 there are none."""
         result = paired_difference(settled(*[1] * 10), settled(*[0] * 10))
@@ -198,15 +181,6 @@ class TestPairedDifference:
         assert (result.first, result.second) == (0.5, 1.0)
         assert paired_difference(first, second, "half").second == pytest.approx((1 + 3 * 0.5) / 4)
 
-    def test_other_rows(self):
-        with pytest.raises(ValueError, match="row_id 1: only one of the two"):
-            paired_difference(settled(1, 0), settled(1))
-
-    def test_repeated_rows(self):
-        rows = [PairOutcome("a", C, C)] * 2
-        with pytest.raises(ValueError, match="the first candidate's outcomes repeat"):
-            paired_difference(rows, rows)
-
 
 class TestMcNemar:
     def test_published_value(self):
@@ -215,22 +189,12 @@ class TestMcNemar:
         assert mcnemar(10, 3).statistic == pytest.approx(2.769231, abs=1e-6)
         assert mcnemar(10, 3).p_value == 756 / 8192
         assert mcnemar(3, 10).p_value == 756 / 8192
-
-    def test_few_rows(self):
-        """Five to nothing is 2 / 32; the chi-squared of the statistic 16 / 5 is no approximation yet."""
-        assert mcnemar(5, 0).p_value == 0.0625
+        # Five to nothing is 2 / 32; the chi-squared of the statistic 16 / 5 is no approximation yet.
+        assert (mcnemar(5, 0).p_value, mcnemar(4, 4).statistic, mcnemar(0, 0).p_value) == (0.0625, 0.0, 1.0)
 
     def test_many_rows_are_nearly_chi_squared(self):
         """z^2 = (|b - c| - 1)^2 / (b + c) = 41^2 / 1764: P(|Z| > 0.976190) = 0.328970."""
         assert mcnemar(903, 861).p_value == pytest.approx(0.328970, abs=1e-4)
-
-    def test_equal_counts_say_nothing(self):
-        assert mcnemar(4, 4).statistic == 0.0
-        assert mcnemar(0, 0).p_value == 1.0
-
-    def test_negative(self):
-        with pytest.raises(ValueError, match="must be whole and not negative, got -1 and 2"):
-            mcnemar(-1, 2)
 
 
 class TestChanceBelow:
@@ -274,17 +238,7 @@ class TestChanceBelow:
         assert chance_below(0, 10, 0.0) == 0.0
         again = math.exp(math.lgamma(20.5) + math.lgamma(11) - math.lgamma(21) - math.lgamma(10.5))
         assert chance_below(10, 10, 1.0) == pytest.approx(1 - again)
-        assert 0.28 < 1 - again < 0.3
-
-    def test_nothing_is_said_of_no_rows(self):
-        assert chance_below(0, 0, 0.5) is None
-        assert chance_below(0, 0, 0.5, ties=0) is None
-
-    def test_out_of_range(self):
-        with pytest.raises(ValueError, match="threshold must lie between 0 and 1, got 68"):
-            chance_below(7, 10, 68)
-        with pytest.raises(ValueError, match="counts must be whole, got 8 wins and 3 ties of 10 rows"):
-            chance_below(8, 10, 0.5, ties=3)
+        assert chance_below(0, 0, 0.5) is chance_below(0, 0, 0.5, ties=0) is None
 
 
 class TestLengthControl:
@@ -347,8 +301,21 @@ class TestLengthControl:
         assert gaps == whole
         assert length_controlled_win_rate([None], [5], [6]) is None
 
-    def test_bad_arguments(self):
-        with pytest.raises(ValueError, match="lengths: has 1 entries for 2"):
-            length_controlled_win_rate([1.0, 0.0], [1], [1, 2])
-        with pytest.raises(ValueError, match="credits must lie between 0 and 1"):
-            length_controlled_win_rate([2.0, 0.0], [1, 2], [1, 3])
+
+@pytest.mark.parametrize(
+    ("refused", "words"),
+    [
+        (lambda: row_credits([], "third"), ["rule", "agreed, half", "'third'"]),
+        (lambda: mean_interval([]), ["no values"]),
+        (lambda: rate_interval([]), ["no values"]),
+        (lambda: paired_difference(settled(1, 0), settled(1)), ["row_id 1", "only one"]),
+        (lambda: paired_difference([PairOutcome("a", C, C)] * 2, settled(1)), ["first candidate", "repeat"]),
+        (lambda: mcnemar(-1, 2), ["not negative", "-1 and 2"]),
+        (lambda: chance_below(7, 10, 68), ["threshold", "between 0 and 1", "68"]),
+        (lambda: chance_below(8, 10, 0.5, ties=3), ["8 wins and 3 ties of 10"]),
+        (lambda: length_controlled_win_rate([1.0, 0.0], [1], [1, 2]), ["lengths", "1 entries for 2"]),
+        (lambda: length_controlled_win_rate([2.0, 0.0], [1, 2], [1, 3]), ["credits", "between 0 and 1"]),
+    ],
+)
+def test_refusals(refused, words):
+    assert_refused(refused, *words)

@@ -1,6 +1,5 @@
 """Win rates, intervals and pairwise judging, against values worked by hand."""
 
-import json
 import math
 import random
 import threading
@@ -8,6 +7,7 @@ import threading
 import pytest
 from scipy.stats import binomtest
 
+from tests.support.refusals import assert_refused
 from trl_ext.evaluation import (
     GroundTruthJudge,
     JudgeError,
@@ -38,7 +38,7 @@ def course_example():
 class TestWilson:
     @pytest.mark.parametrize(
         "successes, n, low, high",
-        [(60, 80, 0.645153, 0.831938), (0, 10, 0.0, 0.277533), (87, 128, 0.594634, 0.754270)],
+        [(60, 80, 0.645153, 0.831938), (0, 10, 0.0, 0.277533), (87, 128, 0.594634, 0.754270), (0, 0, 0.0, 1.0)],
     )
     def test_published_values(self, successes, n, low, high):
         assert wilson_interval(successes, n) == pytest.approx((low, high), abs=1e-6)
@@ -49,49 +49,27 @@ class TestWilson:
         expected = binomtest(successes, n).proportion_ci(confidence, method="wilson")
         assert wilson_interval(successes, n, confidence) == pytest.approx(tuple(expected), abs=1e-12)
 
-    def test_no_trials(self):
-        assert wilson_interval(0, 0) == (0.0, 1.0)
-
-    @pytest.mark.parametrize("arguments", [(-1, 5), (6, 5), (1, -1), (1, 2.5), (math.nan, 5), (1, 0)])
-    def test_invalid_counts(self, arguments):
-        with pytest.raises(ValueError, match="successes|n must"):
-            wilson_interval(*arguments)
-
-    @pytest.mark.parametrize("confidence", [0, 1, 1.5, -0.1, math.nan])
-    def test_invalid_confidence(self, confidence):
-        with pytest.raises(ValueError, match="confidence"):
-            wilson_interval(1, 2, confidence=confidence)
-
 
 class TestWinRate:
-    def test_course_example_with_disagreements_dropped(self):
-        """Three rows agree, are usable and have no error; the candidate wins two of them."""
+    def test_course_example(self):
+        """Three rows agree, are usable and have no error; the candidate wins two of them.
+
+        As halves 1 + 1 + 0 + 1/2 + 1 = 3.5 over the five rows without an error. Four of the five agree. The response
+        shown first wins once in each agreed row and twice in the disagreement: 6 of 10.
+        """
         result = win_rate(course_example())
         assert result.agreed.rate == pytest.approx(2 / 3, abs=1e-12)
         assert (result.agreed.n, result.n_counted, result.n_total, result.n_errors) == (3, 3, 6, 1)
         assert (result.agreed.low, result.agreed.high) == wilson_interval(2, 3)
-
-    def test_course_example_with_disagreements_as_half(self):
-        """1 + 1 + 0 + 1/2 + 1 = 3.5 over the five rows without an error."""
-        result = win_rate(course_example())
-        assert result.half.rate == pytest.approx(0.7, abs=1e-12)
-        assert (result.half.n, result.n_ties) == (5, 1)
+        assert (result.half.rate, result.half.n, result.n_ties) == (pytest.approx(0.7, abs=1e-12), 5, 1)
         assert (result.half.low, result.half.high) == wilson_interval(3.5, 5)
-
-    def test_course_example_agreement_and_bias(self):
-        """Four of five rows agree. Shown first wins once in each agreed row and twice in the disagreement: 6 of 10."""
-        result = win_rate(course_example())
-        assert result.agreement_rate == pytest.approx(0.8)
-        assert result.position_bias == pytest.approx(0.1)
+        assert (result.agreement_rate, result.position_bias) == pytest.approx((0.8, 0.1))
 
     def test_always_the_first_answer(self):
         result = win_rate(outcomes_of(*[(C, B)] * 7))
         assert result.position_bias == 0.5
         assert result.half.rate == 0.5
         assert (result.agreed.rate, result.agreed.low, result.agreed.high, result.agreed.n) == (0.0, 0.0, 1.0, 0)
-
-    def test_always_the_second_answer(self):
-        assert win_rate(outcomes_of((B, C), (B, C))).position_bias == -0.5
 
     def test_ties(self):
         """(tie, tie) agrees but names no system; (candidate, tie) disagrees: 1/2 each, beside one win: 2 / 3."""
@@ -116,15 +94,6 @@ class TestWinRate:
             assert (interval.rate, interval.low, interval.high, interval.n) == (0.0, 0.0, 1.0, 0)
         assert (result.agreement_rate, result.position_bias, result.n_errors) == (0.0, 0.0, len(rows))
 
-    def test_to_dict_is_json(self):
-        result = json.loads(json.dumps(win_rate(course_example()).to_dict()))
-        assert result["half"]["rate"] == pytest.approx(0.7)
-        assert result["n_counted"] == 3
-
-    def test_invalid_verdict(self):
-        with pytest.raises(ValueError, match="row_id r7, second: must be one of candidate, base, tie, got 'A'"):
-            PairOutcome("r7", C, "A")
-
     def test_swapping_the_systems(self):
         """The base's outcome has the roles exchanged and, as it is now the candidate, the passes too."""
         other = {C: B, B: C, T: T}
@@ -141,22 +110,6 @@ class TestWinRate:
             if result.n_counted:
                 assert mirror.agreed.rate == pytest.approx(1 - result.agreed.rate)
 
-    def test_order_of_rows_is_irrelevant(self):
-        generator = random.Random(2)
-        rows = [
-            PairOutcome(
-                str(number),
-                *generator.choices([C, B, T], k=2),
-                usable=generator.random() < 0.8,
-                empty=generator.random() < 0.1,
-                error="failed" if generator.random() < 0.1 else None,
-            )
-            for number in range(60)
-        ]
-        expected = win_rate(rows)
-        generator.shuffle(rows)
-        assert win_rate(rows) == expected
-
 
 def prompt_rows(*texts):
     return [
@@ -168,38 +121,21 @@ class ScriptedJudge:
     """Answers from a list and remembers what it was shown."""
 
     def __init__(self, *answers):
-        self.answers = list(answers)
-        self.shown = []
+        self.answers, self.shown = list(answers), []
 
     def judge(self, prompt, response_a, response_b):
         self.shown.append((prompt[-1]["content"], response_a, response_b))
-        answer = self.answers.pop(0)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+        return self.answers.pop(0)
 
 
 class TestCompare:
     def test_both_orders_and_labels_mapped_back(self):
         judge = ScriptedJudge("A", "A", "B", "A", "A", "tie")
         outcomes = compare(judge, prompt_rows("p", "q", "s"), ["c0", "c1", "c2"], ["b0", "b1", "b2"])
-        assert judge.shown == [
-            ("p", "c0", "b0"),
-            ("p", "b0", "c0"),
-            ("q", "c1", "b1"),
-            ("q", "b1", "c1"),
-            ("s", "c2", "b2"),
-            ("s", "b2", "c2"),
-        ]
-        assert [(outcome.row_id, outcome.first, outcome.second) for outcome in outcomes] == [
-            ("r0", C, B),
-            ("r1", B, B),
-            ("r2", C, T),
-        ]
-
-    def test_other_exceptions_are_not_hidden(self):
-        with pytest.raises(ZeroDivisionError):
-            compare(ScriptedJudge(ZeroDivisionError()), prompt_rows("p"), ["c"], ["b"])
+        shown = [("p", "c0", "b0"), ("p", "b0", "c0"), ("q", "c1", "b1"), ("q", "b1", "c1"), ("s", "c2", "b2")]
+        assert judge.shown == [*shown, ("s", "b2", "c2")]
+        found = [(outcome.row_id, outcome.first, outcome.second) for outcome in outcomes]
+        assert found == [("r0", C, B), ("r1", B, B), ("r2", C, T)]
 
     def test_does_what_judge_pairs_does(self):
         """Empty, identical, cut, failed and repeated rows alike; `compare` leaves out the limit of errors."""
@@ -234,37 +170,39 @@ class TestGroundTruthJudge:
         outcomes = compare(judge, prompt_rows("x", "y", "z"), ["xx", "-", "z"], ["x", "y", "z"])
         assert [(outcome.first, outcome.second) for outcome in outcomes] == [(C, C), (B, B), (T, T)]
 
-    def test_scores_the_last_user_message(self):
-        seen = []
-        judge = GroundTruthJudge(lambda prompt, _: seen.append(prompt) or 0.0)
-        turns = [("system", "s"), ("user", "one"), ("assistant", "two"), ("user", "three")]
-        judge.judge([{"role": role, "content": content} for role, content in turns], "a", "b")
-        judge.judge("plain", "a", "b")
-        assert seen == ["three", "three", "plain", "plain"]
-
     def test_finished_flags_follow_their_response(self):
         """A cut response scores 0 here. The candidate's is cut in the first row, the base's in the second."""
         judge = GroundTruthJudge(lambda _, text, finished=True: float(len(text)) if finished else 0.0)
-        outcomes = compare(
-            judge,
-            prompt_rows("p", "q", "r"),
-            ["long answer", "long", "long answer"],
-            ["short", "longer still", "short"],
-            candidate_finished=[False, True, True],
-            base_finished=[True, False, True],
-        )
+        candidate, base = ["long answer", "long", "long answer"], ["short", "longer still", "short"]
+        flags = {"candidate_finished": [False, True, True], "base_finished": [True, False, True]}
+        outcomes = compare(judge, prompt_rows("p", "q", "r"), candidate, base, **flags)
         assert [(outcome.first, outcome.second) for outcome in outcomes] == [(B, B), (C, C), (C, C)]
-
-    def test_score_that_is_no_number(self):
-        with pytest.raises(ValueError, match="score_function returned nan for the prompt 'p'"):
-            GroundTruthJudge(lambda *_: math.nan).judge("p", "a", "b")
-
-    def test_prompt_without_user(self):
-        with pytest.raises(ValueError, match="no user message"):
-            GroundTruthJudge(lambda *_: 0.0).judge([{"role": "system", "content": "s"}], "a", "b")
 
     def test_default_is_the_toy_score(self):
         [outcome] = compare(
             GroundTruthJudge(), prompt_rows("Sort these numbers: 7 2 9 4."), ["2 4 7 9"], ["9 9 9 9 9 9"]
         )
         assert (outcome.first, outcome.second) == (C, C)
+
+
+USER = [{"role": role, "content": role} for role in ("system", "user", "assistant")]
+
+
+@pytest.mark.parametrize(
+    ("refused", "words"),
+    [
+        *((lambda counts=counts: wilson_interval(*counts), ["must"]) for counts in ((-1, 5), (6, 5), (1, 2.5))),
+        (lambda: wilson_interval(1, 2, confidence=1.5), ["confidence"]),
+        (lambda: PairOutcome("r7", C, "A"), ["row_id r7, second", "candidate, base, tie", "'A'"]),
+        (lambda: GroundTruthJudge(lambda *_: math.nan).judge("p", "a", "b"), ["nan", "'p'"]),
+        (lambda: GroundTruthJudge(lambda *_: 0.0).judge(USER[:1], "a", "b"), ["no user message"]),
+    ],
+)
+def test_refusals(refused, words):
+    assert_refused(refused, *words)
+
+
+def test_the_last_user_message_is_scored():
+    seen = []
+    GroundTruthJudge(lambda prompt, _: seen.append(prompt) or 0.0).judge([*USER, *USER], "a", "b")
+    assert seen == ["user", "user"]

@@ -2,12 +2,14 @@
 
 import json
 import math
+from functools import partial
 
 import pytest
 
 from tests.support.files import write_rows
 from tests.support.public_evaluation import WORDS, plan, response_rows, write_assets, write_policy, write_scores
-from trl_ext.evaluation import Judgement, grade_submission
+from tests.support.refusals import assert_refused
+from trl_ext.evaluation import JudgeError, Judgement, grade_submission
 from trl_ext.evaluation.statistics.paired import chance_below
 from trl_ext.evaluation.submissions.grading import SubmissionGrade
 
@@ -49,6 +51,13 @@ class TestPolicies:
 
         chance = sum(math.comb(7, k) * beta(5.5 + k, 9.5 - k) / beta(5.5, 2.5) for k in range(5))
         assert grade.chance_below == pytest.approx(chance, abs=1e-9)
+        # Under the other rule the chance is that of as many points among ten new rows.
+        grade = only(grade_submission(folder, {"aot": 0.7}, rule="half", **assets))
+        assert (grade.passed, grade.figure) == (False, pytest.approx(0.65))
+        assert grade.chance_below == chance_below(5, 10, 0.7, ties=3)
+        # At the threshold is passed.
+        grades = [only(grade_submission(folder, {"aot": at}, rule="half", **assets)) for at in (0.65, 0.66)]
+        assert [grade.passed for grade in grades] == [True, False]
 
     def test_what_does_not_count_and_the_order_of_showing(self, folder, assets):
         """5 wins, 2 ties of identical texts, and 3 wrong answers, of which this judge prefers the one shown first.
@@ -64,20 +73,6 @@ class TestPolicies:
         grade = only(grade_submission(folder, {"aot": 0.7}, judge=first_of_wrong_ones, **assets))
         assert (grade.n, grade.n_total, grade.figure) == (5, 10, 1.0)
         assert (grade.agreement_rate, grade.position_bias) == (pytest.approx(0.7), pytest.approx(0.15))
-
-    def test_the_half_rule(self, folder, assets):
-        """0.65 with 5 wins, 3 ties and 2 losses; the chance is that of as many points among ten new rows."""
-        write_policy(folder, "aot", response_rows(plan(win=5, tie=3, loss=2)))
-        grade = only(grade_submission(folder, {"aot": 0.7}, rule="half", **assets))
-        assert not grade.passed
-        assert grade.figure == pytest.approx(0.65)
-        assert grade.chance_below == chance_below(5, 10, 0.7, ties=3)
-        assert 0.5 < grade.chance_below < 0.75
-
-    def test_at_the_threshold_is_passed(self, folder, assets):
-        write_policy(folder, "dpo", response_rows(plan(win=6, loss=4)))
-        assert only(grade_submission(folder, {"dpo": 0.6}, **assets)).passed
-        assert not only(grade_submission(folder, {"dpo": 0.61}, **assets)).passed
 
     def test_empty_responses_leave_one_rule_and_lose_under_the_other(self, folder, assets):
         """4 wins, 4 losses, 2 empty: 4 / 8, and 4 / 10; each empty one is a warning by file and row_id."""
@@ -121,20 +116,7 @@ class TestPolicies:
             f"{path}: row_id row-beach: prompt_text is not the benchmark's for this row_id",
         ]
 
-    def test_a_judge_of_ones_own_and_its_unusable_rows(self, folder, assets):
-        """Prefers the longer answer, and calls comparisons about cats unfit: 9 of 10 rows count, all won."""
-        write_policy(folder, "aot", response_rows(plan(win=10)))
-
-        def longer(prompt, a, b):
-            return Judgement("A" if len(a) > len(b) else "B", usable="cat " not in prompt[0]["content"])
-
-        grade = only(grade_submission(folder, {"aot": 0.5}, judge=longer, **assets))
-        assert (grade.figure, grade.n) == (1.0, 9)
-        assert grade.half["rate"] == 1.0
-
     def test_too_many_errors(self, folder, assets):
-        from trl_ext.evaluation import JudgeError
-
         write_policy(folder, "aot", response_rows(plan(win=10)))
 
         def fails(prompt, a, b):
@@ -147,10 +129,17 @@ class TestPolicies:
         grade = only(grade_submission(folder, {"aot": 0.5}, judge=fails, max_error_fraction=0.2, **assets))
         assert (grade.figure, grade.n) == (1.0, 8)
         assert grade.details["win_rate"]["n_errors"] == 2
+        # A judge that calls comparisons about cats unfit.
+
+        def longer(prompt, a, b):
+            return Judgement("A" if len(a) > len(b) else "B", usable="cat " not in prompt[0]["content"])
+
+        grade = only(grade_submission(folder, {"aot": 0.5}, judge=longer, **assets))
+        assert (grade.figure, grade.n, grade.half["rate"]) == (1.0, 9, 1.0)
 
 
 class TestRewardModels:
-    def test_ties_are_wrong(self, folder, assets):
+    def test_ties_are_wrong(self, folder, assets, caplog):
         """Margins 1, 2, 0, -1: 2 of 4. Another 4 have under 3 wins, at Beta(5/2, 5/2), with 1 less the chances of
 
         3: 4 (5/2 7/2 9/2)(5/2) / (5 6 7 8) = 0.234375, and of 4: (5/2 7/2 9/2 11/2) / (5 6 7 8) = 0.128906."""
@@ -161,14 +150,11 @@ class TestRewardModels:
         assert grade.chance_below == pytest.approx(1 - 0.234375 - 0.128906, abs=1e-6)
         assert grade.half is grade.position_bias is None
         assert (grade.n_total, grade.details["ties"], grade.warnings) == (4, 1, [])
-
-    def test_all_tied(self, folder, assets, caplog):
-        """Constant scores: not the wrong way round, but no order at all; and it is said."""
+        # Constant scores: not the wrong way round, but no order at all; and it is said.
         write_scores(folder, [0.0] * 4)
         grade = only(grade_submission(folder, {"reward_model": 0.74}, **assets))
         (warning,) = grade.warnings
-        assert warning.endswith("all 4 pairs are tied: the scores do not tell chosen from rejected responses at all")
-        assert (grade.passed, grade.figure) == (False, 0.0)
+        assert "all 4 pairs are tied" in warning and (grade.passed, grade.figure) == (False, 0.0)
         assert "worse than chance" not in caplog.text and "all 4 pairs are tied" in caplog.text
 
 
@@ -191,15 +177,11 @@ class TestSubmission:
         assert result.usage["calls"] == 40
         assert result.to_dict()["passed"] == 2
         json.dumps(result.to_dict(), allow_nan=False)
-
-    def test_part_two_fails_where_both_do(self, folder, assets):
-        write_rows(folder / "part2" / "offline_best.jsonl", response_rows(plan(win=7, loss=3)))
+        (folder / "part2" / "online_best.jsonl").rename(folder / "part2" / "offline_best.jsonl")
+        (folder / "policy_generations" / "aot.jsonl").unlink()
         assert grade_submission(folder, self.THRESHOLDS, **assets).part_two is False
-
-    def test_no_part_two(self, folder, assets):
         result = grade_submission(folder, {"aot": 0.5}, **assets)
-        assert result.part_two is None
-        assert result.usage is None
+        assert result.part_two is result.usage is None
 
     def test_thresholds_of_a_file_and_a_method_of_ones_own(self, folder, assets, tmp_path):
         path = tmp_path / "thresholds.json"
@@ -207,15 +189,10 @@ class TestSubmission:
         write_policy(folder, "simpo", response_rows(plan(win=6, loss=4)))
         assert only(grade_submission(folder, path, **assets)).passed
 
-    def test_prompts_without_a_known_score_need_a_judge(self, folder, assets):
-        prompts = [
-            {"row_id": f"row-{word}", "prompt_messages": [{"role": "user", "content": "Who are you?"}]}
-            for word in WORDS
-        ]
+    def test_refusals(self, folder, assets):
+        assert_refused(lambda: grade_submission(folder, {"aot": 0.5}, rule="strict", **assets), "rule", "agreed, half")
+        messages = [{"role": "user", "content": "Who are you?"}]
+        prompts = [{"row_id": f"row-{word}", "prompt_messages": messages} for word in WORDS]
         write_rows(folder.parent / "assets" / "prompts.jsonl", prompts)
-        with pytest.raises(ValueError, match="row_id row-axe: the known score is of the embedded task only"):
-            grade_submission(folder, {"aot": 0.5}, **assets)
-
-    def test_unknown_rule(self, folder, assets):
-        with pytest.raises(ValueError, match="rule must be one of agreed, half"):
-            grade_submission(folder, {"aot": 0.5}, rule="strict", **assets)
+        asked = partial(grade_submission, folder, {"aot": 0.5}, **assets)
+        assert_refused(asked, "row_id row-axe", "embedded task")

@@ -2,14 +2,22 @@
 
 import json
 import logging
-import re
 import zipfile
+from functools import partial
 
+import huggingface_hub
 import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from tests.support.files import read_rows, write_rows
 from tests.support.public_evaluation import response, write_prompts
-from tests.support.reward_adapters import save_full_model
+from tests.support.refusals import assert_refused
+from tests.support.reward_adapters import randomize, save_full_model
+from tests.support.tiny import save_tiny_model
+from trl_ext import rollouts
+from trl_ext.evaluation import grade_submission
 from trl_ext.evaluation.submissions.assets import (
     load_prompts,
     token_counter,
@@ -22,6 +30,8 @@ from trl_ext.evaluation.submissions.submission import (
 )
 from trl_ext.files import brief
 from trl_ext.models import resolve_model_path
+from trl_ext.models.loading import model_sha256
+from trl_ext.rewards import RewardModel
 
 TEXTS = ["Say red.", "Say a much longer thing, please, and then stop.", "Why?", "Tell me of the sea.", "And?"]
 
@@ -29,8 +39,6 @@ TEXTS = ["Say red.", "Say a much longer thing, please, and then stop.", "Why?", 
 @pytest.fixture
 def short_tokenizer(tiny_model_path, monkeypatch):
     """The tokenizer that everything loads, with a limit of 100 tokens; what it warns of is seen by `caplog`."""
-    from transformers import AutoTokenizer
-
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     tokenizer = AutoTokenizer.from_pretrained(tiny_model_path)
     tokenizer.model_max_length, tokenizer.used = 100, False
@@ -58,29 +66,23 @@ class TestModelNames:
         (tmp_path / "models" / "log").mkdir()
         monkeypatch.chdir(tmp_path)
 
-    @pytest.mark.parametrize("name", ["runs/no", "./no", "/no/such", "~/no", "a/b/c", "no/", "no.gguf", "models/aot"])
+    @pytest.mark.parametrize("name", ["runs/no", "./no", "/no/such", "~/no", "a/b/c", "no/", "no.gguf"])
     def test_mistyped(self, name):
-        with pytest.raises(FileNotFoundError, match=f"no model folder '{name}': give a folder, a GGUF file"):
-            resolve_model_path(name)
+        words = [f"no model folder '{name}'", "give a folder, a GGUF file"]
+        assert_refused(lambda: resolve_model_path(name), *words, error=FileNotFoundError)
 
-    def test_its_neighbours_are_named(self):
-        with pytest.raises(FileNotFoundError, match="or smollm2; models holds aot-toy$"):
-            resolve_model_path("models/aot")
+    def test_its_neighbours_are_named_and_a_folder_that_is_no_model(self):
+        for name, words in (("models/aot", ["models holds aot-toy"]), ("models/log", ["models/log", "config.json"])):
+            assert_refused(lambda name=name: resolve_model_path(name), *words, error=FileNotFoundError)
 
     @pytest.mark.parametrize("name", ["gpt2", "Qwen/Qwen2.5-1.5B-Instruct", "models/aot-toy"])
     def test_names_of_the_hub_and_folders(self, name):
         assert resolve_model_path(name) == name
 
-    def test_a_folder_that_is_no_model(self):
-        with pytest.raises(FileNotFoundError, match="the folder 'models/log' holds no config.json"):
-            resolve_model_path("models/log")
-
 
 class TestGenerate:
     def test_rows_are_the_models_own_greedy_responses(self, tiny_model_path, prompts_file, tmp_path):
         """Against transformers' own loop over single tokens, one prompt at a time."""
-        import torch
-        from transformers import AutoModelForCausalLM, AutoTokenizer
 
         out = tmp_path / "policy_generations" / "aot.jsonl"
         generate_submission_file(tiny_model_path, out, prompts_jsonl=prompts_file, max_new_tokens=6, batch_size=2)
@@ -102,7 +104,6 @@ class TestGenerate:
             assert set(row) == {"row_id", "prompt_text", "response_text", "generated_num_tokens"}
 
     def test_an_interrupted_run_goes_on(self, tiny_model_path, prompts_file, tmp_path, monkeypatch):
-        from trl_ext import rollouts
 
         whole, out = tmp_path / "whole.jsonl", tmp_path / "aot.jsonl"
         settings = {"prompts_jsonl": prompts_file, "max_new_tokens": 6, "batch_size": 2}
@@ -127,29 +128,23 @@ class TestGenerate:
         assert len(asked) == 4
 
     def test_another_model_or_other_prompts(self, tiny_model_path, prompts_file, tmp_path):
-        from tests.support.tiny import save_tiny_model
-
         out, settings = tmp_path / "aot.jsonl", {"prompts_jsonl": prompts_file, "max_new_tokens": 2}
         generate_submission_file(tiny_model_path, out, **settings)
         before = out.read_bytes()
         save_tiny_model(tmp_path / "other", seed=1)
-        with pytest.raises(FileExistsError, match="holds rows made with the model .*, not with the model .*other"):
-            generate_submission_file(tmp_path / "other", out, **settings)
-        other_prompts = write_prompts(tmp_path / "prompts.jsonl", [*TEXTS[:4], "Else?"])
-        with pytest.raises(FileExistsError, match="prompts_sha256"):
-            generate_submission_file(tiny_model_path, out, **{**settings, "prompts_jsonl": other_prompts})
+        other = partial(generate_submission_file, tmp_path / "other", out, **settings)
+        assert_refused(other, str(out), "made with the model", "not with the model", error=FileExistsError)
+        others = write_prompts(tmp_path / "prompts.jsonl", [*TEXTS[:4], "Else?"])
+        changed = partial(generate_submission_file, tiny_model_path, out, **{**settings, "prompts_jsonl": others})
+        assert_refused(changed, str(out), "prompts_sha256", error=FileExistsError)
         assert out.read_bytes() == before
-        file = generate_submission_file(tmp_path / "other", out, **settings, overwrite=True)
-        assert file.settings["model"] == str(tmp_path / "other")
+        assert other(overwrite=True).settings["model"] == str(tmp_path / "other")
+        reward_model = save_full_model(tiny_model_path, tmp_path / "reward")
+        cannot = partial(generate_submission_file, reward_model, tmp_path / "x.jsonl", prompts_jsonl=prompts_file)
+        assert_refused(cannot, "is a reward model, which cannot generate")
 
     def test_an_adapter(self, tiny_model_path, prompts_file, tmp_path):
         """A LoRA whose output is far from zero answers as its merged model does, and not as its base."""
-        import torch
-        from peft import LoraConfig, get_peft_model
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-
-        from tests.support.reward_adapters import randomize
-
         base = AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.float32)
         settings = {"r": 4, "target_modules": ["q_proj", "v_proj", "up_proj"], "task_type": "CAUSAL_LM"}
         adapted = get_peft_model(base, LoraConfig(**settings))
@@ -158,49 +153,41 @@ class TestGenerate:
         merged = adapted.merge_and_unload()
         merged.save_pretrained(tmp_path / "merged")
         AutoTokenizer.from_pretrained(tiny_model_path).save_pretrained(tmp_path / "merged")
-        texts = {}
-        for name, model in {"adapter": "adapter", "merged": "merged", "base": tiny_model_path}.items():
-            model = model if name == "base" else tmp_path / model
-            file = generate_submission_file(
-                model, tmp_path / f"{name}.jsonl", prompts_jsonl=prompts_file, max_new_tokens=6
-            )
-            texts[name] = [row["response_text"] for row in file.rows.values()]
-        assert texts["adapter"] == texts["merged"]
-        assert texts["adapter"] != texts["base"]
+        options = {"prompts_jsonl": prompts_file, "max_new_tokens": 6}
+        texts = []
+        for model in (tmp_path / "adapter", tmp_path / "merged", tiny_model_path):
+            rows = generate_submission_file(model, tmp_path / f"{len(texts)}.jsonl", **options).rows
+            texts.append([row["response_text"] for row in rows.values()])
+        assert texts[0] == texts[1] != texts[2]
 
     def test_the_hash_of_an_adapter_is_of_its_base_too(self, tmp_path):
-        from trl_ext.models.loading import model_sha256
-
         base, adapter = tmp_path / "base", tmp_path / "adapter"
-        for folder, name, content in (
-            (base, "config.json", "{}"),
-            (base, "model.safetensors", "weights"),
-            (adapter, "adapter_config.json", json.dumps({"base_model_name_or_path": str(base)})),
-        ):
-            folder.mkdir(exist_ok=True)
-            (folder / name).write_text(content)
-        hashes = [model_sha256(adapter), model_sha256(adapter)]
-        (base / "model.safetensors").write_text("others")
-        hashes.append(model_sha256(adapter))
-        (base / "README.md").write_text("says nothing to the model")
-        hashes.append(model_sha256(adapter))
-        assert hashes[0] == hashes[1] != hashes[2] == hashes[3]
+        named = json.dumps({"base_model_name_or_path": str(base)})
+        write_rows(adapter / "adapter_config.json", [named])
+        hashes = []
+        for name, content in {
+            "config.json": "{}",
+            "model.safetensors": "a",
+            "README.md": "no part of the model",
+        }.items():
+            write_rows(base / name, [content])
+            hashes.append(model_sha256(adapter))
+        assert hashes[0] != hashes[1] == hashes[2] == model_sha256(adapter)
 
-    def test_a_reward_model_cannot_generate(self, tiny_model_path, prompts_file, tmp_path):
-        folder = save_full_model(tiny_model_path, tmp_path / "reward")
-        with pytest.raises(ValueError, match="is a reward model, which cannot generate"):
-            generate_submission_file(folder, tmp_path / "x.jsonl", prompts_jsonl=prompts_file)
+    def test_what_is_long_is_cut_without_a_warning(self, tiny_model_path, tmp_path, short_tokenizer, assets, caplog):
+        """A prompt of over 250 bytes, each a token, of which the last 40 are read.
 
-    def test_long_prompts_are_cut_without_a_warning(self, tiny_model_path, tmp_path, short_tokenizer, caplog):
-        """A prompt of over 250 bytes, each a token, of which the last 40 are read."""
+        A prompt and a response of 250 bytes and more, under the 512 that the reward model reads.
+        """
         prompts = write_prompts(tmp_path / "prompts.jsonl", ["word " * 50])
         settings = {"prompts_jsonl": prompts, "max_new_tokens": 2, "max_prompt_tokens": 40}
         generate_submission_file(tiny_model_path, tmp_path / "aot.jsonl", **settings)
+        pair = {"row_id": "q", "prompt_text": "word " * 50, "chosen_text": "yes " * 70, "rejected_text": "no"}
+        pairs = write_rows(tmp_path / "prefs.jsonl", [pair])
+        score_submission_file(assets["reward_model"], tmp_path / "scores.jsonl", prefs_jsonl=pairs)
         assert short_tokenizer.used and "Token indices" not in caplog.text
 
     def test_a_model_that_the_hub_has_not_is_asked_for_once(self, prompts_file, tmp_path, monkeypatch):
-        import huggingface_hub
-        from transformers import AutoModelForCausalLM
 
         asked = []
 
@@ -210,8 +197,8 @@ class TestGenerate:
 
         monkeypatch.setattr(huggingface_hub.HfApi, "model_info", unreachable)
         monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *a, **k: pytest.fail("asked again"))
-        with pytest.raises(FileNotFoundError, match=r"no model 'runz/nosuch'\. There is no such folder, .* not known"):
-            generate_submission_file("runz/nosuch", tmp_path / "x.jsonl", prompts_jsonl=prompts_file)
+        absent = partial(generate_submission_file, "runz/nosuch", tmp_path / "x.jsonl", prompts_jsonl=prompts_file)
+        assert_refused(absent, "no model 'runz/nosuch'", "no such folder", "not known", error=FileNotFoundError)
         assert asked == ["runz/nosuch"]
 
 
@@ -241,16 +228,14 @@ class TestBuildScoreAndPack:
             **arguments,
         )
 
-    @pytest.mark.parametrize("name", ["../x", "a\\b", "", "..", "a\nb"])
-    def test_a_name_that_is_no_files_is_refused_before_a_model_is_loaded(self, name, tmp_path):
-        message = f"{brief(name)!r} cannot be a policy's name, which is that of its file: give letters"
-        with pytest.raises(ValueError, match=re.escape(message)):
-            build_submission({"aot": tmp_path / "no_model", name: tmp_path / "no_model"}, tmp_path / "out")
+    def test_a_name_that_is_no_files_is_refused_before_a_model_is_loaded(self, tmp_path):
+        for name in ("../x", "a\\b", "", "..", "a\nb"):
+            models = {"aot": tmp_path / "no_model", name: tmp_path / "no_model"}
+            words = [repr(brief(name)), "cannot be a policy's name", "give letters"]
+            assert_refused(lambda models=models: build_submission(models, tmp_path / "out"), *words)
         assert not (tmp_path / "out").exists()
 
-    def test_layout_and_scores(self, assets, tmp_path):
-        import torch
-        from transformers import AutoModelForSequenceClassification, AutoTokenizer
+    def test_layout_and_scores(self, assets, tmp_path, monkeypatch):
 
         files = self.build(assets, tmp_path)
         assert [str(file.relative_to(tmp_path)) for file in files] == [
@@ -268,23 +253,11 @@ class TestBuildScoreAndPack:
                 with torch.no_grad():
                     expected = float(model(torch.tensor([ids])).logits)
                 assert row[name] == pytest.approx(expected, abs=1e-4)
-
-    def test_long_pairs_are_cut_without_a_warning(self, assets, tmp_path, short_tokenizer, caplog):
-        """A prompt and a response of 250 bytes and more, each a token, under the 512 that the reward model reads."""
-        pair = {"row_id": "q", "prompt_text": "word " * 50, "chosen_text": "yes " * 70, "rejected_text": "no"}
-        pairs = write_rows(tmp_path / "prefs.jsonl", [pair])
-        score_submission_file(assets["reward_model"], tmp_path / "scores.jsonl", prefs_jsonl=pairs)
-        assert short_tokenizer.used and "Token indices" not in caplog.text
-
-    def test_scores_are_not_computed_twice(self, assets, tmp_path, monkeypatch):
-        from trl_ext.rewards import RewardModel
-
-        out = tmp_path / "scores.jsonl"
-        score_submission_file(assets["reward_model"], out, prefs_jsonl=assets["prefs"])
-        before = out.read_bytes()
+        # What is there is not computed again.
+        before = files[2].read_bytes()
         monkeypatch.setattr(RewardModel, "score", lambda *a, **k: pytest.fail("scored again"))
-        score_submission_file(assets["reward_model"], out, prefs_jsonl=assets["prefs"])
-        assert out.read_bytes() == before
+        score_submission_file(assets["reward_model"], files[2], prefs_jsonl=assets["prefs"])
+        assert files[2].read_bytes() == before
 
     def test_pack(self, assets, tmp_path):
         folder, archive = tmp_path / "submission", tmp_path / "s.zip"
@@ -303,8 +276,12 @@ class TestBuildScoreAndPack:
             *(f"policy_generations/{name}.jsonl" for name in ("dpo", "ipo", "grpo", "drgrpo", "gspo")),
             "part2/online_best.jsonl",
         ]
-        with pytest.raises(FileExistsError, match="replace it with --overwrite"):
-            pack_submission(folder, archive, **options)
+        again, empty = partial(pack_submission, folder, archive, **options), tmp_path / "empty"
+        empty.mkdir()
+        assert_refused(again, "s.zip", "replace it with --overwrite", error=FileExistsError)
+        assert_refused(
+            lambda: pack_submission(empty, tmp_path / "x.zip"), "no file", "reward_model/", error=FileNotFoundError
+        )
         assert pack_submission(folder, archive, **options, overwrite=True)["sha256"] == packed["sha256"]
 
     def test_what_is_packed_is_what_can_be_graded(self, tmp_path):
@@ -312,8 +289,6 @@ class TestBuildScoreAndPack:
 
         Packing and grading name the same row in the same words, by the embedded tokenizer.
         """
-        from trl_ext.evaluation import grade_submission
-
         prompts = load_prompts()
         rows = [response(row["row_id"], "word", 9, row["prompt_text"]) for row in prompts]
         rows[7]["response_text"] = "word, " * 60
@@ -327,7 +302,3 @@ class TestBuildScoreAndPack:
         with pytest.raises(ValueError) as refused:
             pack_submission(tmp_path / "submission", tmp_path / "s.zip", ["aot"])
         assert str(refused.value) == grade.problems[0]
-
-    def test_pack_nothing(self, tmp_path):
-        with pytest.raises(FileNotFoundError, match="holds no file of a submission, such as reward_model/"):
-            pack_submission(tmp_path, tmp_path / "s.zip")

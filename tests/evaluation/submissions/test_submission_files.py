@@ -1,15 +1,17 @@
 """Rows and files of submissions and benchmarks: what is read, how a file resumes, and what is said of damaged rows."""
 
 import json
+from functools import partial
 
 import pytest
 
 from tests.support.files import read_rows, write_rows
 from tests.support.public_evaluation import response, write_prompts
+from tests.support.refusals import assert_refused
 from trl_ext.evaluation.submissions.assets import load_base, load_pairs, load_prompts, load_thresholds, token_counter
 from trl_ext.evaluation.submissions.row_files import RowFile
 from trl_ext.evaluation.submissions.rows import ScoreRow, read_pair_scores, read_responses
-from trl_ext.evaluation.submissions.submission import generate_submission_file, submission_file
+from trl_ext.evaluation.submissions.submission import generate_submission_file
 
 PROMPTS = [{"row_id": name, "prompt_text": f"Say {name} twice."} for name in ("cat", "dog", "owl", "fox")]
 
@@ -21,16 +23,12 @@ class TestReadResponses:
         return responses, [(p.row_id, p.message, p.fatal) for p in problems]
 
     def test_good_rows_in_the_order_of_the_prompts(self, tmp_path):
-        rows = [response(name, f"{name} {name}") for name in ("fox", "cat", "owl", "dog")]
-        responses, problems = self.read(tmp_path, rows)
-        assert [r.row_id for r in responses] == ["cat", "dog", "owl", "fox"]
+        """At the limit of 10 tokens a response is cut."""
+        tokens = {"fox": 9, "cat": 9, "owl": 10, "dog": 9}
+        responses, problems = self.read(tmp_path, [response(name, f"{name} {name}", tokens[name]) for name in tokens])
+        assert [(r.row_id, r.finished) for r in responses] == [("cat", 1), ("dog", 1), ("owl", 0), ("fox", 1)]
         assert responses[3].text == "fox fox"
         assert problems == []
-
-    def test_cut_at_the_limit(self, tmp_path):
-        rows = [response(name, tokens=10 if name == "owl" else 9) for name in ("cat", "dog", "owl", "fox")]
-        responses, _ = self.read(tmp_path, rows)
-        assert [r.finished for r in responses] == [True, True, False, True]
 
     def test_every_problem_is_named(self, tmp_path):
         rows = [
@@ -53,20 +51,21 @@ class TestReadResponses:
         ]
         assert [r.row_id for r in responses] == ["dog"]
 
-    @pytest.mark.parametrize(
-        "field, value, message",
-        [
-            ("response_text", None, "response_text: Input should be a valid string, got None"),
-            ("generated_num_tokens", "7", "generated_num_tokens: Input should be a valid integer, got '7'"),
-            ("generated_num_tokens", -1, "generated_num_tokens: Input should be greater than or equal to 0, got -1"),
-            ("generated_num_tokens", True, "generated_num_tokens: Input should be a valid integer, got True"),
-        ],
-    )
-    def test_wrong_types(self, tmp_path, field, value, message):
-        rows = [response(name) for name in ("cat", "dog", "owl", "fox")]
-        rows[2][field] = value
+    def test_damaged_rows(self, tmp_path):
+        """Of the four prompts, each with a wrong value; and lines that are no rows."""
+        cases = {
+            "cat": ("response_text", None, "a valid string, got None"),
+            "dog": ("generated_num_tokens", "7", "a valid integer, got '7'"),
+            "owl": ("generated_num_tokens", -1, "greater than or equal to 0, got -1"),
+            "fox": ("generated_num_tokens", True, "a valid integer, got True"),
+        }
+        rows = [{**response(name), field: value} for name, (field, value, _) in cases.items()]
         _, problems = self.read(tmp_path, rows)
-        assert problems == [("owl", message, True)]
+        messages = [(name, f"{field}: Input should be {told}", True) for name, (field, _, told) in cases.items()]
+        assert problems == messages
+        _, problems = self.read(tmp_path, ['{"row_id": "cat"', "[1]"])
+        assert problems[0][1].startswith("line 1: bad JSON")
+        assert problems[1][1] == "line 2: bad JSON: expected an object, got list"
 
     def test_tokens_are_counted_where_a_tokenizer_is_known(self, tmp_path):
         """Ten tokens are allowed and four of slack; the row says three. One word is one token here."""
@@ -76,18 +75,6 @@ class TestReadResponses:
         _, problems = self.read(tmp_path, rows, count_tokens=lambda text: len(text.split()))
         message = "over the token budget: the text has 15 tokens, at most 10 are allowed"
         assert problems == [("dog", message, True)]
-
-    def test_lines_that_do_not_parse(self, tmp_path):
-        path = tmp_path / "aot.jsonl"
-        path.write_text('{"row_id": "cat"\n[1]\n')
-        _, problems = read_responses(path, PROMPTS, max_new_tokens=10)
-        assert "line 1: bad JSON" in str(problems[0])
-        assert str(problems[0]).startswith(str(path))
-        assert problems[1].message == "line 2: bad JSON: expected an object, got list"
-
-    def test_no_file(self, tmp_path):
-        with pytest.raises(FileNotFoundError, match="no file"):
-            read_responses(tmp_path / "x.jsonl", PROMPTS, max_new_tokens=10)
 
 
 class TestReadScores:
@@ -124,36 +111,33 @@ class TestRowFile:
         assert again.missing == ["x", "y"]
         again.add([score_row("x", 1), score_row("y", 2)])
         assert [row["chosen_score"] for row in read_rows(path)] == [1, 2, 3]
-        with pytest.raises(FileExistsError, match="made with max_new_tokens 4, not with max_new_tokens 8"):
-            RowFile(path, ScoreRow, {**settings, "max_new_tokens": 8}, ["x", "y", "z"])
-        with pytest.raises(
-            FileExistsError, match=r"made with the model m \(aaaaaaaaaaaa\), not with the model n \(bbb"
+        for changes, words in (
+            ({"max_new_tokens": 8}, ["made with max_new_tokens 4", "not with max_new_tokens 8"]),
+            ({"model": "n", "model_sha256": "b" * 64}, ["the model m (aaaaaaaaaaaa)", "not with the model n (bbb"]),
         ):
-            RowFile(path, ScoreRow, {**settings, "model": "n", "model_sha256": "b" * 64}, ["x", "y", "z"])
+            other = partial(RowFile, path, ScoreRow, {**settings, **changes}, ["x", "y", "z"])
+            assert_refused(other, *words, error=FileExistsError)
         assert len(read_rows(path)) == 3
+        path.with_name("rows.settings.json").unlink()
+        unknown = partial(RowFile, path, ScoreRow, settings, ["x"])
+        assert_refused(unknown, "rows.settings.json", "choose another --out", error=FileExistsError)
         assert RowFile(path, ScoreRow, {"max_new_tokens": 8}, ["x"], overwrite=True).missing == ["x"]
         assert not path.exists()
 
-    def test_rows_of_unknown_origin(self, tmp_path):
-        path = write_rows(tmp_path / "rows.jsonl", [score_row("x")])
-        with pytest.raises(FileExistsError, match=r"no rows.settings.json says how it was made: choose another --out"):
-            RowFile(path, ScoreRow, {}, ["x"])
-
     @pytest.mark.parametrize(
-        "content, message",
+        "content, words",
         [
-            ('{"row_id": "x"}\n', "row_id x: chosen_score: Field required"),
-            (json.dumps(score_row("x")) + '\n{"row', "line 2: bad JSON"),
-            (json.dumps(score_row("x")) + "\n" + json.dumps(score_row("x")), "duplicate: on lines 1 and 2"),
-            (json.dumps(score_row("y")), "row_id y: line 1: foreign"),
+            ('{"row_id": "x"}\n', ["row_id x", "chosen_score: Field required"]),
+            (json.dumps(score_row("x")) + '\n{"row', ["line 2: bad JSON"]),
+            (json.dumps(score_row("x")) + "\n" + json.dumps(score_row("x")), ["row_id x", "lines 1 and 2"]),
+            (json.dumps(score_row("y")), ["row_id y", "line 1: foreign"]),
         ],
     )
-    def test_damage(self, tmp_path, content, message):
+    def test_damage(self, tmp_path, content, words):
         path = tmp_path / "rows.jsonl"
         RowFile(path, ScoreRow, {}, ["x"]).add([score_row("x")])
         path.write_text(content)
-        with pytest.raises(ValueError, match=f"rows.jsonl: .*{message}.*; replace the file with --overwrite"):
-            RowFile(path, ScoreRow, {}, ["x"])
+        assert_refused(lambda: RowFile(path, ScoreRow, {}, ["x"]), str(path), *words, "--overwrite")
 
 
 class TestAssets:
@@ -175,40 +159,29 @@ class TestAssets:
         generated = [(row["response_text"], row["generated_num_tokens"]) for row in file.rows.values()]
         assert generated == [(r.text, r.tokens) for r in load_base(load_prompts(path))]
 
-    def test_other_prompts_need_their_base(self, tmp_path):
-        path = write_prompts(tmp_path / "prompts.jsonl", ["Why?"])
-        with pytest.raises(ValueError, match="row_id p0 is not one of the embedded prompts: .* --base_jsonl"):
-            load_base(load_prompts(path))
-
-    def test_wrong_kind_of_file(self, tmp_path):
-        path = write_prompts(tmp_path / "prompts.jsonl", ["Why?"])
-        with pytest.raises(ValueError, match="holds prompts; expected preference pairs"):
-            load_pairs(path)
-
-    def test_bad_base(self, tmp_path):
-        prompts = load_prompts(write_prompts(tmp_path / "prompts.jsonl", ["Why?", "How?"]))
-        path = write_rows(tmp_path / "base.jsonl", [response("p1", prompt_text="How?")])
-        with pytest.raises(ValueError, match=r"base.jsonl: row_id p0: missing"):
-            load_base(prompts, path)
-
     def test_counting_tokens(self, tiny_model_path):
         assert token_counter(tiny_model_path)("abc é") == 6, "bytes: é has two"
         assert token_counter("toy")("cat, dog, fox, bear.") > 0
-        with pytest.raises(FileNotFoundError, match="no tokenizer"):
-            token_counter("./nowhere.json")
 
-    @pytest.mark.parametrize(
-        "thresholds, message",
-        [
-            ({"aot": 72}, "aot: Input should be less than or equal to 1"),
-            ({"aot": True}, "aot: Input should be a valid number"),
-            ({"../aot": 0.5}, "../aot.*: String should match pattern"),
-            ({}, "Dictionary should have at least 1 item"),
-        ],
-    )
-    def test_bad_thresholds(self, thresholds, message):
-        with pytest.raises(ValueError, match=message):
-            load_thresholds(thresholds)
+    def test_refusals(self, tmp_path):
+        path = write_prompts(tmp_path / "prompts.jsonl", ["Why?", "How?"])
+        prompts = load_prompts(path)
+        base = write_rows(tmp_path / "base.jsonl", [response("p1", prompt_text="How?")])
+        for call, words in (
+            (lambda: load_base(prompts), ["row_id p0", "embedded", "--base_jsonl"]),
+            (lambda: load_base(prompts, base), ["base.jsonl: row_id p0: missing"]),
+            (lambda: load_pairs(path), ["holds prompts", "preference pairs"]),
+            (lambda: load_thresholds({"aot": 72}), ["aot", "less than or equal to 1"]),
+            (lambda: load_thresholds({"aot": True}), ["aot", "valid number"]),
+            (lambda: load_thresholds({"../aot": 0.5}), ["../aot", "match pattern"]),
+            (lambda: load_thresholds({}), ["at least 1 item"]),
+        ):
+            assert_refused(call, *words)
+        for call in (
+            lambda: read_responses(tmp_path / "x", PROMPTS, max_new_tokens=1),
+            lambda: token_counter("./no.json"),
+        ):
+            assert_refused(call, "no ", error=FileNotFoundError)
 
     def test_the_courses_files(self, wildchat):
         """128 prompts, their base responses, of which 59 were cut at 256 tokens, and 256 pairs."""
@@ -217,9 +190,3 @@ class TestAssets:
         assert len(prompts) == len(base) == 128
         assert sum(not r.finished for r in base) == 59
         assert len(load_pairs(wildchat / "public_test_prefs_256.jsonl")) == 256
-
-
-def test_submission_files():
-    assert submission_file("reward_model") == "reward_model/public_test_pref_scores.jsonl"
-    assert submission_file("online_best") == "part2/online_best.jsonl"
-    assert submission_file("drgrpo") == "policy_generations/drgrpo.jsonl"
