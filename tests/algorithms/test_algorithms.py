@@ -17,9 +17,7 @@ from tests.support.naive_policy import (
     OLD,
     REFERENCE,
     G,
-    differences,
     loss_on_the_batch,
-    naive_loss,
     ragged_batch,
 )
 from trl_ext.algorithms import PolicyObjective, algorithms
@@ -100,26 +98,6 @@ def test_the_command_as_json(capsys):
 
 
 # ------------------------------------------------------------------------------------------------------- advantages
-
-
-@pytest.mark.parametrize(
-    "name, expected",
-    [
-        ("grpo", [1.521277, 0.169031, -0.507092, -1.183215]),
-        ("reinforce_with_baseline", [1.317464, 0.146385, -0.439155, -1.024694]),
-        ("dr_grpo", [2.25, 0.25, -0.75, -1.75]),
-        ("rloo", [3.0, 0.333333, -1.0, -2.333333]),
-        ("remax", [2.2, 0.2, -0.8, -1.8]),
-        ("gopo", [2.0, 0.666667, -0.666667, -2.0]),
-        ("opo", [2.1, 0.1, -0.9, -1.9]),
-        ("reinforce", [3.0, 1.0, 0.0, -1.0]),
-        # A batch of one group: its own population deviation.
-        ("reinforce_plus_plus_baseline", [1.521278, 0.169031, -0.507093, -1.183216]),
-    ],
-)
-def test_advantages_of_the_rows(name, expected):
-    known = {"greedy_rewards": torch.tensor([0.8]), "lengths": torch.tensor([2, 4, 3, 1])}
-    assert PolicyObjective(name).advantages(G, 4, **known).tolist() == pytest.approx(expected, abs=1e-6)
 
 
 def test_overrides_of_the_advantage():
@@ -213,37 +191,6 @@ def test_token_count_serves_both_terms():
         for i in range(2)
     ]
     assert sum(parts).item() == pytest.approx(whole.item(), abs=1e-7)
-
-
-def naive_settings(name: str) -> dict:
-    """A row as the arguments of the loops; `test_a_row_is_its_paper` states the rows again."""
-    settings = PolicyObjective(name).to_dict()
-    known = {key: settings[key] for key in ("surrogate", "ratio", "epsilon", "epsilon_high", "ratio_cap")}
-    given = {key: value for key, value in known.items() if value is not None}
-    return {**given, "kind": settings["aggregation"], "constant": 9.0}
-
-
-# Those of tests/losses/test_policy_surrogates.py have loops of their own.
-IN_LOOPS = [n for n in NAMES if algorithms[n].surrogate in ("clip", "no_clip", "cispo", "reinforce")]
-
-
-@pytest.mark.parametrize("name", IN_LOOPS)
-def test_value_and_gradient_of_a_row_against_loops(name):
-    """At padding everything is NaN, and the loss and its gradient are those of loops that never look there."""
-    new, old, _, mask, advantages = ragged_batch(seed=len(name))
-    fixed = [old.tolist(), mask.tolist(), advantages.tolist()]
-
-    def naive(values):
-        return naive_loss(values, *fixed, frozen=new.tolist(), **naive_settings(name))
-
-    expected, slope = naive(new.tolist()), differences(naive, new.tolist())
-    padding = mask == 0
-    log_probs = new.masked_fill(padding, float("nan")).requires_grad_()
-    scores = PolicyScores(log_probs, old.masked_fill(padding, float("-inf")), mask, advantages)
-    loss = PolicyObjective(name, beta=0.0)(scores, constant=9.0)
-    loss.backward()
-    assert loss.item() == pytest.approx(expected, abs=1e-12)
-    assert torch.allclose(log_probs.grad, torch.tensor(slope, dtype=torch.float64), atol=1e-8)
 
 
 @pytest.mark.parametrize("kl_aggregation", ["inside", "token_mean"])

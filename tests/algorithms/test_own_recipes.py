@@ -19,7 +19,6 @@ from datasets import Dataset
 from tests.support.naive_policy import (
     Steps,
     check_against_loops,
-    check_padding_and_order,
     evaluate,
     log_probs,
     model_in_float64,
@@ -30,7 +29,7 @@ from tests.support.train_once import relative_difference, result
 from tests.support.trl_private import rollout_batches
 from trl_ext.advantages import group_normalized
 from trl_ext.algorithms import PolicyObjective
-from trl_ext.losses import PolicyLoss, PolicyScores, PreferenceObjective, PreferenceScores
+from trl_ext.losses import PolicyScores, PreferenceObjective, PreferenceScores
 from trl_ext.names import load_function, load_module
 
 pytestmark = pytest.mark.usefixtures("own_tables")
@@ -196,34 +195,6 @@ OPTIONS = {
 def test_value_and_gradient_against_loops(name, has_token_advantages, seed):
     objective = PolicyObjective(place(name), options=OPTIONS[name])
     check_against_loops("clip" if name == "luspo" else name, objective, OPTIONS[name], has_token_advantages, seed)
-
-
-@pytest.mark.parametrize("name", SURROGATES)
-def test_on_policy_the_gradient_is_that_of_reinforce(name):
-    """-A at each token, times the weight of the reduction; `clip_cov` drops no token here, for lack of a candidate."""
-    options = {"cov_low": 100.0, "cov_high": 200.0} if name == "clip_cov" else None
-    objective = PolicyObjective(place(name), options=options)
-    fixed = {"old": OLD, "mask": MASK, "advantages": ADVANTAGES}
-    _, gradient = evaluate(objective, OLD, sampler=OLD, **fixed)
-    plain = PolicyLoss(surrogate="reinforce", ratio="none", aggregation=objective.aggregation)
-    _, expected = evaluate(plain, OLD, **fixed)
-    assert torch.allclose(gradient, expected, atol=1e-12)
-
-
-@pytest.mark.parametrize("name", SURROGATES)
-def test_padding_and_the_order_of_rows_change_nothing(name):
-    check_padding_and_order(PolicyObjective(place(name), options=OPTIONS[name]))
-
-
-def test_a_repeated_response_has_the_same_gradients_in_luspo_alone():
-    """Each token twice: GSPO's gradient of a token halves, since 1 / L does."""
-    wide = {"clip_low": 0.5, "clip_high": 0.5}
-    gspo, luspo = PolicyObjective("gspo", epsilon=0.5, epsilon_high=0.5), PolicyObjective(place("luspo"), options=wide)
-    for objective, factor in ((gspo, 0.5), (luspo, 1.0)):
-        _, once = evaluate(objective, NEW[:1], old=OLD[:1], mask=MASK[:1], advantages=ADVANTAGES[:1])
-        twice = {"old": OLD[:1].repeat(1, 2), "mask": MASK[:1].repeat(1, 2), "advantages": ADVANTAGES[:1]}
-        _, gradient = evaluate(objective, NEW[:1].repeat(1, 2), **twice)
-        assert torch.allclose(gradient[:, :3], factor * once, atol=1e-12)
 
 
 def test_clip_cov_draws_with_the_seed():

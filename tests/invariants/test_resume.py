@@ -55,6 +55,8 @@ LIVES = {
     },
     # 2 updates to a rollout, which is an epoch.
     "policy_batch": {"in the middle of a rollout": [["step_end", 7]]},
+    "policy_resampled": {"in the middle of an epoch": [["step_end", 7]]},
+    "kto": {"in the middle of an epoch": [["step_end", 7]]},
     "sft": {"with its best checkpoint behind it": [["step_end", 8]]},
     "sft_by_length": {"in a second epoch": [["step_end", 8]]},
     # Its rounds end at steps 4, 8 and 13.

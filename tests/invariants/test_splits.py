@@ -25,6 +25,8 @@ from trl_ext.trainers.preference.optimizer_batch import map_scores
 OWN = [name for name in CASES if name not in STOCK]
 # One of each way in which rows are coupled; the others are slow tests.
 FAST = ["dpo", "dpo, confidence", "aot", "reward", "dapo", "gspo", "reinforce++ baseline", "sft"]
+FAST += ["ppo, shared", "online, all pairs", "online, aot"]
+pytestmark = pytest.mark.usefixtures("registries_as_before", "own_tables")
 
 
 @pytest.fixture(scope="module")
@@ -50,9 +52,11 @@ def alone(models, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def spread(models, tmp_path_factory):
-    """All cases on two processes by name, in few launches."""
-    outcomes = run_all([(name, "sgd", "2 x 2 x 2") for name in OWN], tmp_path_factory.mktemp("spread"), models)
+def spread(models, tmp_path_factory, request):
+    """The cases that are asked for on two processes by name, in few launches."""
+    items = [item for item in request.session.items if item.name.startswith(test_processes_change_nothing.__name__)]
+    names = [item.callspec.params["name"] for item in items]
+    outcomes = run_all([(name, "sgd", "2 x 2 x 2") for name in names], tmp_path_factory.mktemp("spread"), models)
     return {name: outcome for (name, *_), outcome in outcomes.items()}
 
 

@@ -7,9 +7,8 @@ import math
 import pytest
 import torch
 
-from tests.support.preference_pairs import REGISTERED
 from trl_ext.losses import PreferenceObjective, PreferenceScores
-from trl_ext.registry import preference_loss, preference_losses, preference_weighting
+from trl_ext.registry import preference_loss, preference_weighting
 
 pytestmark = pytest.mark.usefixtures("registries_as_before")
 
@@ -40,11 +39,6 @@ def test_beta_reaches_the_function(scores):
     assert PreferenceObjective("hinge")(scores).tolist() == pytest.approx([0.85, 1.1])
     preference_loss("margin_only")(lambda scores: -scores.margin)
     assert PreferenceObjective("margin_only")(scores).tolist() == pytest.approx([-3.0, 2.0])
-
-
-@pytest.mark.parametrize("name", REGISTERED)
-def test_default_beta_is_that_of_the_function(name):
-    assert PreferenceObjective(name).beta == preference_losses[name].default_beta
 
 
 def test_default_beta_without_one_in_the_function():
@@ -125,13 +119,6 @@ def test_columns_of_the_loss_and_of_the_weightings(scores):
         "by_strength", weightings=["confidence"], weighting_options={"column": "agreement"}
     )
     assert objective(scores).tolist() == pytest.approx([-3.0, 9.0])
-
-
-def test_each_weighting_gets_its_own_options():
-    options = {"max_weight": 2.0, "floor": 0.1}
-    objective = PreferenceObjective("dpo", weightings=["wpo", "confidence"], weighting_options=options)
-    given = [(weighting.name, own) for weighting, own in objective.weightings]
-    assert given == [("wpo", {"max_weight": 2.0}), ("confidence", {"floor": 0.1})]
 
 
 # ---- Descriptions ----

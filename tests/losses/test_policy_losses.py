@@ -16,7 +16,18 @@ import math
 import pytest
 import torch
 
-from tests.support.naive_policy import ADVANTAGES, LOG_RATIO, MASK, NEW, OLD, differences, naive_loss, ragged_batch
+from tests.support.naive_policy import (
+    ADVANTAGES,
+    LOG_RATIO,
+    MASK,
+    NEW,
+    OLD,
+    check_against_loops,
+    differences,
+    evaluate,
+    naive_loss,
+    ragged_batch,
+)
 from trl_ext.algorithms import PolicyObjective
 from trl_ext.losses import (
     PolicyScores,
@@ -167,148 +178,7 @@ def test_value_and_gradient_against_loops(surrogate, ratio, kind):
     assert torch.allclose(new.grad, torch.tensor(differences(naive, new.tolist()), dtype=torch.float64), atol=1e-8)
 
 
-@pytest.mark.parametrize("ratio", ["token", "sequence"])
-@pytest.mark.parametrize("surrogate", SURROGATES)
-def test_at_ratio_one_every_gradient_is_that_of_reinforce(surrogate, ratio):
-    """d/d log_prob is -A at each token, times the reduction's weight: here 1 / (B L) under the mean per sequence."""
-    old, _, _, mask, advantages = ragged_batch(seed=3)
-    new = old.clone().requires_grad_()
-    log_ratio = token_log_ratio(new, old) if ratio == "token" else sequence_log_ratio(new, old, mask)
-    aggregate(SURROGATES[surrogate](log_ratio, new, advantages), mask, "sequence_mean").backward()
-    expected = torch.zeros_like(new)
-    for i, advantage in enumerate(advantages.tolist()):
-        length = int(mask[i].sum())
-        expected[i, :length] = -advantage / (len(mask) * max(length, 1))
-    assert torch.allclose(new.grad, expected, atol=1e-12)
-
-
-def test_cispo_with_a_cap_below_one_is_not_the_policy_gradient():
-    log_probs = torch.tensor([[-1.0]], requires_grad=True)
-    cispo(log_probs - log_probs.detach(), log_probs, torch.ones(1), ratio_cap=0.2).sum().backward()
-    assert log_probs.grad.item() == pytest.approx(-0.2)
-
-
-@pytest.mark.parametrize(
-    "ratio, advantage, active",
-    [(1.3, 1.0, False), (1.3, -1.0, True), (0.7, 1.0, True), (0.7, -1.0, False), (1.1, 1.0, True), (1.1, -1.0, True)],
-)
-def test_the_clip_knows_signs(ratio, advantage, active):
-    """Above 1.2 only what would rise further is cut, below 0.8 only what would fall further; CISPO cuts nothing."""
-    log_ratio = torch.tensor([[math.log(ratio)]], requires_grad=True)
-    clipped_surrogate(log_ratio, torch.tensor([advantage])).sum().backward()
-    assert log_ratio.grad.item() == pytest.approx(-advantage * ratio if active else 0.0)
-    log_probs = torch.tensor([[math.log(ratio)]], requires_grad=True)
-    cispo(log_probs, log_probs, torch.tensor([advantage]), ratio_cap=1.2).sum().backward()
-    assert log_probs.grad.item() == pytest.approx(-advantage * min(ratio, 1.2))
-
-
-def test_gradient_of_a_sequence_ratio_is_shared_by_its_tokens():
-    """-A s / L at each of the L tokens: s = 1.086904, L = 3 and s = 0.904837, L = 2; over B = 2."""
-    new = NEW.clone().requires_grad_()
-    aggregate(clipped_surrogate(sequence_log_ratio(new, OLD, MASK), ADVANTAGES), MASK, "sequence_mean").backward()
-    assert new.grad[0].tolist() == pytest.approx([-1.086904 / 6] * 3, abs=1e-6)
-    assert new.grad[1].tolist() == pytest.approx([0.904837 / 4] * 2 + [0.0], abs=1e-6)
-
-
-def test_share_of_tokens_without_a_gradient():
-    """GSPO's narrow clip cuts far more tokens than a token clip at 0.2.
-
-    With token log-ratios of standard deviation 0.05, a token leaves the clip on its advantage's side with probability
-    (P(z > 3.65) + P(z < -4.46)) / 2 = 0.007 %; a mean over 200 to 1000 tokens, of deviation 0.002, on about 44 %.
-    """
-    generator = torch.Generator().manual_seed(0)
-    rows, tokens = 400, 1000
-    lengths = torch.randint(200, tokens + 1, (rows, 1), generator=generator)
-    mask = (torch.arange(tokens) < lengths).long()
-    old = torch.zeros(rows, tokens)
-    new = (0.05 * torch.randn(rows, tokens, generator=generator)).requires_grad_()
-    advantages = torch.where(torch.arange(rows) % 2 == 0, 1.0, -1.0)
-
-    def share(log_ratio, low, high):
-        losses = clipped_surrogate(log_ratio, advantages, clip_low=low, clip_high=high)
-        gradient = torch.autograd.grad(aggregate(losses, mask, "sequence_mean"), new)[0]
-        return ((gradient == 0) & (mask == 1)).sum().item() / mask.sum().item()
-
-    token_share = share(token_log_ratio(new, old), 0.2, 0.2)
-    sequence_share = share(sequence_log_ratio(new, old, mask), 3e-4, 4e-4)
-    assert 2e-5 < token_share < 2e-4
-    assert 0.38 < sequence_share < 0.50
-    assert sequence_share > 100 * token_share
-
-
-@pytest.mark.parametrize("stop, drift", [(0.1, 0.155843), (0.5, 0.193147)])
-def test_length_bias_of_the_mean_per_sequence(stop, drift):
-    """What a constant negative advantage does to the length of responses that stop with probability s at each token.
-
-    The stop logit's gradient of log p(length L) is (1 - s) - (L - 1) s = 1 - L s. Under the mean per sequence the
-    expected push is -|A| (E[1 / L] - s), with E[1 / L] = -s ln s / (1 - s): wrong responses grow. Under a sum it is
-    -|A| (1 - s E[L]) = 0. Here all lengths up to 600 are counted with their probabilities.
-    """
-    longest = 600
-    logit = torch.tensor(math.log(stop / (1 - stop)), dtype=torch.float64, requires_grad=True)
-    lengths = torch.arange(1, longest + 1)
-    positions = torch.arange(1, longest + 1)
-    go, end = torch.nn.functional.logsigmoid(-logit), torch.nn.functional.logsigmoid(logit)
-    log_probs = torch.where(positions == lengths[:, None], end, go)
-    mask = (positions <= lengths[:, None]).long()
-    weights = stop * (1 - stop) ** (lengths - 1.0) * longest
-
-    def push(kind):
-        # The mean over rows, each weighted by its probability, is the expectation.
-        losses = reinforce(log_probs, -weights)
-        return -torch.autograd.grad(aggregate(losses, mask, kind), logit, retain_graph=True)[0].item()
-
-    assert -stop * math.log(stop) / (1 - stop) - stop == pytest.approx(drift, abs=1e-6)
-    assert push("sequence_mean") == pytest.approx(-drift, abs=1e-6)
-    assert push("sum") == pytest.approx(0.0, abs=1e-6)
-
-
 # ------------------------------------------------------------------------------------------------------- invariances
-
-
-KINDS = [("sequence_mean", {}), ("token_mean", {}), ("constant", {"constant": 5.0}), ("sum", {})]
-
-
-@pytest.mark.parametrize("kind, options", KINDS)
-def test_padding_columns_and_the_order_of_rows_change_nothing(kind, options):
-    new, old, _, mask, advantages = ragged_batch(seed=5)
-    losses = clipped_surrogate(token_log_ratio(new, old), advantages)
-    expected = aggregate(losses, mask, kind, **options)
-    junk = torch.full((len(mask), 3), float("nan"), dtype=torch.float64)
-    wider = torch.cat([junk, losses, junk], 1)
-    wider_mask = torch.cat([torch.zeros(len(mask), 3), mask, torch.zeros(len(mask), 3)], 1)
-    assert torch.allclose(aggregate(wider, wider_mask, kind, **options), expected, atol=1e-12)
-    order = torch.tensor([3, 1, 4, 0, 2])
-    assert torch.allclose(aggregate(losses[order], mask[order], kind, **options), expected, atol=1e-12)
-
-
-@pytest.mark.parametrize("kind, options", KINDS)
-def test_a_response_without_tokens_counts_as_zero(kind, options):
-    """One row of losses 2 and 4, and an empty one: 3 / 2, 6 / 2, 6 / (2 * 5) and 6 / 2."""
-    mask = torch.tensor([[1, 1], [0, 0]])
-    losses = torch.tensor([[2.0, 4.0], [float("nan"), 9.0]], requires_grad=True)
-    loss = aggregate(losses, mask, kind, **options)
-    assert loss.item() == pytest.approx({"sequence_mean": 1.5, "token_mean": 3.0, "constant": 0.6, "sum": 3.0}[kind])
-    loss.backward()
-    assert losses.grad[1].tolist() == [0.0, 0.0]
-    nothing = aggregate(losses, torch.zeros(2, 2), kind, **options)
-    assert nothing.item() == 0.0
-
-
-def test_token_mean_of_a_batch_in_parts():
-    """Parts of unequal length, divided by the whole batch's tokens and summed, are the whole batch's mean; divided by
-    the tokens per part, their mean is."""
-    new, old, _, mask, advantages = ragged_batch(seed=6)
-    losses = clipped_surrogate(token_log_ratio(new, old), advantages)
-    whole = aggregate(losses, mask, "token_mean")
-    count = mask.sum()
-    parts = [slice(0, 1), slice(1, 3), slice(3, 5)]
-    total = sum(aggregate(losses[part], mask[part], "token_mean", token_count=count) for part in parts)
-    assert torch.allclose(total, whole, atol=1e-12)
-    mean = sum(aggregate(losses[part], mask[part], "token_mean", token_count=count / 3) for part in parts) / 3
-    assert torch.allclose(mean, whole, atol=1e-12)
-    own_means = sum(aggregate(losses[part], mask[part], "token_mean") for part in parts) / 3
-    assert not torch.allclose(own_means, whole, atol=1e-3)
 
 
 def test_shapes_of_advantages():
@@ -350,11 +220,44 @@ def test_tokens_beyond_the_bound(name, settings, expected):
     assert objective.clamped(scores, reference).tolist() == expected
 
 
+# ------------------------------------------------------------------------------------------------ SAPO and GMPO
+
+# name -> options that make each branch occur on a few tokens.
+SURROGATE_OPTIONS = {"sapo": {"temperature_pos": 0.7, "temperature_neg": 1.9}, "gmpo": {"log_clip": 0.2}}
+
+
+@pytest.mark.parametrize(
+    "name, options, value, gradient",
+    [
+        ("sapo", {}, -0.124540, [-0.218230, -0.150465, -0.175097, 0.162658, 0.301262]),
+        ("gmpo", {}, -0.091033, [-0.181151, -0.181151, -0.181151, 0.226209, 0.226209]),
+        ("gmpo", {"log_clip": 0.1}, 0.017232, [0, -0.169468, -0.169468, 0, 0.262818]),
+    ],
+)
+def test_sapo_and_gmpo_on_the_batch(name, options, value, gradient):
+    objective = PolicyObjective(name, options=options)
+    # A log-ratio of -0.4 in float64 lies on the bound, and in float32 beyond it.
+    new, old = (values.double().round(decimals=2) for values in (NEW, OLD))
+    loss, found = evaluate(objective, new, old=old, mask=MASK, advantages=ADVANTAGES.double())
+    assert loss == pytest.approx(value, abs=6e-7)
+    assert found.flatten().tolist() == pytest.approx([*gradient, 0], abs=6e-7)
+
+
+# One geometric mean for each response has one advantage.
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name, has_token_advantages", [("sapo", False), ("sapo", True), ("gmpo", False)])
+def test_sapo_and_gmpo_against_loops(name, has_token_advantages, seed):
+    objective = PolicyObjective(name, options=SURROGATE_OPTIONS[name])
+    check_against_loops(name, objective, SURROGATE_OPTIONS[name], has_token_advantages, seed)
+
+
+def test_gmpo_refuses_the_ratio_of_a_sequence():
+    with pytest.raises(ValueError, match="--ratio sequence and --surrogate gmpo contradict.*use --ratio token"):
+        PolicyObjective("grpo", surrogate="gmpo", ratio="sequence")
+    PolicyObjective("grpo", surrogate="gmpo", ratio="token")
+
+
 # --------------------------------------------------------------------------------------------------------- refusals
-
-
-def test_an_empty_response_has_sequence_ratio_one():
-    assert sequence_log_ratio(NEW, OLD, torch.zeros(2, 3)).tolist() == [[0.0], [0.0]]
 
 
 def test_refusals():

@@ -63,17 +63,6 @@ def test_a_name_is_given_once():
     assert preference_losses["dpo"].function is dpo
 
 
-def test_a_partial_under_a_taken_name():
-    """It has no code of its own; a file's function is looked for beside it."""
-    one = functools.partial(dpo, label_smoothing=0.1)
-    preference_loss("smooth")(one)
-    with pytest.raises(ValueError, match="the preference loss 'smooth' is already defined by"):
-        preference_loss("smooth")(functools.partial(dpo, label_smoothing=0.2))
-    assert preference_loss("smooth")(one) is preference_losses["smooth"].function
-    with pytest.raises(ValueError, match="no preference loss 'no_such'"):
-        preference_losses.find("trl_ext.losses.preference:no_such")
-
-
 def test_a_notebook_cell_may_run_twice():
     def run_cell(factor):
         @preference_loss("linear")

@@ -156,8 +156,7 @@ def test_a_copy_is_whole_where_zero3_would_shard_it(folders):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["always", "never"])
-def test_stock_trl_trains_with_them(mode, tiny_model_path, folders, tmp_path):
+def test_stock_trl_trains_with_them(tiny_model_path, folders, tmp_path):
     """GRPO of TRL with an ensemble and a single model as reward functions: logs, checkpoints, and equal runs."""
     from datasets import Dataset
     from peft import LoraConfig
@@ -192,7 +191,7 @@ def test_stock_trl_trains_with_them(mode, tiny_model_path, folders, tmp_path):
         assert trainer.reward_func_names == ["ensemble", "single"]
         return trainer
 
-    trainer = train(mode, tmp_path / "run")
+    trainer = train("always", tmp_path / "run")
     logged = trainer.state.log_history[0]
     for name in ("adapter-run", "rank6", "ensemble", "single"):
         assert f"rewards/{name}/mean" in logged
@@ -202,9 +201,8 @@ def test_stock_trl_trains_with_them(mode, tiny_model_path, folders, tmp_path):
     assert [path.parent.name for path in checkpoint.rglob("adapter_model.safetensors")] == ["checkpoint-2"]
     saved = load_file(checkpoint / "adapter_model.safetensors")
     assert len(saved) == 8, "A and B of two modules in two layers"
-    if mode == "always":
-        separate = train("never", tmp_path / "separate")
-        expected = load_file(tmp_path / "separate" / "checkpoint-2" / "adapter_model.safetensors")
-        assert max((saved[name] - expected[name]).abs().max().item() for name in expected) <= 1e-6
-        rewards = [[entry["rewards/ensemble/mean"] for entry in t.state.log_history[:2]] for t in (trainer, separate)]
-        assert rewards[0] == pytest.approx(rewards[1], abs=1e-6)
+    separate = train("never", tmp_path / "separate")
+    expected = load_file(tmp_path / "separate" / "checkpoint-2" / "adapter_model.safetensors")
+    assert max((saved[name] - expected[name]).abs().max().item() for name in expected) <= 1e-6
+    rewards = [[entry["rewards/ensemble/mean"] for entry in t.state.log_history[:2]] for t in (trainer, separate)]
+    assert rewards[0] == pytest.approx(rewards[1], abs=1e-6)

@@ -188,25 +188,6 @@ def check_against_loops(name, objective, options, has_token_advantages, seed):
     assert slope.abs().max() > 1e-3
 
 
-def check_padding_and_order(objective):
-    """Neither further padding nor another order of the rows changes the loss or the gradient of a token."""
-    new, old, sampler, mask, advantages = negative_batch(seed=7)
-    fixed = {"old": old, "mask": mask, "advantages": advantages, "sampler": sampler}
-    loss, gradient = evaluate(objective, new, **fixed)
-    order = torch.tensor([3, 1, 4, 0, 2])
-    moved = evaluate(objective, new[order], **{key: value[order] for key, value in fixed.items()})
-    assert moved[0] == pytest.approx(loss, abs=1e-12) and torch.allclose(moved[1], gradient[order], atol=1e-12)
-
-    def wider(values):
-        return torch.cat([values, torch.full((len(values), 2), 0 if values is mask else math.nan)], 1).to(values.dtype)
-
-    tensors = {key: value if key == "advantages" else wider(value) for key, value in fixed.items()}
-    padded = evaluate(objective, wider(new), **tensors)
-    assert padded[0] == pytest.approx(loss, abs=1e-12)
-    assert torch.allclose(padded[1][:, : new.shape[1]], gradient, atol=1e-12)
-    assert not padded[1][:, new.shape[1] :].any()
-
-
 # ---- A trainer's update, from one response at a time ----
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -65,12 +64,6 @@ def scores_of_log_ratios(chosen, rejected, requires_grad=False) -> PreferenceSco
     """Scores with the given `h_w` and `h_l`: the reference's are all -7 and -9."""
     pairs = [Pair(h_w - 7.0, h_l - 9.0, -7.0, -9.0) for h_w, h_l in zip(chosen, rejected, strict=True)]
     return scores_of(pairs, requires_grad=requires_grad)
-
-
-def select(scores: PreferenceScores, index, side=None) -> PreferenceScores:
-    """Index every tensor of `scores`, or those of one side of the pairs."""
-    names = [name for name in vars(scores) if isinstance(getattr(scores, name), torch.Tensor)]
-    return replace(scores, **{name: getattr(scores, name)[index] for name in names if side is None or side in name})
 
 
 def random_pairs(generator: random.Random) -> list[Pair]:

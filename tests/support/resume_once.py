@@ -51,6 +51,7 @@ ROLLOUTS = {
 del ROLLOUTS["train_sampling_strategy"]
 # Normalises over the batch.
 BATCH = "reinforce_plus_plus_baseline"
+RESAMPLED = {"resample_groups": 8, "gradient_accumulation_steps": 1}
 LORA = {"lora": True, "lora_dropout": 0.2}
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 3}
 BEST = {"load_best_model_at_end": True, "metric_for_best_model": "accuracy"}
@@ -72,6 +73,14 @@ KINDS: dict[str, dict[str, Any]] = {
         "trainer": "PolicyTrainer",
         "args": {**ROLLOUTS, "algorithm": "grpo", "beta": 0.1, "gradient_accumulation_steps": 1, "save_steps": 4},
     },
+    # Two groups of four, of which those without a signal are replaced.
+    "policy_resampled": {
+        "trainer": "PolicyTrainer",
+        "prompts": 16,
+        "rewards": ["at_odd_rows"],
+        "args": {**ROLLOUTS, "num_iterations": 1, "steps_per_generation": 1, **RESAMPLED},
+    },
+    "kto": {"trainer": "KTOTrainer", "pairs": 8, "args": {**PAIRS, "train_sampling_strategy": "sequential"}},
     "policy_batch": {"trainer": "PolicyTrainer", "prompts": 6, "args": {**ROLLOUTS, "algorithm": BATCH}},
     "sft": {
         "trainer": "SFTTrainer",
@@ -334,7 +343,14 @@ def preload() -> None:
     """Import what lives need, so that forks have it."""
     import trl_ext
 
-    for name in ("PreferenceTrainer", "RewardTrainer", "PolicyTrainer", "SFTTrainer", "ExpertIterationTrainer"):
+    for name in (
+        "PreferenceTrainer",
+        "KTOTrainer",
+        "RewardTrainer",
+        "PolicyTrainer",
+        "SFTTrainer",
+        "ExpertIterationTrainer",
+    ):
         getattr(trl_ext, name)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from tests.support import rollout_once, train_once
 from tests.support.float64 import precision
+from tests.support.rollout_once import OWN_RECIPES, REPLAY
 
 STEPS = 5
 BATCH = 8
@@ -35,6 +36,18 @@ def _preference(trainer: str, learning_rate: float = 0.02, **args: Any) -> dict:
 
 def _policy(algorithm: str, learning_rate: float = 0.05, **args: Any) -> dict:
     return {"kind": "policy", "args": {"algorithm": algorithm, "learning_rate": learning_rate, **args}}
+
+
+def _ppo(value_model: str) -> dict:
+    args = {"num_generations": 1, "num_iterations": 2, "learning_rate": 0.01, "value_learning_rate": 0.5}
+    args |= {"value_model": value_model, "value_clip": 0.001, "kl_target": 0.5, "kl_horizon": 50}
+    return {"kind": "policy", "trainer": "PPOTrainer", "args": args}
+
+
+def _online(**args: Any) -> dict:
+    """Pairs made of 16 responses, 4 to a prompt, whose rewards have many ties."""
+    case = {"kind": "policy", "trainer": "OnlinePreferenceTrainer", "rewards": ["evens"], "scale": 2}
+    return {**case, "args": {"learning_rate": 0.02, **args}}
 
 
 def _reward(learning_rate: float = 0.02, **args: Any) -> dict:
@@ -65,6 +78,29 @@ CASES: dict[str, dict] = {
     "gspo": _policy("gspo", num_iterations=2, epsilon=1e-3, epsilon_high=2e-3),
     "reinforce++ baseline": _policy("reinforce_plus_plus_baseline", 0.01, **_OFF_POLICY),
     "rloo, kl in the reward": _policy("rloo", 0.005, beta=0.1),
+    "dr_grpo, kl in the loss": _policy("dr_grpo", 0.1, **_OFF_POLICY, beta=0.1),
+    "grpo, kl over tokens": _policy("grpo", 0.002, **_OFF_POLICY, beta=0.2, kl_aggregation="token_mean"),
+    "opo": _policy("opo", 0.01),
+    "vespo": _policy(f"{OWN_RECIPES}/vespo.py:vespo", 0.01, num_iterations=2),
+    "sapo": _policy("sapo", 0.01, num_iterations=2),
+    "remax": _policy("remax", 0.002, num_generations=2),
+    # With two processes of four, the group of eight straddles them.
+    "grpo, one group": _policy("grpo", 0.01, **_OFF_POLICY, num_generations=8, aggregation="token_mean"),
+    # Three groups, the second of which lies on both processes.
+    "dapo, resampled": {
+        **_policy("dapo", 0.01, beta=0.1, num_iterations=2, overlong_share=0.5, resample_groups=8),
+        "rewards": ["at_odd_rows"],
+        "scale": 1.5,
+    },
+    "ppo, shared": _ppo("shared"),
+    "ppo, separate": _ppo("separate"),
+    "online": _online(),
+    "online, all pairs": _online(pairs="all", loss="ipo"),
+    "online, aot": _online(pairs="all", loss="aot", beta=0.2),
+    "online, replay": _online(loss="ipo", **REPLAY),
+    "online, replay weights": _online(**REPLAY, replay_weights="sequence", pairs="all"),
+    "online, replay, temperature": _online(**REPLAY, replay_weights="sequence", temperature=0.5),
+    "online, replay, aot": _online(**REPLAY, replay_weights="length_normalized", loss="aot", beta=0.2),
     "sft": {"kind": "sft", "args": {"learning_rate": 0.02}},
     "sft, whole texts": {"kind": "sft", "args": {"learning_rate": 0.02, "completion_only_loss": False}},
 }
@@ -105,6 +141,8 @@ def build(name: str, folder: Path, rows: int, accumulation: int, optimizer: str,
     torch.set_num_threads(1)
     case = CASES[name]
     processes = BATCH // (rows * accumulation)
+    scale = case.get("scale", 1)
+    rows = int(rows * scale)
     args = {
         **case["args"],
         **OPTIMIZERS[optimizer],
@@ -116,9 +154,14 @@ def build(name: str, folder: Path, rows: int, accumulation: int, optimizer: str,
     spec = {**case, "model": str(folder / "model"), "args": args, "dtype": dtype}
     if case["kind"] == "policy":
         # A group must fit into an evaluation batch.
-        args["per_device_eval_batch_size"] = BATCH // processes
+        args["per_device_eval_batch_size"] = int(BATCH * scale) // processes
+        if args.get("value_model") == "separate":
+            args["value_model_name_or_path"] = str(folder / "policy")
         spec |= {"model": str(folder / "policy"), "fixed": True, "perturb": 1, "prompts": 16}
-        return rollout_once.build(spec, output_dir, eval_dataset=_dataset(rollout_once.prompts(8)[4:]))
+        # Four prompts or more, of which whole batches are made.
+        groups = int(BATCH * scale) // args.get("num_generations", 4)
+        held_out = rollout_once.prompts(8)[-math.ceil(4 / groups) * groups :]
+        return rollout_once.build(spec, output_dir, eval_dataset=_dataset(held_out))
     if case["kind"] == "preference":
         return train_once.build({**spec, "pairs": STEPS * BATCH}, output_dir, eval_dataset=_held_out())
     return _build_on_rows(spec, output_dir)

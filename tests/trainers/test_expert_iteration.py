@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -19,7 +15,7 @@ from tests.support.files import read_rows
 from trl_ext import ExpertIterationConfig, ExpertIterationTrainer, SFTConfig, SFTTrainer
 from trl_ext.data.math import load_math, math_prompt
 from trl_ext.evaluation.reasoning import grader
-from trl_ext.rollouts import SamplingSettings
+from trl_ext.rollouts import SamplingSettings, saved_rows
 from trl_ext.toy import MODEL_DIR
 from trl_ext.trainers.expert_iteration import NoCorrectResponseError, keep_correct
 
@@ -142,12 +138,6 @@ class TestRounds:
             found = [(row["row_id"], row["completion"][0]["content"]) for row in rows]
             assert len(found) == len(set(found)) and set(found) == expected
 
-    def test_rounds_draw_other_questions(self, straight):
-        drawn = [
-            {row["row_id"] for row in read_rows(straight / "samples" / f"expert_{s}_rollouts.jsonl")} for s in (1, 2)
-        ]
-        assert drawn[0] != drawn[1]
-
     def test_metrics(self, straight):
         """Steps go on over the rounds: a round of n rows makes ceil(n / 16) updates."""
         metrics = read_rows(straight / "metrics.jsonl")
@@ -178,13 +168,20 @@ class TestRounds:
         trainer.save_model(str(tmp_path / "sft"))
         assert same_weights(tmp_path / "sft", straight / "checkpoint-1")
 
-    @pytest.mark.parametrize("place", ["sampling", "fine-tuning", "saving"])
     @pytest.mark.parametrize("step", [1, 2])
-    def test_a_run_that_breaks_goes_on_as_the_straight_one(self, straight, step, place, tmp_path, monkeypatch):
-        """It breaks in round 1 or 2: with 256 of 320 responses sampled, in an update, or in saving a checkpoint."""
-        self.break_at(step, place, tmp_path, monkeypatch)
-        checkpoint = tmp_path / f"checkpoint-{step - 1}"
-        assert (checkpoint / "trainer_state.json").is_file()
+    def test_a_run_that_breaks_in_sampling_goes_on_as_the_straight_one(self, straight, step, tmp_path, monkeypatch):
+        """In round 1 or 2, with 256 of 320 responses sampled."""
+        append = saved_rows._append
+
+        def breaking(path, rows):
+            append(path, rows)
+            if path.name == f"expert_{step}_rollouts.jsonl":
+                raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(saved_rows, "_append", breaking)
+            build(tmp_path).train(resume_from_checkpoint=False)
+        assert (tmp_path / f"checkpoint-{step - 1}" / "trainer_state.json").is_file()
         assert not (tmp_path / f"checkpoint-{step}" / "trainer_state.json").exists()
         build(tmp_path).train(resume_from_checkpoint=True)
         assert same_weights(tmp_path / "checkpoint-3", straight / "checkpoint-3")
@@ -200,46 +197,6 @@ class TestRounds:
         with pytest.raises(ValueError, match="is of a run with 16 examples to an update, and now it is 8: "):
             build(straight, per_device_train_batch_size=8).train(resume_from_checkpoint=True)
 
-    def break_at(self, step: int, place: str, folder: Path, monkeypatch) -> None:
-        from trl_ext.rollouts import saved_rows as run
-
-        class Broken(BaseException):
-            pass
-
-        trainer = build(folder)
-        with monkeypatch.context() as patch:
-            if place == "sampling":
-                append = run._append
-
-                def breaking(path, rows):
-                    append(path, rows)
-                    if path.name == f"expert_{step}_rollouts.jsonl":
-                        raise Broken
-
-                patch.setattr(run, "_append", breaking)
-            elif place == "fine-tuning":
-                training_step = type(trainer).training_step
-
-                def breaking(self, *args, **kwargs):
-                    if (self._file(step, "dataset")).exists() and self.state.global_step == 1:
-                        raise Broken
-                    return training_step(self, *args, **kwargs)
-
-                patch.setattr(type(trainer), "training_step", breaking)
-            else:
-                from trl_ext.trainers import expert_iteration
-
-                write = expert_iteration.write_json
-
-                def breaking(path, told):
-                    if told.get("expert_step") == step:
-                        raise Broken
-                    write(path, told)
-
-                patch.setattr(expert_iteration, "write_json", breaking)
-            with pytest.raises(Broken):
-                trainer.train(resume_from_checkpoint=False)
-
 
 def test_a_round_without_a_correct_response_says_so(tmp_path):
     def wrong(response, row):
@@ -249,21 +206,6 @@ def test_a_round_without_a_correct_response_says_so(tmp_path):
     expected = "round 1 .* none of 10 responses to 5 questions was .* .0 correct and cut, 10 with a wrong answer, 0 in"
     with pytest.raises(NoCorrectResponseError, match=expected):
         trainer.train()
-
-
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        ({"n_steps": 0}, "n_steps must be at least 1"),
-        ({"max_per_question": 0}, "max_per_question must be at least 1"),
-        ({"max_steps": 10}, "max_steps and num_train_epochs are not used"),
-        ({"num_train_epochs": 7}, "max_steps and num_train_epochs are not used"),
-        ({"save_strategy": "steps"}, "save_strategy .* not used"),
-    ],
-)
-def test_settings_that_are_refused(settings, expected, tmp_path):
-    with pytest.raises(ValueError, match=expected):
-        ExpertIterationConfig(output_dir=str(tmp_path), report_to="none", use_cpu=True, **settings)
 
 
 def test_more_questions_than_there_are(tmp_path):
@@ -315,39 +257,12 @@ def test_a_run_out_of_time_ends_after_its_round(tmp_path, monkeypatch, capsys):
     assert all(one[name].equal(other[name]) for name in one)
 
 
-@pytest.mark.long
-def test_a_killed_run_ends_as_the_straight_one(tmp_path):
-    """SIGKILL while the second round is under way, then the same command with --resume_from_checkpoint."""
-    arguments = [*SHORT, "--questions_per_step=80", "--rollouts_per_question=4"]
-    for name in ("straight", "broken"):
-        command = recipes.launch_command("expert_iteration", *arguments, "--output_dir", name)
-        options = {"cwd": tmp_path, "env": recipes.environment(), "start_new_session": True}
-        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, **options) as process:
-            if name == "straight":
-                assert process.wait(timeout=300) == 0
-                continue
-            deadline = time.monotonic() + 300
-            while not (tmp_path / "broken/samples/expert_2_rollouts.jsonl").exists():
-                assert process.poll() is None and time.monotonic() < deadline
-                time.sleep(0.01)
-            os.killpg(process.pid, signal.SIGKILL)
-    assert not (tmp_path / "broken" / "results.json").exists()
-    resumed = [*arguments, "--output_dir", "broken", "--resume_from_checkpoint"]
-    recipes.launch("expert_iteration", *resumed, folder=tmp_path)
-    assert same_weights(tmp_path / "straight", tmp_path / "broken")
-    scores = [json.loads((tmp_path / n / "results.json").read_text())["reasoning"] for n in ("straight", "broken")]
-    assert scores[0] == scores[1]
-
-
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--questions_per_step", "500"], "questions_per_step 500 is more than the 400 problems"),
         (["--generation_temperature", "0"], "generation_temperature 0"),
         (["--max_steps", "3"], "n_steps and sft_epochs"),
         (["--max_hours", "-1"], "max_hours must be positive, got -1"),
-        (["--prompt_template", "nope"], "nope"),
-        (["--resume_from_checkpoint"], "has no checkpoint to resume"),
         # Answers in a box are asked for, which the embedded model never writes.
         (["--reward", "question_only"], "none of 80 responses to 40 questions was correct"),
     ],

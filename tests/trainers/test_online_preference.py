@@ -1,4 +1,4 @@
-"""`OnlinePreferenceTrainer` against float64 arithmetic, and however its batch is divided."""
+"""`OnlinePreferenceTrainer` against float64 arithmetic, and what it counts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from tests.support.rollout_once import (
     prompts,
     thirds,
     train,
-    train_in_processes,
 )
 from tests.support.tiny import response_log_prob
 from tests.support.train_once import largest_difference, relative_difference, result
@@ -273,58 +272,7 @@ def test_importance_weights_are_of_the_distributions_that_are_sampled_from(
     assert seen[1].tolist() == pytest.approx(found, rel=1e-8, abs=1e-9)
 
 
-# ---- However the batch is divided ----
-
-# Three updates; a rollout of 16 responses, 4 to a prompt. The reward `evens` has many ties.
-DIVIDED = {
-    "dpo": {},
-    "all pairs, ties": {"pairs": "all", "loss": "ipo"},
-    "batch-coupled": {"loss": "aot", "pairs": "all", "beta": 0.2},
-    "replay": {"loss": "ipo", **REPLAY},
-    "replay, weights": {**REPLAY, "replay_weights": "sequence", "pairs": "all"},
-    "replay, weights, temperature": {**REPLAY, "replay_weights": "sequence", "temperature": 0.5},
-    "replay, length-normalized": {**REPLAY, "replay_weights": "length_normalized", "loss": "aot", "beta": 0.2},
-}
-
-
-def divided(policy_path: str, name: str, rows: int, accumulation: int) -> dict:
-    steps = {"max_steps": 3, "learning_rate": 0.02, "gradient_accumulation_steps": accumulation}
-    args = {**steps, **DIVIDED[name], "per_device_train_batch_size": rows}
-    return {**online_preference_specification(policy_path, **args), "rewards": ["evens"], "prompts": 12}
-
-
-@pytest.fixture(scope="module")
-def whole(policy_path, tmp_path_factory):
-    runs = {}
-
-    def run(name: str):
-        if name not in runs:
-            runs[name] = result(train(divided(policy_path, name, 16, 1), str(tmp_path_factory.mktemp("whole"))))
-        return runs[name]
-
-    return run
-
-
-@pytest.mark.parametrize("name", DIVIDED)
-def test_accumulated_micro_batches(name, whole, policy_path, tmp_path):
-    """4 micro-batches of 4 responses update as one of 16, padding where pairs do not divide."""
-    run = result(train(divided(policy_path, name, 4, 4), str(tmp_path)))
-    check_equal(run, whole(name), policy_path)
-
-
-def check_equal(run, expected, policy_path: str) -> None:
-    start = dict(initial_model(policy_path).named_parameters())
-    moved, should = (
-        torch.cat([(start[name].detach() - other.parameters[name]).flatten() for name in start]).double()
-        for other in (run, expected)
-    )
-    assert relative_difference(moved, should) < 1e-9
-    assert run.losses == pytest.approx(expected.losses, rel=1e-8)
-    for entry, other in zip(run.logs, expected.logs, strict=True):
-        names = [key for key in other if key.startswith(("pairs/", "replay/", "rewards/", "logps/"))]
-        names += ["entropy", "kl"]
-        expected_log = {key: other[key] for key in names}
-        assert {key: entry[key] for key in names} == pytest.approx(expected_log, rel=1e-8, abs=1e-9)
+# ---- What is counted ----
 
 
 def test_pairs_are_dealt_in_order():
@@ -333,27 +281,23 @@ def test_pairs_are_dealt_in_order():
     assert deal_pairs("abcde", "x", 2, 1, 2) == (list("exxx"), [True, False, False, False])
 
 
-@pytest.mark.slow
-def test_two_processes(whole, policy_path, tmp_path):
-    """Two processes of 8 or of 2 x 4 responses update as one of 16."""
-    specs = [divided(policy_path, name, rows, acc) for name in DIVIDED for rows, acc in ((8, 1), (4, 2))]
-    runs = train_in_processes(specs, 2, tmp_path)
-    for index, name in enumerate(DIVIDED):
-        for run in runs[2 * index : 2 * index + 2]:
-            check_equal(run, whole(name), policy_path)
+def test_ties_and_replay_are_counted(policy_path, tmp_path):
+    """Three updates; the reward `evens` has many ties."""
 
+    def logs(**args) -> list[dict]:
+        spec = online_preference_specification(policy_path, max_steps=3, learning_rate=0.02, **args)
+        return result(train({**spec, "rewards": ["evens"], "prompts": 12}, str(tmp_path))).logs
 
-def test_ties_and_replay_are_counted(whole):
-    logs = whole("all pairs, ties").logs
-    assert all(entry["pairs/count"] + entry["pairs/ties_dropped"] == 24 for entry in logs), "4 groups of 6 pairs"
-    assert sum(entry["pairs/ties_dropped"] for entry in logs) > 3
-    first, second, third = whole("replay").logs
+    all_pairs = logs(pairs="all", loss="ipo")
+    assert all(entry["pairs/count"] + entry["pairs/ties_dropped"] == 24 for entry in all_pairs), "4 groups of 6 pairs"
+    assert sum(entry["pairs/ties_dropped"] for entry in all_pairs) > 3
+    first, second, third = logs(loss="ipo", **REPLAY)
     assert (first["replay/size"], first["replay/fraction"]) == (0, 0)
     assert second["replay/size"] == first["pairs/count"]
     assert second["replay/fraction"] == 0.5
     assert (second["replay/age_mean"], second["replay/staleness"]) == (1, 0.5), "half of the pairs, of age 1"
     assert third["replay/age_max"] == 2
-    weighted = whole("replay, weights").logs
+    weighted = logs(**REPLAY, replay_weights="sequence", pairs="all")
     assert weighted[0]["replay/ess"] == pytest.approx(1, abs=1e-4), "all pairs are new"
     assert weighted[2]["replay/ess"] < 0.999
 

@@ -33,101 +33,65 @@ OFF_POLICY = {
     "epsilon": 1e-3,
 }
 # The same with both halves in one update, so that TRL's rescaled token count is that of the update.
-ALIGNED = {**OFF_POLICY, "gradient_accumulation_steps": 2, "max_steps": 4}
+IN_ONE_UPDATE = {"gradient_accumulation_steps": 2, "max_steps": 4}
+ALIGNED = {**OFF_POLICY, **IN_ONE_UPDATE}
 PLAIN_GRPO = {"loss_type": "grpo", "beta": 0.0}
 GRPO_WITH_KL = {"loss_type": "grpo", "beta": 0.05}
+# Off-policy by the learning rate alone.
+UNCLIPPED = {name: value for name, value in OFF_POLICY.items() if name != "epsilon"}
+BY_SEQUENCE = {"importance_sampling_level": "sequence"}
 
 # name -> (settings of both, of ours, of TRL's, further keys of the specification)
 EQUAL = {
     "grpo": (OFF_POLICY, {**STOCK, **KL}, GRPO_WITH_KL, {}),
-    "grpo, plain kl": (
-        OFF_POLICY,
-        {**STOCK, "beta": 0.05},
-        {"loss_type": "grpo", "beta": 0.05, "use_bias_correction_kl": False},
-        {},
-    ),
+    "grpo, plain kl": (OFF_POLICY, {**STOCK, "beta": 0.05}, {**GRPO_WITH_KL, "use_bias_correction_kl": False}, {}),
     "dr_grpo": (
-        OFF_POLICY,
-        {"algorithm": "dr_grpo"},
-        {"loss_type": "dr_grpo", "scale_rewards": "none", "beta": 0.0},
-        {},
+        OFF_POLICY, {"algorithm": "dr_grpo"}, {"loss_type": "dr_grpo", "scale_rewards": "none", "beta": 0.0}, {},
     ),
     "gspo": (
         {**OFF_POLICY, "epsilon": 1e-4, "epsilon_high": 2e-4},
-        {"algorithm": "gspo", **STOCK, **KL},
-        {"importance_sampling_level": "sequence", "loss_type": "grpo", "beta": 0.05},
-        {},
+        {"algorithm": "gspo", **STOCK, **KL}, {**GRPO_WITH_KL, **BY_SEQUENCE}, {},
     ),
     "dapo": ({**ALIGNED, "epsilon_high": 2e-3}, {"algorithm": "dapo", **STOCK}, {"beta": 0.0}, {}),
     # Said to both in TRL's words.
     "dapo, kl, by TRL's names": (
-        {
-            **ALIGNED,
-            "epsilon_high": 2e-3,
-            "delta": 1.003,
-            "loss_type": "dapo",
-            "scale_rewards": "batch",
-            "use_bias_correction_kl": True,
-            "beta": 0.05,
-        },
-        {},
-        {},
-        {},
+        {**ALIGNED, "epsilon_high": 2e-3, "delta": 1.003, "loss_type": "dapo", "scale_rewards": "batch", "beta": 0.05}
+        | {"use_bias_correction_kl": True},
+        {}, {}, {},
     ),
     "luspo": (
-        {
-            **OFF_POLICY,
-            "epsilon": 1e-4,
-            "loss_type": "luspo",
-            "importance_sampling_level": "sequence",
-            "scale_rewards": "none",
-            "beta": 0.0,
-        },
-        {},
-        {},
-        {},
+        {**OFF_POLICY, "epsilon": 1e-4, "loss_type": "luspo", **BY_SEQUENCE, "scale_rewards": "none", "beta": 0.0},
+        {}, {}, {},
     ),
+    # With a gate so narrow that it shows.
     "sapo": (
-        # Off-policy by the learning rate alone, with a gate so narrow that it shows.
-        {name: value for name, value in OFF_POLICY.items() if name != "epsilon"}
-        | {"loss_type": "sapo", "sapo_temperature_pos": 20.0, "sapo_temperature_neg": 30.0, "scale_rewards": "group"},
-        {"beta": 0.0},
-        {"beta": 0.0},
-        {},
+        {**UNCLIPPED, "loss_type": "sapo", "sapo_temperature_pos": 20.0, "sapo_temperature_neg": 30.0, "beta": 0.0}
+        | {"scale_rewards": "group"},
+        {}, {}, {},
     ),
+    # Padded: of ratios that are 1 up to rounding, a cap at 1 counts those that rounding puts above.
     "cispo": (
-        {name: value for name, value in ALIGNED.items() if name != "epsilon"}
-        | {"loss_type": "cispo", "epsilon_high": 1.0, "scale_rewards": "group", "beta": 0.0},
-        # Padded: of ratios that are 1 up to rounding, a cap at 1 counts those that rounding puts above.
-        {"packing": "off"},
-        {},
-        {},
+        {**UNCLIPPED, **IN_ONE_UPDATE, "loss_type": "cispo", "epsilon_high": 1.0, "scale_rewards": "group"}
+        | {"beta": 0.0},
+        {"packing": "off"}, {}, {},
     ),
     "grpo, adapter": (OFF_POLICY, {**STOCK, **KL}, GRPO_WITH_KL, {"lora": True}),
     "top entropy": ({**OFF_POLICY, "top_entropy_quantile": 0.4}, {**STOCK, **KL}, GRPO_WITH_KL, {}),
     "reference follows": (
         {**OFF_POLICY, "sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.5},
-        {**STOCK, **KL},
-        GRPO_WITH_KL,
-        {},
+        {**STOCK, **KL}, GRPO_WITH_KL, {},
     ),
     "two rewards": (
         {**OFF_POLICY, "reward_weights": [1.0, 0.3], "temperature": 0.7, "learning_rate": 0.02},
-        {**STOCK, "beta": 0.0},
-        PLAIN_GRPO,
-        {"rewards": ["thirds", "evens"]},
+        {**STOCK, "beta": 0.0}, PLAIN_GRPO, {"rewards": ["thirds", "evens"]},
     ),
-}
+}  # fmt: skip
+ADAPTIVE = {"use_adaptive_entropy": True, "entropy_target": 5.2, "entropy_coef_delta": 0.05}
 EQUAL |= {
     name: ({**OFF_POLICY, **options}, {**STOCK, "beta": 0.0}, PLAIN_GRPO, {})
     for name, options in {
         "entropy bonus": {"entropy_coef": 0.1},
-        "adaptive entropy": {
-            "use_adaptive_entropy": True,
-            "entropy_coef": 0.1,
-            "entropy_target": 5.2,
-            "entropy_coef_delta": 0.05,
-        },
+        "adaptive entropy": {"entropy_coef": 0.1, **ADAPTIVE},
         "entropy bonus on top entropy": {"top_entropy_quantile": 0.4, "entropy_coef": 0.1},
         "truncated masked": {"mask_truncated_completions": True, "learning_rate": 0.02},
         "off-policy mask": {"off_policy_mask_threshold": 0.01},

@@ -10,8 +10,8 @@ from torch.func import functional_call
 from transformers import AutoModelForCausalLM
 
 from tests.support.naive_policy import rows_of
-from tests.support.ppo_once import KINDS, Steps, move_value_head, of_kind, specification
-from tests.support.rollout_once import build, thirds, train, train_in_processes
+from tests.support.ppo_once import Steps, move_value_head, specification
+from tests.support.rollout_once import build, thirds, train
 from tests.support.tiny import build_tokenizer
 from tests.support.train_once import largest_difference, relative_difference, result
 from tests.support.trl_private import rollout_batches
@@ -224,34 +224,6 @@ def test_without_a_value_function_it_is_the_clipped_policy_gradient(policy_path,
     assert largest_difference(ours.parameters, expected.parameters) < 1e-9
     assert ours.losses == pytest.approx(expected.losses, abs=1e-6)
     assert ours.logs[2]["completions/mean_length"] == expected.logs[2]["completions/mean_length"]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_micro_batches_and_packing_do_not_matter(kind, policy_path, tmp_path):
-    runs = []
-    for size, accumulation, packing in ((8, 1, "auto"), (2, 4, "auto"), (4, 2, "off")):
-        args = {"per_device_train_batch_size": size, "gradient_accumulation_steps": accumulation, "packing": packing}
-        args |= {"max_steps": 2, "learning_rate": 0.05, "value_clip": 0.001}
-        spec = of_kind(kind, policy_path, args, fixed=True)
-        runs.append(result(train(spec, str(tmp_path / f"{size}-{packing}"), reward_funcs=[some])))
-    for other in runs[1:]:
-        assert largest_difference(other.parameters, runs[0].parameters) < 1e-9
-        for name in ("loss", "policy_loss", "value_loss", "value_clip_ratio", "approx_kl"):
-            found, expected = ([entry[name] for entry in run.logs] for run in (other, runs[0]))
-            assert found == pytest.approx(expected, rel=1e-8, abs=1e-9), name
-    assert runs[0].logs[1]["approx_kl"] > 0.001 and runs[0].logs[1]["value_clip_ratio"] > 0.1
-
-
-@pytest.mark.slow
-def test_two_processes_are_one(policy_path, tmp_path):
-    specs = [of_kind(kind, policy_path, {"per_device_train_batch_size": 4}, fixed=True) for kind in KINDS]
-    for spec, run in zip(specs, train_in_processes(specs, 2, tmp_path), strict=True):
-        alone = {**spec, "args": {**spec["args"], "per_device_train_batch_size": 8}}
-        expected = result(train(alone, str(tmp_path / "alone")))
-        assert largest_difference(run.parameters, expected.parameters) < 1e-9
-        for name in ("value/mean", "returns/mean", "explained_variance", "kl/sequence", "kl_coef", "value_loss"):
-            found, wanted = ([entry[name] for entry in logs if name in entry] for logs in (run.logs, expected.logs))
-            assert found == pytest.approx(wanted, rel=1e-8, abs=1e-9), name
 
 
 @pytest.mark.parametrize("kl_in", ["reward", "loss"])

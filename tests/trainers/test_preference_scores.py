@@ -52,16 +52,6 @@ def test_scores_are_those_of_each_row_alone(models, tiny_model_path, tmp_path):
     assert seen.chosen_policy_weight is None
 
 
-def test_a_long_pair_in_the_batch_leaves_the_others(tiny_model_path, tmp_path):
-    trainer = build({"model": tiny_model_path, **REFERENCE, "args": {"loss": "seen_dpo"}}, str(tmp_path))
-    rows = pairs(3, seed=3)
-    long = {**rows[0], "chosen": [{"role": "assistant", "content": "old tree " * 40}]}
-    alone, padded = scores_seen(trainer, rows), scores_seen(trainer, [*rows, long])
-    for name in ("chosen", "rejected", "ref_chosen", "ref_rejected"):
-        torch.testing.assert_close(getattr(padded, name)[:3], getattr(alone, name), atol=1e-10, rtol=1e-10)
-    assert padded.chosen_length.tolist()[:3] == alone.chosen_length.tolist()
-
-
 def test_wpo_weights_are_those_of_the_full_softmax(models, tiny_model_path, tmp_path):
     """`exp(mean_t(log p(y_t) - log sum_v p(v)^2))`, from the whole distribution of every position."""
     trainer = build(

@@ -9,10 +9,9 @@ import pytest
 import torch
 from datasets import Dataset, IterableDataset
 
-from tests.support.rollout_once import build, prompts, train, train_in_processes
+from tests.support.rollout_once import build, prompts, train
 from tests.support.train_once import largest_difference, parameters, result
 from tests.support.trl_private import logged_metrics, logged_samples, score_rollout
-from trl_ext import OnlinePreferenceConfig, PolicyConfig, PPOConfig
 from trl_ext.rewards import ShapedReward
 from trl_ext.trainers.policy.resampling import fill_places, has_two_rewards
 
@@ -21,7 +20,6 @@ pytestmark = pytest.mark.usefixtures("in_float64")
 GROUP, GROUPS, PROMPTS = 4, 3, 16
 SIGNAL = (1, 4, 5, 8, 11)
 ARGS = {"resample_groups": 8, "per_device_train_batch_size": GROUP * GROUPS, "num_generations": GROUP}
-MASKS = ("prompt_mask", "completion_mask")
 
 
 def lengthy(completion_ids, row_id, **_) -> list[float]:
@@ -82,16 +80,6 @@ def test_the_first_groups_with_a_signal_are_kept():
     assert fill_places([[True, False], [True, True]]) == [(0, 0), (1, 0)]
 
 
-@pytest.mark.parametrize("chance, size, kept", [(0.3, 4, 0.7518), (0.05, 16, 0.559873), (0.5, 2, 0.5)])
-def test_the_share_of_groups_with_a_signal(chance, size, kept):
-    """1 - p^G - (1 - p)^G, by enumeration of the number of right responses."""
-    found = 0.0
-    for right in range(size + 1):
-        group = torch.tensor([1.0] * right + [0.0] * (size - right))
-        found += has_two_rewards(group) * math.comb(size, right) * chance**right * (1 - chance) ** (size - right)
-    assert found == pytest.approx(kept, abs=1e-6)
-
-
 def test_responses_without_a_reward_are_no_signal():
     nan = math.nan
     assert not has_two_rewards(torch.tensor([nan, nan]))
@@ -149,18 +137,6 @@ def test_the_rollout_is_that_of_the_kept_prompts(policy_path, tmp_path):
     for table in ("prompt", "completion", "advantages"):
         assert list(logged_samples(trainer)[table]) == list(logged_samples(plain)[table])
     assert list(logged_samples(trainer)["rewards"]["reward"]) == list(logged_samples(plain)["rewards"]["lengthy"])
-
-
-def test_old_log_probabilities_are_those_of_a_plain_forward(policy_path, tmp_path):
-    trainer = built(policy_path, tmp_path, args={"num_iterations": 2})
-    output = rollout(trainer, [0, 1, 2])
-    assert logged(trainer)["replaced"] > 0
-    for row in range(GROUP * GROUPS):
-        prompt, ids = (output[f"{n}_ids"][row][output[f"{n}_mask"][row].bool()] for n in ("prompt", "completion"))
-        with torch.no_grad():
-            scores = trainer.model(torch.cat([prompt, ids])[None]).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
-        own = scores.gather(1, ids[:, None])[:, 0]
-        torch.testing.assert_close(output["old_per_token_logps"][row, : len(ids)], own, rtol=0, atol=1e-10)
 
 
 def test_rounds_end_where_they_may(policy_path, tmp_path):
@@ -279,64 +255,7 @@ def test_the_update_is_that_of_the_kept_groups(policy_path, tmp_path):
         torch.testing.assert_close(parameter.detach() - after[name], parameter.grad, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.slow
-def test_two_processes_make_the_update_of_one(policy_path, tmp_path):
-    """Rollouts of three groups, the second of which lies on both processes; two updates."""
-    common = {"model": policy_path, "fixed": True, "perturb": 1, "prompts": PROMPTS, "rewards": ["at_odd_rows"]}
-    args = {
-        **ARGS,
-        "algorithm": "dapo",
-        "num_generations": GROUP,
-        "beta": 0.1,
-        "num_iterations": 2,
-        "max_steps": 4,
-    }
-    args |= {"learning_rate": 0.01, "overlong_share": 0.5}
-    half = {"per_device_train_batch_size": GROUP * GROUPS // 2}
-    whole = result(train({**common, "args": args}, str(tmp_path / "whole")))
-    (spread,) = train_in_processes([{**common, "args": {**args, **half}}], 2, tmp_path)
-    assert largest_difference(spread.parameters, whole.parameters) < 1e-9
-    for entry, expected in zip(spread.logs, whole.logs, strict=True):
-        names = [name for name in expected if name.startswith(("resampling/", "advantages/", "reward", "num_tokens"))]
-        assert {name: entry[name] for name in names} == pytest.approx({name: expected[name] for name in names})
-    assert sum(entry.get("resampling/replaced", 0) for entry in whole.logs) > 0
-
-
-@pytest.mark.slow
-def test_a_resumed_run_is_the_straight_one(policy_path, tmp_path):
-    args = {**ARGS, "shuffle_dataset": True, "save_strategy": "steps", "save_steps": 2, "max_steps": 4}
-    args |= {"optim": "adamw_torch", "learning_rate": 0.001}
-    spec = {"model": policy_path, "perturb": 1, "prompts": PROMPTS, "args": args}
-    straight = train(spec, str(tmp_path / "straight"), reward_funcs=lengthy)
-    resumed = build(spec, str(tmp_path / "resumed"), reward_funcs=lengthy)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "straight" / "checkpoint-2"))
-    assert largest_difference(parameters(resumed), parameters(straight)) == 0.0
-    names = ("loss", "reward", "num_tokens", "resampling/prompts", "resampling/replaced")
-    entries = [{name: entry[name] for name in names} for run in (straight, resumed) for entry in result(run).logs[-2:]]
-    assert entries[:2] == entries[2:]
-    assert any(entry["resampling/replaced"] for entry in entries)
-    sampled = [run.rollouts * run.args.generation_batch_size for run in (straight, resumed)]
-    assert straight.sampled_responses == resumed.sampled_responses > sampled[0] == sampled[1]
-
-
 # ---- Refusals ----
-
-
-@pytest.mark.parametrize(
-    "config, settings, message",
-    [
-        (PolicyConfig, {"resample_groups": -1}, "resample_groups must be a number from 0 up"),
-        (PolicyConfig, {"resample_groups": 1, "algorithm": "remax"}, "'remax' learns from them too: leave it 0"),
-        (PolicyConfig, {"resample_groups": 1, "algorithm": "reinforce"}, "'reinforce' learns from them too"),
-        (PolicyConfig, {"group_filter": "f.py:hard"}, "set resample_groups"),
-        (PolicyConfig, {"group_filter": "none.py:hard", "resample_groups": 1}, "no file 'none.py'"),
-        (PPOConfig, {"resample_groups": 1}, "a value function learns from groups of equal rewards too"),
-        (OnlinePreferenceConfig, {"resample_groups": 1}, "prompts whose responses tie make no pair"),
-    ],
-)
-def test_what_is_refused(config, settings, message, tmp_path):
-    with pytest.raises(ValueError, match=message):
-        config(str(tmp_path), use_cpu=True, report_to="none", **settings)
 
 
 def test_data_without_an_order_is_refused(policy_path, tmp_path):

@@ -105,15 +105,6 @@ def test_a_head_on_a_bfloat16_base_is_trained_in_float32(bfloat16_on_the_cpu, ti
 # ---- Saved and loaded again ----
 
 
-def test_resuming_equals_the_straight_run(tiny_model_path, tmp_path):
-    arguments = {**THREE_STEPS, "max_steps": 4, "learning_rate": 0.01, "optim": "adamw_torch"}
-    arguments |= {"save_strategy": "steps", "save_steps": 2, "train_sampling_strategy": "random"}
-    straight = train(tiny_model_path, tmp_path, pairs(16), **arguments)
-    resumed = build(tiny_model_path, tmp_path, pairs(16), **arguments)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert largest_difference(parameters(resumed), parameters(straight)) == 0.0
-
-
 # ---- The best checkpoint ----
 
 
