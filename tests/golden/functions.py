@@ -18,8 +18,7 @@ from trl_ext.evaluation.methods.reward_models import reward_metrics
 from trl_ext.losses.kl import KL_ESTIMATORS
 from trl_ext.losses.masking import AGGREGATIONS
 from trl_ext.rewards.ensemble import AGGREGATES, RewardEnsemble, combine
-from trl_ext.rewards.shaping import ShapedReward
-from trl_ext.rewards.shaping_steps import STEPS
+from trl_ext.rewards.shaping import STEPS, ShapedReward
 
 RATIO_SURROGATES: dict[str, list[dict[str, Any]]] = {
     "clipped_surrogate": [{}, {"clip_low": 0.375, "clip_high": 0.5}, {"clip_high": 0.28, "dual_clip": 3.0}],
@@ -27,15 +26,11 @@ RATIO_SURROGATES: dict[str, list[dict[str, Any]]] = {
     "sapo": [{}, {"temperature_pos": 0.5, "temperature_neg": 2.0}],
 }
 SHAPING: dict[str, list[dict[str, Any]]] = {
-    "center": [{}, {"momentum": 0.75}],
-    "center_reference": [{"value": 0.5}, {"per_prompt": True}, {}],
+    "center": [{}],
+    "center_reference": [{}],
     "whiten": [{"ddof": 0}, {"ddof": 1}],
-    "sigmoid": [{}, {"reference": 1.0}],
-    "log_sigmoid": [{}, {"reference": 1.0}],
     "clip": [{"limit": 0.75}],
     "length_penalty": [{"per_token": 0.125, "free": 2}, {"per_token": -0.5}],
-    "soft_overlong": [{"max_tokens": 6, "buffer": 4}, {"max_tokens": 6, "buffer": 4, "weight": 2.0}],
-    "repetition_penalty": [{"weight": 0.5, "ngram": 2}, {"weight": 1.0}],
 }
 
 
@@ -170,8 +165,7 @@ def _shaped(steps: list[dict[str, Any]]) -> dict[str, Any]:
     ids = [[1, 2, 1, 2, 1, 2], [], [5, 5, 5], [1, 1, 1, 1, 1, 1, 1]]
     if shaped.needs_calibration:
         shaped.calibrate(["?"] * 4, batches[0], completion_ids=ids)
-    columns = {"completion_ids": ids, "reference_response_text": ["0.5", "1", "2", "-1"]}
-    return {f"batch {n}": shaped(["?"] * 4, texts, **columns) for n, texts in enumerate(batches, start=1)}
+    return {f"batch {n}": shaped(["?"] * 4, texts, completion_ids=ids) for n, texts in enumerate(batches, start=1)}
 
 
 def _metrics() -> dict[str, float]:

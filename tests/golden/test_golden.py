@@ -14,7 +14,7 @@ from trl_ext.advantages import ADVANTAGES
 from trl_ext.algorithms import algorithms
 from trl_ext.registry import preference_losses, preference_weightings
 from trl_ext.rewards.ensemble import AGGREGATES
-from trl_ext.rewards.shaping_steps import STEPS
+from trl_ext.rewards.shaping import STEPS
 
 FUNCTIONS = [name for name in losses.__all__ if inspect.isfunction(getattr(losses, name))]
 # Of the course, the functions of tensors, and not those that read texts and files.

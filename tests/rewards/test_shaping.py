@@ -9,8 +9,7 @@ import re
 import pytest
 
 from trl_ext.rewards import RewardEnsemble, ShapedReward, parse_shaping
-from trl_ext.rewards.shaping import innermost
-from trl_ext.rewards.shaping_steps import STEPS, settings_of
+from trl_ext.rewards.shaping import STEPS, innermost
 
 REWARDS = [2.0, 1.0, 0.0, -1.0, 3.0]
 
@@ -35,9 +34,6 @@ def shape(values, *steps, **columns) -> list[float | None]:
         # Mean 1; squares 1 + 0 + 1 + 4 + 4 = 10: deviations sqrt(2) of the population, sqrt(2.5) of the sample.
         ({"kind": "whiten", "ddof": 0}, [0.707107, 0, -0.707107, -1.414214, 1.414214]),
         ({"kind": "whiten", "ddof": 1}, [0.632456, 0, -0.632456, -1.264911, 1.264911]),
-        ({"kind": "center_reference", "value": 0.5}, [1.5, 0.5, -0.5, -1.5, 2.5]),
-        ({"kind": "sigmoid", "reference": 1}, [0.731059, 0.5, 0.268941, 0.119203, 0.880797]),
-        ({"kind": "log_sigmoid", "reference": 1}, [-0.313262, -0.693147, -1.313262, -2.126928, -0.126928]),
         ({"kind": "clip", "limit": 0.5}, [0.5, 0.5, 0, -0.5, 0.5]),
         ("center", [1, 0, -1, -2, 2]),
     ],
@@ -48,43 +44,29 @@ def test_values_worked_by_hand(step, expected):
 
 
 def test_running_mean():
-    """Batches [1, 3], [5]: means of everything 2 and 3; with momentum 0.9: 2, then 0.9 * 2 + 0.1 * 5 = 2.3."""
-    for momentum, second in ((None, 3.0), (0.9, 2.3)):
-        source = iter([[1.0, 3.0], [5.0]])
-        shaped = ShapedReward(
-            lambda prompts, completions, source=source: next(source), [{"kind": "center", "momentum": momentum}]
-        )
-        assert shaped(["p"] * 2, ["c"] * 2) == [-1, 1]
-        assert shaped(["p"], ["c"]) == pytest.approx([5 - second])
-        assert shaped.state_dict()["steps"] == [{"kind": "center", "count": 3.0, "mean": pytest.approx(second)}]
+    """Batches [1, 3], [5]: means of everything 2 and 3."""
+    source = iter([[1.0, 3.0], [5.0]])
+    shaped = ShapedReward(lambda prompts, completions: next(source), ["center"])
+    assert shaped(["p"] * 2, ["c"] * 2) == [-1, 1]
+    assert shaped(["p"], ["c"]) == [2]
+    assert shaped.state_dict()["steps"] == [{"kind": "center", "count": 3.0, "mean": 3.0}]
 
 
-def test_soft_overlong():
-    """L_max 100, buffer 20: 0 up to 80 tokens; (80 - 85) / 20 and (80 - 90) / 20; -1 from 100 on."""
-    ids = [[7] * length for length in (80, 85, 90, 100, 101)]
-    step = {"kind": "soft_overlong", "max_tokens": 100, "buffer": 20}
-    assert shape([0.0] * 5, step, completion_ids=ids) == pytest.approx([0, -0.25, -0.5, -1, -1])
-    assert shape([1.0] * 5, {**step, "weight": 2}, completion_ids=ids) == pytest.approx([1, 0.5, 0, -1, -1])
-
-
-def test_penalties_on_length_and_repetition():
-    """Two tokens beyond three free ones cost 0.1 each. Bigrams of 1 2 1 2 1: 12 21 12 21, half of them repeated."""
-    ids = [[1, 2, 1, 2, 1], [1, 2, 3], [1], []]
+def test_penalty_on_length():
+    """Two tokens beyond three free ones cost 0.1 each."""
     length = {"kind": "length_penalty", "per_token": 0.1, "free": 3}
-    assert shape([1.0] * 4, length, completion_ids=ids) == pytest.approx([0.8, 1, 1, 1])
-    repetition = {"kind": "repetition_penalty", "weight": 3, "ngram": 2}
-    assert shape([1.0] * 4, repetition, completion_ids=ids) == pytest.approx([-0.5, 1, 1, 1])
+    assert shape([1.0] * 3, length, completion_ids=[[1] * 5, [1] * 3, []]) == pytest.approx([0.8, 1, 1])
     with pytest.raises(ValueError, match="length_penalty counts tokens, and the caller gives no completion_ids"):
         shape([1.0], length)
 
 
 def test_the_order_is_the_one_given():
     """Clip to 1, then subtract 0.5: 0.5; subtract, then clip: 1."""
-    clip, center = {"kind": "clip", "limit": 1}, {"kind": "center_reference", "value": 0.5}
-    assert shape([2.0], clip, center) == [0.5]
-    assert shape([2.0], center, clip) == [1.0]
-    shaped = ShapedReward(given([2.0]), [clip, center])
-    assert shaped.__name__ == "fixed+clip+center_reference"
+    clip, length = {"kind": "clip", "limit": 1}, {"kind": "length_penalty", "per_token": 0.5}
+    assert shape([2.0], clip, length, completion_ids=[[7]]) == [0.5]
+    assert shape([2.0], length, clip, completion_ids=[[7]]) == [1.0]
+    shaped = ShapedReward(given([2.0]), [clip, length])
+    assert shaped.__name__ == "fixed+clip+length_penalty"
     assert innermost(shaped).__name__ == "fixed"
 
 
@@ -95,9 +77,8 @@ def test_large_rewards_that_differ_by_little():
 
 def test_no_reward_stays_none_and_faults_stay_faults():
     """The mean is that of 1 and 3; neither None nor what is not finite is in it."""
-    shaped = shape([1.0, None, 3.0, math.nan, -math.inf], "center", "sigmoid")
-    assert shaped[0] == pytest.approx(1 / (1 + math.e)) and shaped[1] is None
-    assert shaped[2] == pytest.approx(1 / (1 + 1 / math.e))
+    shaped = shape([1.0, None, 3.0, math.nan, -math.inf], "center", {"kind": "clip", "limit": 5})
+    assert shaped[:3] == [-1, None, 1]
     assert not math.isfinite(shaped[3]) and not math.isfinite(shaped[4])
     assert shape([None, None], {"kind": "whiten", "ddof": 1}) == [None, None]
     assert shape([2.0, 2.0], {"kind": "whiten", "ddof": 0}) == [0, 0]
@@ -120,6 +101,9 @@ def test_calibration_is_at_its_place():
         assert not shaped.needs_calibration
         assert shaped.state_dict()["steps"][steps.index("center_reference")]["value"] == value
         assert shaped(["p"], ["high"]) == [expected]
+        resumed = ShapedReward(shaped.reward, steps)
+        resumed.load_state_dict(shaped.state_dict())
+        assert resumed(["p"], ["high"]) == [expected]
 
 
 def test_calibration_leaves_running_statistics():
@@ -130,65 +114,9 @@ def test_calibration_leaves_running_statistics():
     assert shaped(["p"], ["c"]) == [-2]
 
 
-def test_references_of_each_prompt_are_scored_once():
-    asked = []
-
-    def lengths(prompts, completions, **columns):
-        asked.append(list(completions))
-        return [float(len(completion)) for completion in completions]
-
-    shaped = ShapedReward(lengths, [{"kind": "center_reference", "per_prompt": True}])
-    columns = {"reference_response_text": ["ab", "ab", "abc"]}
-    for _ in range(2):
-        assert shaped(["p", "p", "q"], ["a", "abcd", "a"], **columns) == [-1, 2, -2]
-    assert asked == [["a", "abcd", "a"], ["ab", "abc"], ["a", "abcd", "a"]]
-    with pytest.raises(ValueError, match="needs the column reference_response_text"):
-        shaped(["p"], ["a"])
-
-
-def test_rewards_equal_to_their_references_leave_nothing():
-    """In doubles: 5.1 in single precision is 5.0999999, and whitening would blow up what is left of 5.1 - 5.1."""
-    scores = {"a": 5.1, "b": 3.3, "c": -2.7, "d": 4.9}
-    steps = [{"kind": "center_reference", "per_prompt": True}, {"kind": "whiten", "ddof": 0}]
-    shaped = ShapedReward(lambda prompts, completions, **columns: [scores[c] for c in completions], steps)
-    assert shaped([*"pqrs"], [*"abcd"], reference_response_text=[*"abcd"]) == [0, 0, 0, 0]
-
-
-def test_a_reference_without_a_reward_leaves_none_and_a_fault_stays_one():
-    """Of rewards 2 and 4 minus 1 the mean is 2; what no reference can be subtracted from is in no statistic."""
-    scores = {"two": 2.0, "four": 4.0, "one": 1.0, "none": None, "nan": math.nan}
-    steps = [{"kind": "center_reference", "per_prompt": True}, "center", {"kind": "clip", "limit": 5}]
-    shaped = ShapedReward(lambda prompts, completions, **columns: [scores[c] for c in completions], steps)
-    completions, references = ["two", "four", "two", "two", "none"], ["one", "one", "none", "nan", "nan"]
-    for _ in range(2):
-        found = shaped([*"pqrst"], completions, reference_response_text=references)
-        assert found[:3] == [-1, 1, None] and not math.isfinite(found[3]) and found[4] is None
-
-
-def test_a_saved_reference_is_no_other_than_the_configured_one():
-    """One that was found by calibration gives way to the saved one; one that was configured is not replaced."""
-
-    def fresh(*settings):
-        return ShapedReward(given([3.0]), [{"kind": "center_reference", **dict(settings)}])
-
-    calibrated = fresh().calibrate(["p"], ["c"])
-    state = {"steps": [{"kind": "center_reference", "value": 1.0}]}
-    for shaped in (fresh(("value", 1.0)), calibrated, fresh()):
-        shaped.load_state_dict(state)
-        assert shaped(["p"], ["c"]) == [2.0]
-    configured = fresh(("value", 2.0))
-    with pytest.raises(ValueError, match="the saved value is 1.0, and now it is 2.0"):
-        configured.load_state_dict(state)
-    assert configured(["p"], ["c"]) == [1.0]
-    with pytest.raises(ValueError, match="the saved value is 1.0, and now it is that of each prompt"):
-        fresh(("per_prompt", True)).load_state_dict(state)
-    with pytest.raises(ValueError, match="the saved value is that of each prompt, and now it is 2.0"):
-        configured.load_state_dict(fresh(("per_prompt", True)).state_dict())
-
-
 def test_a_shaped_reward_is_not_shaped_again():
     with pytest.raises(ValueError, match="shaped already: give all steps to one ShapedReward"):
-        ShapedReward(ShapedReward(given([3.0]), ["center"]), ["sigmoid"])
+        ShapedReward(ShapedReward(given([3.0]), ["center"]), ["center"])
 
 
 def test_state_goes_on():
@@ -206,8 +134,8 @@ def test_state_goes_on():
     assert run(first, batches[0]) == expected[0]
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     assert [run(second, batch) for batch in batches[1:]] == expected[1:]
-    other = ShapedReward(given([1.0]), ["sigmoid"])
-    with pytest.raises(ValueError, match=r"of the shaping center\+clip, and this one is sigmoid"):
+    other = ShapedReward(given([1.0]), ["center"])
+    with pytest.raises(ValueError, match=r"of the shaping center\+clip, and this one is center"):
         other.load_state_dict(first.state_dict())
 
 
@@ -227,24 +155,17 @@ def test_what_it_wraps_is_told_everything_and_reports():
     assert shaped.__name__ == "ensemble+clip"
 
 
-def test_every_kind_builds_again_from_its_settings():
-    text = json.dumps(
-        [
-            "center",
-            {"kind": "center_reference", "per_prompt": True},
-            {"kind": "whiten", "ddof": 1},
-            "sigmoid",
-            {"kind": "log_sigmoid", "reference": -1},
-            {"kind": "clip", "limit": 5},
-            {"kind": "length_penalty", "per_token": 0.01, "free": 20},
-            {"kind": "soft_overlong", "max_tokens": 40, "buffer": 10},
-            {"kind": "repetition_penalty", "weight": 1},
-        ]
-    )
-    steps = parse_shaping(text)
-    assert {step.kind for step in steps} == {*STEPS}
-    settings = [settings_of(step) for step in steps]
-    assert [settings_of(step) for step in parse_shaping(json.dumps(settings))] == settings
+def test_every_kind_and_its_settings():
+    entries = [
+        {"kind": "center", "count": 0.0, "mean": 0.0},
+        {"kind": "center_reference", "value": None},
+        {"kind": "whiten", "ddof": 1},
+        {"kind": "clip", "limit": 5},
+        {"kind": "length_penalty", "per_token": 0.01, "free": 20},
+    ]
+    steps = parse_shaping(json.dumps(["center", "center_reference", *entries[2:]]))
+    assert [step.kind for step in steps] == [*STEPS]
+    assert ShapedReward(given([1.0]), steps).to_dict()["steps"] == entries
 
 
 @pytest.mark.parametrize(
@@ -252,13 +173,12 @@ def test_every_kind_builds_again_from_its_settings():
     [
         ("[", "reward_shaping: bad JSON"),
         ("[]", "must be a list of steps"),
-        ('["sigmoid", "clipp"]', "step 2: unknown kind 'clipp'.*did you mean.*clip"),
+        ('["center", "clipp"]', "step 2: unknown kind 'clipp'.*did you mean.*clip"),
         ('[{"kind": "clip"}]', "step 1: clip: limit: Field required .it takes limit."),
         ('[{"kind": "whiten", "ddof": 2}]', "whiten: ddof: Input should be 0 or 1"),
         ('[{"kind": "clip", "limit": "5"}]', "clip: limit: Input should be a valid number"),
         ('[{"kind": "clip", "limits": 5}]', "clip: limits: Unexpected keyword argument .it takes limit."),
-        ('[{"kind": "soft_overlong", "max_tokens": 10, "buffer": 20}]', "buffer must lie between 1 and max_tokens 10"),
-        ('[{"kind": "center_reference", "value": 1, "per_prompt": true}]', "give value or per_prompt, not both"),
+        ('[{"kind": "center", "mean": 1}]', "center: mean: Unexpected keyword argument .it takes no settings."),
     ],
 )
 def test_settings_that_are_none(text, message):
@@ -271,7 +191,7 @@ def test_what_cannot_be_shaped():
     with pytest.raises(ValueError, match="at least one step"):
         ShapedReward(given([1.0]), [])
     with pytest.raises(ValueError, match="the reward returned 1 rewards for 2 completions"):
-        ShapedReward(given([1.0]), ["sigmoid"])(["p"] * 2, ["c"] * 2)
+        ShapedReward(given([1.0]), ["center"])(["p"] * 2, ["c"] * 2)
 
 
 # ---- Several processes ----
@@ -291,7 +211,7 @@ def test_a_process_whose_reward_fails_adds_nothing_to_the_sums(monkeypatch):
     with pytest.raises(KeyError):
         shaped(["p"] * 3, ["c"] * 3)
     assert calls == [[0.0, 0.0, 0.0, math.inf, -math.inf]]
-    assert shaped.scores_groups and not ShapedReward(fails, ["sigmoid"]).scores_groups
+    assert shaped.scores_groups and not ShapedReward(fails, ["center_reference"]).scores_groups
 
 
 PROCESS = """

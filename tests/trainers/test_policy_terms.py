@@ -26,6 +26,7 @@ from tests.support.trl_private import (
     set_rollout_batches,
 )
 from trl_ext import PolicyTrainer
+from trl_ext.trainers.policy.reward_functions import soft_overlong
 
 pytestmark = pytest.mark.usefixtures("in_float64", "own_tables")
 
@@ -280,3 +281,9 @@ def test_a_rollout_of_cut_responses_alone_changes_nothing(name, policy_path, tmp
     assert [entry["grad_norm"] for entry in entries] == [0.0, 0.0]
     assert trainer.update_guard.skipped == {"reward": 0, "loss": 0, "gradient": 0}
     assert all(torch.equal(p, steps.weights[0][n]) for n, p in trainer.model.named_parameters())
+
+
+def test_soft_overlong():
+    """L_max 100, buffer 20: 0 up to 80 tokens; (80 - 85) / 20 and (80 - 90) / 20; -1 from 100 on."""
+    lengths = torch.tensor([80.0, 85, 90, 100, 101])
+    assert soft_overlong(lengths, 100, 20).tolist() == [0, -0.25, -0.5, -1, -1]

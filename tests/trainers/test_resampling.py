@@ -176,8 +176,8 @@ def test_evaluation_takes_no_further_round(policy_path, tmp_path):
 
 def test_penalties_of_length_are_no_signal(policy_path, tmp_path):
     """Wrong responses of different lengths differ in their shaped rewards, and in those of missing ends."""
-    overlong = {"kind": "soft_overlong", "max_tokens": 7, "buffer": 6}
-    wrong = ShapedReward(lambda completions, **_: [0.0] * len(completions), [overlong])
+    length = {"kind": "length_penalty", "per_token": 0.1}
+    wrong = ShapedReward(lambda completions, **_: [0.0] * len(completions), [length])
     args = {"missing_eos_penalty": 1.0, "resample_groups": 1}
     trainer = built(policy_path, tmp_path, wrong, args, rollout_func=rollout_func)
     rollout(trainer, [0, 1, 2])

@@ -1,9 +1,9 @@
 """The table of online algorithms, and the objective for a name and its overrides.
 
-`python -m trl_ext.algorithms` prints the table, and `--explain NAME` prints one row with its formulas. A row defines
-how rewards become advantages, the unit of the importance ratio, the surrogate loss, its reduction, and the KL term,
-each as in its paper. Standard deviations are the population's (the papers do not say), unless a row follows a source
-that uses the sample's.
+`python -m trl_ext.algorithms` prints the table, and `--explain NAME` prints one row with the source of its functions.
+A row defines how rewards become advantages, the unit of the importance ratio, the surrogate loss, its reduction, and
+the KL term, each as in its paper. Standard deviations are the population's (the papers do not say), unless a row
+follows a source that uses the sample's.
 """
 
 from __future__ import annotations

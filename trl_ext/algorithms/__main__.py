@@ -39,8 +39,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--explain",
         metavar="NAME",
-        help="formulas, functions and settings of an algorithm, a preference loss or an advantage, or of your own "
-        "as file.py:function",
+        help="settings and source of an algorithm, a preference loss or an advantage, or of your own as "
+        "file.py:function",
     )
     given = parser.parse_args(arguments)
     if given.explain:

@@ -1,32 +1,174 @@
-"""Reward shaping: any reward function, reward model or ensemble, followed by a sequence of steps."""
+"""Reward shaping: any reward function, reward model or ensemble, followed by a sequence of steps.
+
+A step maps this process's rewards of one batch, [N], to rewards of the same shape. NaN marks a response without a
+reward; it stays NaN and enters no statistic.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import field
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
-from pydantic import ValidationError
+from pydantic import ConfigDict, Field, ValidationError
+from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from trl_ext.files import brief, parse_json
 from trl_ext.registry import nearest
 from trl_ext.rewards.ensemble import as_tensor
-from trl_ext.rewards.shaping_steps import STEPS, Batch, CenterReference, Step, settings_of
 
-REFERENCE_COLUMN = "reference_response_text"
+EPSILON = 1e-8
+# Settings are checked when a step is created: bools and infinities are not accepted as numbers.
+settings = dataclass(config=ConfigDict(strict=True, extra="forbid", allow_inf_nan=False))
+
+
+class Moments(NamedTuple):
+    """Statistics of a batch's rewards over all processes. Without rewards, lowest is inf and highest is -inf."""
+
+    count: float
+    total: float
+    squares: float
+    lowest: float
+    highest: float
+
+
+@dataclasses.dataclass
+class Batch:
+    """What a step may know of a batch.
+
+    Attributes:
+        completion_ids: the responses as token ids; None if the caller does not give them.
+        learns: whether running statistics include this batch. If not, every process holds the whole batch, and its
+            statistics are not summed over processes.
+    """
+
+    completion_ids: Sequence[Sequence[int]] | None = None
+    learns: bool = True
+
+    def moments(self, rewards: Tensor) -> Moments:
+        known = rewards[rewards.isfinite()].double()
+        own = [float(len(known)), known.sum().item(), known.square().sum().item()]
+        own += [known.min().item(), known.max().item()] if len(known) else [math.inf, -math.inf]
+        *sums, lowest, highest = zip(*(_of_all_ranks(own) if self.learns else [own]), strict=True)
+        return Moments(*map(math.fsum, sums), min(lowest), max(highest))
+
+
+class Step:
+    """A shaping step; its fields are its settings.
+
+    Attributes:
+        kind: its name in settings and metrics.
+        of_batch: whether a response's reward depends on other responses scored with it.
+    """
+
+    kind: ClassVar[str]
+    of_batch: ClassVar[bool] = False
+
+    def __call__(self, rewards: Tensor, batch: Batch) -> Tensor:
+        raise NotImplementedError
+
+    def state(self) -> dict[str, float]:
+        """What the step has learned: the fields that are not settings and have a value."""
+        learned = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if not f.init}
+        return {name: value for name, value in learned.items() if value is not None}
+
+
+@settings
+class Center(Step):
+    """Subtracts the running mean of all rewards so far, this batch included."""
+
+    kind = "center"
+    of_batch = True
+    count: float = field(default=0.0, init=False)
+    mean: float = field(default=0.0, init=False)
+
+    def __call__(self, rewards, batch):
+        found = batch.moments(rewards)
+        if batch.learns and found.count:
+            self.mean += (found.total / found.count - self.mean) * found.count / (self.count + found.count)
+            self.count += found.count
+        return rewards - self.mean
+
+
+@settings
+class CenterReference(Step):
+    """Subtracts the mean reward of reference responses (Eisenstein et al. 2023, arXiv 2312.09244).
+
+    `ShapedReward.calibrate` computes the mean.
+    """
+
+    kind = "center_reference"
+    value: float | None = field(default=None, init=False)
+
+    def __call__(self, rewards, batch):
+        if self.value is None:
+            raise ValueError("center_reference has no value: calibrate it on reference responses")
+        return rewards - self.value
+
+
+@settings
+class Whiten(Step):
+    """`(r - mean) / (std + 1e-8)` over the batch of all processes; 0 for a batch without spread.
+
+    Attributes:
+        ddof: 0 for the population's standard deviation, 1 for the sample's.
+    """
+
+    kind = "whiten"
+    of_batch = True
+    ddof: Literal[0, 1]
+
+    def __call__(self, rewards, batch):
+        found = batch.moments(rewards)
+        if not found.lowest < found.highest:
+            # With rounding, the mean of equal rewards can differ from them.
+            return rewards - rewards
+        mean = found.total / found.count
+        # Square the deviations: for large rewards with small differences, sums of squares lose precision.
+        squares = batch.moments(rewards - mean).squares
+        return (rewards - mean) / (math.sqrt(squares / (found.count - self.ddof)) + EPSILON)
+
+
+@settings
+class Clip(Step):
+    """Clips rewards to [-limit, limit] (Ziegler et al. 2019, arXiv 1909.08593)."""
+
+    kind = "clip"
+    limit: Annotated[float, Field(gt=0)]
+
+    def __call__(self, rewards, batch):
+        return rewards.clamp(-self.limit, self.limit)
+
+
+@settings
+class LengthPenalty(Step):
+    """Subtracts `per_token` for each token beyond the first `free` ones; a negative value rewards length."""
+
+    kind = "length_penalty"
+    per_token: float
+    free: Annotated[int, Field(ge=0)] = 0
+
+    def __call__(self, rewards, batch):
+        if batch.completion_ids is None:
+            raise ValueError("reward shaping: length_penalty counts tokens, and the caller gives no completion_ids")
+        lengths = torch.tensor([len(ids) for ids in batch.completion_ids], dtype=torch.float64)
+        return rewards - self.per_token * (lengths - self.free).clamp(min=0)
+
+
+STEPS: dict[str, type[Step]] = {step.kind: step for step in Step.__subclasses__()}
 
 
 class ShapedReward:
     """A reward function that applies shaping steps, in order, to the rewards of another.
 
     It has TRL's signature and passes its arguments unchanged to the inner reward. A missing reward (None) stays None,
-    and a number that is not finite stays as it is, for the trainer to report. The same holds if the reference response
-    to subtract has no reward or no finite one. The name in metrics is the inner name followed by the steps,
-    `reward-model+whiten+clip`; the mean before shaping is logged under the inner name, as `rewards/<name>/mean`.
+    and a number that is not finite stays as it is, for the trainer to report. The name in metrics is the inner name
+    followed by the steps, `reward-model+whiten+clip`; the mean before shaping is logged under the inner name, as
+    `rewards/<name>/mean`.
 
     A reward function sees only the rows of its own process. Batch and running statistics are summed over all processes
     by a collective operation in every call, so every process must call the reward equally often, as TRL's rollouts do.
@@ -35,9 +177,11 @@ class ShapedReward:
 
     Args:
         reward: a function with TRL's signature, a `RewardModel` or a `RewardEnsemble`.
-        steps: steps of `trl_ext.rewards.shaping_steps`, or their settings: see `parse_shaping`.
+        steps: steps of this module, or their settings: see `parse_shaping`.
 
     Attributes:
+        of_batch: whether a response's reward depends on other responses scored with it or before it.
+        scores_groups: the same, as trainers ask it: they do not score the rows of a failed batch one by one.
         unshaped: the inner rewards of the latest call, [N], NaN where there is none; None after a call that failed.
 
     Raises:
@@ -51,26 +195,15 @@ class ShapedReward:
         self.steps = [step if isinstance(step, Step) else build_step(step) for step in steps]
         if not self.steps:
             raise ValueError("reward shaping needs at least one step")
-        self._per_prompt = any(isinstance(step, CenterReference) and step.per_prompt for step in self.steps)
+        self.of_batch = self.scores_groups = any(step.of_batch for step in self.steps)
         self.inner_name = getattr(reward, "__name__", type(reward).__name__)
         self.__name__ = "+".join([self.inner_name, *(step.kind for step in self.steps)])
-        self._reference_rewards: dict[str, float] = {}
         self.unshaped: Tensor | None = None
-
-    @property
-    def of_batch(self) -> bool:
-        """Whether a response's reward depends on other responses scored with it or before it."""
-        return any(step.of_batch for step in self.steps)
-
-    @property
-    def scores_groups(self) -> bool:
-        """The same, as trainers ask it: they do not score the rows of a failed batch one by one."""
-        return self.of_batch
 
     @property
     def needs_calibration(self) -> bool:
         """Whether `calibrate` must be called before the first score."""
-        return any(isinstance(step, CenterReference) and step.needs_calibration for step in self.steps)
+        return any(isinstance(step, CenterReference) and step.value is None for step in self.steps)
 
     def __call__(
         self,
@@ -80,36 +213,36 @@ class ShapedReward:
         **kwargs: Any,
     ) -> list[float | None]:
         """Shaped rewards; TRL's reward signature."""
-        given = {"prompts": prompts, "completions": completions, **kwargs}
-        if log_metric is not None:
-            given["log_metric"] = log_metric
+        columns = kwargs if log_metric is None else {"log_metric": log_metric, **kwargs}
         self.unshaped = None
         try:
-            raw = as_tensor(self.reward(**given), len(completions), "the reward")
-            references = self._references(given) if self._per_prompt else None
+            raw = self._score(prompts, completions, columns)
         except Exception:
-            self._shape(torch.empty(0), Batch(_of_all_ranks, [], torch.empty(0)))
+            self._shape(torch.empty(0), Batch([]))
             raise
         self.unshaped = raw
         known = raw[raw.isfinite()]
         if log_metric is not None and len(known):
             log_metric(f"rewards/{self.inner_name}/mean", known.mean().item())
-        if references is not None:
-            raw = torch.where(raw.isfinite() & ~references.isfinite(), references, raw)
-        return _as_list(raw, self._shape(raw, Batch(_of_all_ranks, kwargs.get("completion_ids"), references)))
+        shaped = self._shape(raw, Batch(kwargs.get("completion_ids")))
+        # None for missing rewards, and the original values that were not finite: no step may hide them.
+        pairs = zip(raw.tolist(), shaped.tolist(), strict=True)
+        return [None if math.isnan(given) else given if math.isinf(given) else value for given, value in pairs]
 
     def calibrate(self, prompts: Sequence, completions: Sequence, **columns: Any) -> ShapedReward:
-        """Set the value of each `center_reference` without one to the mean reward of these responses before that step.
+        """Set the value of each `center_reference` to the mean reward of these responses before that step.
 
         Raises:
             ValueError: none of the responses has a reward.
         """
-        rewards = as_tensor(
-            self.reward(prompts=prompts, completions=completions, **columns), len(completions), "the reward"
-        )
-        batch = Batch(lambda numbers: [numbers], columns.get("completion_ids"), learns=False)
+        rewards = self._score(prompts, completions, columns)
+        batch = Batch(columns.get("completion_ids"), learns=False)
         for step in self.steps:
-            step.calibrate(rewards)
+            if isinstance(step, CenterReference) and step.value is None:
+                known = rewards[rewards.isfinite()]
+                if not len(known):
+                    raise ValueError("center_reference: no reference response has a reward")
+                step.value = known.mean().item()
             if not self.needs_calibration:
                 break
             rewards = step(rewards, batch)
@@ -129,34 +262,22 @@ class ShapedReward:
         if saved != own:
             raise ValueError(f"the saved state is of the shaping {'+'.join(saved)}, and this one is {'+'.join(own)}")
         for step, entry in zip(self.steps, state["steps"], strict=True):
-            step.load_state(entry)
+            for name in entry.keys() - {"kind"}:
+                setattr(step, name, float(entry[name]))
 
     def to_dict(self) -> dict[str, Any]:
-        """Name, reward and steps with their settings, for a JSON file."""
-        return {"name": self.__name__, "reward": self.inner_name, "steps": [settings_of(step) for step in self.steps]}
+        """Name, reward and steps with their settings and state, for a JSON file."""
+        steps = [{"kind": step.kind, **dataclasses.asdict(step)} for step in self.steps]
+        return {"name": self.__name__, "reward": self.inner_name, "steps": steps}
+
+    def _score(self, prompts: Sequence, completions: Sequence, columns: dict[str, Any]) -> Tensor:
+        rewards = self.reward(prompts=prompts, completions=completions, **columns)
+        return as_tensor(rewards, len(completions), "the reward")
 
     def _shape(self, rewards: Tensor, batch: Batch) -> Tensor:
         for step in self.steps:
             rewards = step(rewards, batch)
         return rewards
-
-    def _references(self, given: dict[str, Any]) -> Tensor:
-        """Rewards of the reference response to each prompt, each scored once."""
-        texts = given.get(REFERENCE_COLUMN)
-        if texts is None:
-            raise ValueError(f"center_reference: per_prompt needs the column {REFERENCE_COLUMN} in the prompts")
-        keys = [json.dumps([prompt, text]) for prompt, text in zip(given["prompts"], texts, strict=True)]
-        missing = {key: index for index, key in enumerate(keys) if key not in self._reference_rewards}
-        if missing:
-            rows = list(missing.values())
-            messages = not isinstance(given["prompts"][0], str)
-            found = self.reward(
-                prompts=[given["prompts"][row] for row in rows],
-                completions=[[{"role": "assistant", "content": texts[r]}] if messages else texts[r] for r in rows],
-            )
-            rewards = as_tensor(found, len(rows), "the reward").tolist()
-            self._reference_rewards.update(zip(missing, rewards, strict=True))
-        return torch.tensor([self._reference_rewards[key] for key in keys], dtype=torch.float64)
 
 
 def innermost(reward: Any) -> Any:
@@ -167,7 +288,7 @@ def innermost(reward: Any) -> Any:
 def parse_shaping(text: str) -> list[Step]:
     """Build the steps listed in a JSON text, in order.
 
-    Each step is a name, such as `"sigmoid"`, or an object with `kind` and settings, such as
+    Each step is a name, such as `"center"`, or an object with `kind` and settings, such as
     `{"kind": "clip", "limit": 5}`.
 
     Raises:
@@ -181,16 +302,15 @@ def parse_shaping(text: str) -> list[Step]:
         ) from None
     if not isinstance(found, list) or not found:
         raise ValueError(f"reward_shaping must be a list of steps, got {brief(text)}")
-    return [build_step(entry, number) for number, entry in enumerate(found, start=1)]
+    return [build_step(entry, f"reward_shaping, step {number}") for number, entry in enumerate(found, start=1)]
 
 
-def build_step(entry: Any, number: int | None = None) -> Step:
-    """Build a step from its name or its settings; `number` is its position, for messages.
+def build_step(entry: Any, where: str = "reward_shaping") -> Step:
+    """Build a step from its name or its settings; `where` begins messages.
 
     Raises:
         ValueError: a kind or setting is unknown, a setting is missing, or a value is out of range.
     """
-    where = "reward_shaping" if number is None else f"reward_shaping, step {number}"
     entry = {"kind": entry} if isinstance(entry, str) else entry
     kind = entry.get("kind") if isinstance(entry, dict) else None
     if kind not in STEPS:
@@ -214,9 +334,3 @@ def _of_all_ranks(numbers: list[float]) -> list[list[float]]:
     from accelerate.utils import gather_object
 
     return gather_object([numbers])
-
-
-def _as_list(raw: Tensor, shaped: Tensor) -> list[float | None]:
-    """Restore None for missing rewards and the original values that were not finite: no step may hide them."""
-    pairs = zip(raw.tolist(), shaped.tolist(), strict=True)
-    return [None if math.isnan(given) else given if math.isinf(given) else value for given, value in pairs]

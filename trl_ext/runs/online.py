@@ -141,7 +141,7 @@ def main(config_class: type[PolicyConfig] = PolicyConfig, trainer_class: type[Po
             plain[0].calibrate(*reference_responses(train, "--calibrate_rewards"))
         for reward in rewards:
             if isinstance(reward, ShapedReward) and reward.needs_calibration:
-                reward.calibrate(*reference_responses(train, "reward_shaping: center_reference without a value"))
+                reward.calibrate(*reference_responses(train, "reward_shaping: center_reference"))
         evaluation = evaluate_generations(
             trainer,
             prompts,

@@ -82,7 +82,7 @@ class KTOTrainer(ResilientTraining, WritesModelCard, TRLKTOTrainer):
                 kwargs[name] = _with_neighbours(kwargs[name], name, args)
         if isinstance(kwargs.get("train_dataset"), Dataset):
             _say_how_labels_weigh(_check_labels(kwargs["train_dataset"]), args)
-        with reference_in_memory(self, TRLKTOTrainer, model):
+        with reference_in_memory(TRLKTOTrainer, model):
             super().__init__(model, ref_model, args, **kwargs)
         if self.ref_model is None:
             check_base_of_adapter(self.model)

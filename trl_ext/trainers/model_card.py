@@ -106,7 +106,7 @@ def _card(trainer, model_name: str | None, dataset_name: str | None, tags: list[
         f"---\n{head.to_yaml()}\n---",
         f"# {markdown_line(name)}",
         f"{kind} {_shown(base, 'models')}.",
-        _how_to_use(trainer, name, base, is_adapter),
+        _how_to_use(trainer, base, is_adapter),
         _method(trainer, run),
         _data(trainer, run, data),
         trainer.card_results,
@@ -132,7 +132,7 @@ def _licence(base: Path) -> str | None:
         return None
 
 
-def _how_to_use(trainer, name: str, base: str, is_adapter: bool) -> str:
+def _how_to_use(trainer, base: str, is_adapter: bool) -> str:
     """Lines of Python that load the model from its folder or from the hub, and use it."""
     model = trainer.args.hub_model_id or "."
     where = "" if model != "." else " in its folder"

@@ -21,14 +21,13 @@ _CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 @contextmanager
-def reference_in_memory(trainer, trl_trainer: type, model) -> Iterator[None]:
+def reference_in_memory(trl_trainer: type, model) -> Iterator[None]:
     """Within the block, TRL's constructor makes the reference of a given model by copying it.
 
     TRL reads the reference from the folder that the model was once loaded from. The weights there are others if the
     model has been trained or edited, has new tokens, or if the folder was overwritten.
 
     Args:
-        trainer: the trainer that is constructed.
         trl_trainer: TRL's class, whose constructor is called within the block.
         model: as the trainer was given it.
     """

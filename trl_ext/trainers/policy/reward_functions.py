@@ -18,7 +18,6 @@ from trl_ext.processes import warn_once_per_run
 from trl_ext.resilience.reward_guard import RewardGuard, function_name, ignore
 from trl_ext.rewards import RewardEnsemble, RewardModel, share_or_load
 from trl_ext.rewards.shaping import innermost
-from trl_ext.rewards.shaping_steps import soft_overlong
 from trl_ext.trainers.policies import is_zero3
 
 # What every reward function is given besides the columns of the data.
@@ -80,6 +79,14 @@ def length_penalty(trainer) -> Tensor:
         limit = args.max_completion_length
         penalty = penalty - soft_overlong(tensor(lengths), limit, args.overlong_share * limit)
     return gather(penalty)
+
+
+def soft_overlong(lengths: Tensor, max_tokens: float, buffer: float) -> Tensor:
+    """0 up to `max_tokens - buffer` tokens, then `(max_tokens - buffer - tokens) / buffer`, at least -1.
+
+    Yu et al. 2025 (DAPO), arXiv 2503.14476, equation 13.
+    """
+    return ((max_tokens - buffer - lengths) / buffer).clamp(-1, 0)
 
 
 def reward_models(functions: list) -> list[RewardModel]:

@@ -107,7 +107,7 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
         # Those that were sampled only to replace groups of others are counted apart.
         self.rollouts = self.further_rollouts = 0
         self.plain_reward_functions, guarded = named_and_guarded(functions, self.reward_guard)
-        with reference_in_memory(self, TRLGRPOTrainer, model):
+        with reference_in_memory(TRLGRPOTrainer, model):
             super().__init__(model, guarded, args, **kwargs)
         if self.beta and self.ref_model is None:
             check_base_of_adapter(self.model)

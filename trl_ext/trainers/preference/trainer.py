@@ -84,7 +84,7 @@ class PreferenceTrainer(ResilientTraining, WritesModelCard, PairMetrics, TRLDPOT
             # Any type that its constructor accepts: the list is empty whenever TRL's loss is computed.
             "loss_type": ["sigmoid"],
         }
-        with temporarily(args, **setup), reference_in_memory(self, TRLDPOTrainer, model):
+        with temporarily(args, **setup), reference_in_memory(TRLDPOTrainer, model):
             super().__init__(model, ref_model, args, **kwargs)
         if self.objective.needs_reference and self.ref_model is None:
             check_base_of_adapter(self.model)
