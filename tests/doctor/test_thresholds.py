@@ -81,7 +81,7 @@ def test_watched_weights():
     assert found("preference", [{}] * 3, {"reference": 1e-9}) == ["reference-moves"]
     # In float16, steps without a finite gradient are skipped.
     assert found("sft", [{"grad_norm": math.inf}] * 3, {"policy": 0.0}, fp16=True) == []
-    assert found("policy", [{"reward": 0.5, "reward_std": 0.0}] * 3, divergence="full") == []
+    assert found("policy", [{"reward": 0.5, "reward_std": 0.0}] * 3) == ["rewards-equal"]
 
 
 @pytest.mark.parametrize(("responses", "severity"), [(299, "warning"), (300, "error")])
