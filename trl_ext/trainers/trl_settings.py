@@ -96,5 +96,7 @@ def refuse_given(args: Any, instead: Mapping[str, str]) -> None:
     """Raise ValueError for fields of a configuration that are given and have no effect; `instead` has what to use."""
     defaults = {f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(args)}
     for name, use in instead.items():
-        if getattr(args, name) != defaults[name]:
+        # A run's config.yaml holds 0 where a setting that was not given is off.
+        off = defaults[name] is None and getattr(args, name) == 0
+        if getattr(args, name) != defaults[name] and not off:
             raise ValueError(f"{name} is not used by {type(args).__name__}: {use}")
