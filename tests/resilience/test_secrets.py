@@ -126,6 +126,7 @@ def files_with(folder: Path, texts: list[str]) -> dict[str, list[str]]:
 def test_no_run_leaves_or_prints_a_credential(tmp_path):
     """Three runs, two that are refused, and the report; with both trackers that write files."""
     reward = ["--output_dir=reward", "--report_to=tensorboard", "--eval_split=none", "--selection_split=test_prefs"]
+    reward += ["--eval_steps=1"]
     aot = ["--max_new_tokens=4", "--eval_split=none", "--output_dir=aot", "--report_to=wandb"]
     grpo = ["--reward_model=reward", "--max_completion_length=8", "--num_generations=4", "--output_dir=grpo"]
     common = [*SHORT, *SECRETS]
