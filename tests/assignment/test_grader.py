@@ -104,6 +104,14 @@ def test_what_cannot_be_written_is_refused(tmp_path):
     assert not (tmp_path / "course").exists() and not (tmp_path / "other").exists()
 
 
+def test_a_misnamed_assignment(tmp_path, capsys):
+    from trl_ext.assignment.__main__ import main
+
+    with pytest.raises(SystemExit):
+        main(["--spec", "reasonin", "--out", str(tmp_path / "course")])
+    assert "--spec reasonin: give rlhf_project, reasoning or a folder" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_commands(tmp_path):
     """The visible tests fail on the starter and pass on the solution, with torch and pytest alone."""

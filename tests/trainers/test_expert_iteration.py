@@ -109,6 +109,18 @@ def test_a_round_whose_correct_responses_were_all_cut_says_so(tmp_path):
 # ---- A round ----
 
 
+def test_rounds_sample_anew(tmp_path):
+    """With one question and a learning rate of 0, the rounds differ by their seeds alone."""
+
+    def right(response, row):
+        return {"reward": 1.0, "format_reward": 1.0, "answer_reward": 1.0}
+
+    one = {"n_steps": 2, "questions_per_step": 1, "rollouts_per_question": 8, "learning_rate": 0.0}
+    build(tmp_path, grade=right, rows=load_math("toy", "train")[:1], **one).train()
+    first, second = (read_rows(tmp_path / "samples" / f"expert_{step}_rollouts.jsonl") for step in (1, 2))
+    assert [row["response_text"] for row in first] != [row["response_text"] for row in second]
+
+
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory) -> Path:
     """Three rounds without interruption."""

@@ -21,6 +21,8 @@ def main(arguments: list[str] | None = None) -> None:
 
         shipped = HERE / "packages" / options.spec
         source = shipped if shipped.is_dir() else Path(options.spec)
+        if not (source / "assignment.yaml").is_file():
+            raise ValueError(f"--spec {options.spec}: give rlhf_project, reasoning or a folder with assignment.yaml")
         starter, grader = write_assignment(source, options.out, solution=options.solution)
     print(f"{starter}: the functions {'solved' if options.solution else 'to implement'}, their tests, README.md")
     print(f"{grader}: hidden tests and grade.py")

@@ -105,12 +105,10 @@ def learning_rate_off(patient: Patient) -> str | None:
     size = sum(getattr(weight, "ds_numel", weight.numel()) for weight in patient.model.parameters())
     low, high = (1e-5, 2e-2) if size < 100e6 else (1e-8, 1e-3 if patient.kind in ("sft", "reward") else 2e-4)
     low, high = (3e-6, 1e-2) if patient.is_adapter else (low, high)
+    if low <= rate <= high:
+        return None
     what = "an adapter" if patient.is_adapter else f"all of a model of {size / 1e6:.1f} million weights"
-    return (
-        None
-        if low <= rate <= high
-        else f"the learning rate {rate:g} is far from what trains {what}: {low:g} to {high:g}"
-    )
+    return f"the learning rate {rate:g} is far from what trains {what}: {low:g} to {high:g}"
 
 
 @check("sampling-differs", "warning", "settings", "policy")

@@ -104,5 +104,5 @@ def print_batch(training) -> None:
     if is_main_process():
         print(
             f"batch of {rows * accumulation * engine.processes} = {rows} per device x {accumulation} accumulated x "
-            f"{engine.processes} processes (engine: {engine.name})"
+            f"{engine.processes} process{'es' if engine.processes > 1 else ''} (engine: {engine.name})"
         )
