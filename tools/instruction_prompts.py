@@ -10,17 +10,125 @@ import argparse
 import hashlib
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import cycle, islice
 from pathlib import Path
 
 from trl_ext.files import write_json_lines
 from trl_ext.instructions import DATA_DIR
-from trl_ext.instructions.requirements import REQUIREMENTS
 
 SEED = 0
 PROMPT_ROWS = {"train": 800, "validation": 100, "test": 200}
 TOPIC_SHARES = {"train": 0.7, "validation": 0.1, "test": 0.2}
+Parameters = dict[str, str | int]
+
+# Words that may have to appear, and words that responses are full of. The lists share no word, so that no draw
+# contradicts another.
+INCLUDED = [
+    "green",
+    "window",
+    "small",
+    "quiet",
+    "river",
+    "paper",
+    "seven",
+    "music",
+    "yellow",
+    "stone",
+    "garden",
+    "friend",
+    "winter",
+    "sugar",
+    "bright",
+    "letter",
+    "market",
+    "silver",
+    "bridge",
+    "early",
+]
+AVOIDED = ("and", "is", "it", "that", "with", "but", "can", "for")
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """What a prompt says of a kind of requirement; `CHECKERS` has the function that checks it.
+
+    Attributes:
+        sentences: what the prompt says, each with the parameters in braces.
+        draw: draws the parameters.
+        concerns: the sides of a response that it fixes. Two requirements of one prompt share none.
+    """
+
+    sentences: tuple[str, ...]
+    draw: Callable[[random.Random], Parameters] = lambda generator: {}
+    concerns: frozenset[str] = frozenset()
+
+
+def _count(*choices: int) -> Callable[[random.Random], Parameters]:
+    return lambda generator: {"count": generator.choice(choices)}
+
+
+def _text(name: str, choices: tuple[str, ...]) -> Callable[[random.Random], Parameters]:
+    return lambda generator: {name: generator.choice(choices)}
+
+
+REQUIREMENTS: dict[str, Requirement] = {
+    "at_most_words": Requirement(
+        (
+            "Use at most {count} words.",
+            "Your answer must not be longer than {count} words.",
+            "Stay within {count} words.",
+        ),
+        _count(15, 20, 25, 30, 35, 40),
+        frozenset({"length"}),
+    ),
+    "at_least_words": Requirement(
+        ("Use at least {count} words.", "Your answer must have {count} words or more."),
+        _count(30, 35, 40, 45, 50),
+        frozenset({"length"}),
+    ),
+    "sentences": Requirement(
+        ("Use exactly {count} sentences.", "Your answer must consist of {count} sentences."),
+        _count(2, 3, 4),
+        frozenset({"length", "layout"}),
+    ),
+    "paragraphs": Requirement(
+        (
+            "Write exactly {count} paragraphs, with a blank line between them.",
+            "Divide your answer into {count} paragraphs.",
+        ),
+        _count(2, 3),
+        frozenset({"length", "layout"}),
+    ),
+    "numbered": Requirement(
+        ("Answer with a numbered list of {count} points.", "Give {count} points, and number them."),
+        _count(2, 3, 4, 5),
+        frozenset({"length", "layout", "digits"}),
+    ),
+    "include_word": Requirement(
+        ('Use the word "{word}".', 'The word "{word}" must appear in your answer.'),
+        _text("word", INCLUDED),
+    ),
+    "avoid_word": Requirement(
+        ('Do not use the word "{word}".', 'Write it without the word "{word}".'),
+        _text("word", AVOIDED),
+    ),
+    "no_commas": Requirement(
+        ("Do not use commas.", "Write it without a single comma."),
+    ),
+    "question": Requirement(
+        ("End with a question.", "Your last sentence must be a question."),
+        concerns=frozenset({"ending", "layout"}),
+    ),
+    "exclamation": Requirement(
+        ("Use an exclamation mark.", "Put at least one exclamation mark into your answer."),
+    ),
+    "digits": Requirement(
+        ("Mention a number in digits.", "Your answer must contain a number in digits."),
+        concerns=frozenset({"digits"}),
+    ),
+}
 
 
 def read_topics() -> list[tuple[str, str]]:

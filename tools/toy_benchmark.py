@@ -19,9 +19,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tools.toy_demonstrations import training_trace
+from tools.toy_prompts import INSTRUCTION_KINDS, prompt_pool
 from trl_ext.files import write_json_lines
 from trl_ext.toy import DATA_DIR, MAX_NEW_TOKENS, MODEL_DIR, kind_of, score
-from trl_ext.toy.prompts import INSTRUCTION_KINDS, parse, prompt_pool
+from trl_ext.toy.prompts import parse
 
 SEED = 0
 SAMPLES_PER_PROMPT = 4
@@ -29,7 +30,7 @@ ANNOTATORS = 3
 ANNOTATION_NOISE = 0.15
 PREFERENCE_ROWS = {"train": 2000, "validation": 200, "test": 400}
 PROMPT_ROWS = {"train": 1500, "validation": 200, "test": 400}
-MATH_ROWS = {"train": 400, "test": 200}
+MATH_ROWS = {"train": 400, "validation": 200, "test": 200}
 
 
 class Response(NamedTuple):

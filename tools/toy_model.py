@@ -20,8 +20,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 from tools.toy_demonstrations import demonstrate
+from tools.toy_prompts import INSTRUCTION_KINDS, prompt_pool
 from trl_ext.toy import MAX_NEW_TOKENS, MODEL_DIR
-from trl_ext.toy.prompts import INSTRUCTION_KINDS, prompt_pool
 
 VOCABULARY_SIZE = 1024
 # The end and pad tokens have nonzero ids, so that the idiom `token_id or default` keeps them.

@@ -10,110 +10,73 @@ import pytest
 
 from tests.support.files import read_rows
 from tools.instruction_pairs import pair_up
-from tools.instruction_prompts import PROMPT_ROWS, build_rows, read_topics
+from tools.instruction_prompts import PROMPT_ROWS, REQUIREMENTS, build_rows, read_topics
 from trl_ext import load_benchmark, toy
 from trl_ext.data.benchmark import known_score
 from trl_ext.instructions import DATA_DIR, requirements_met, score, score_parts, score_row
-from trl_ext.instructions.requirements import (
-    REQUIREMENTS,
-    meets,
-    numbers_of,
-    sentences_of,
-    words_of,
-)
+from trl_ext.instructions.requirements import meets, numbers_of, sentences_of, words_of
 from trl_ext.names import load_function
 
 ECHO = "Describe a wet day in a small town by the sea. Use the word rain. Do not use commas please."
 RAIN = "Rain falls on the roof of the old house, and the street is wet."
+# Of each requirement, its parameters, responses that meet it, and responses that do not.
 CASES = {
-    "at_most_words": [
-        (
-            {"count": 3},
-            True,
-            ["One two three.", "one — two three\n", "- one\n- two\n- three", "**Don't** well-known 3.5"],
-        ),
-        ({"count": 3}, False, ["one two three four", "one—two—three—four", "It is e.g. rain"]),
-    ],
-    "at_least_words": [
-        ({"count": 3}, True, ["One two three.", "one two three four"]),
-        ({"count": 3}, False, ["one two", "one two - * ...", "don’t well-known", "3.5 e.g."]),
-    ],
-    "sentences": [
-        (
-            {"count": 2},
-            True,
-            [
-                "It rains. We stay.\n",
-                "It rains! “Stay here.” ",
-                "We like fruit, e.g. apples. Dr. Lee and J. Bach agree.",
-                "It costs 3.50 dollars... Do you pay?!",
-                "It rains. We stay",
-                "**It rains.** We stay.",
-                "1. It rains.\n2. We stay.",
-                "A title\nA sentence.",
-                "We ate apples, pears, etc.\nThen we slept.",
-                "So did I. We left.",
-            ],
-        ),
-        (
-            {"count": 2},
-            False,
-            ["It rains.", "It rains. We stay. We sleep.", "One\n\nTwo\n\nThree", "It rains, e.g. here."],
-        ),
-    ],
-    "paragraphs": [
-        (
-            {"count": 2},
-            True,
-            ["One.\n\nTwo.", "One.\n \nTwo.\n\n", "One.\n\n\n\nTwo.\nStill two.", "One\n\n***\n\nTwo"],
-        ),
-        ({"count": 2}, False, ["One.\nTwo.", "One.", "One.\n\nTwo.\n\nThree."]),
-    ],
-    "numbered": [
-        (
-            {"count": 2},
-            True,
-            ["1. One\n2. Two", "Here:\n\n1) one\n\n2) two\n\nDone.", "**1.** one\n**2.** two", " 1. a\n - b\n 2. c"],
-        ),
-        (
-            {"count": 2},
-            False,
-            ["- one\n- two", "1. One 2. Two", "1. a\n2. b\n3. c", "1. a\n3. b", "1. a\n2. ", "1.5 a\n2. b"],
-        ),
-    ],
-    "include_word": [
-        ({"word": "river"}, True, ["A green river.", '"River" is **green**', "GREEN\nriver"]),
-        ({"word": "river"}, False, ["riverside", "rivers are green", "green"]),
-    ],
-    "question": [
-        ({}, True, ["It rains. Do you stay?\n", "“Why?”", "It rains! Why not?)", "Is it 5 p.m.? or 6?", "**Why?**"]),
-        ({}, False, ["Why? It rains.", "It rains", "Do you stay", "It rains. ?", "Why? No!"]),
-    ],
-    "exclamation": [
-        ({}, True, ["It rains! We stay.", "“Stay!”", "Yes!!"]),
-        ({}, False, ["It rains.", "! It rains."]),
-    ],
-    "digits": [
-        ({}, True, ["We have 3 dogs.", "In 1999"]),
-        ({}, False, ["We have three dogs.", "Ⅳ"]),
-    ],
-    "avoid_word": [
-        ({"word": "it"}, True, ["Its bits fit.", "It's fine."]),
-        ({"word": "it"}, False, ["I like it.", "IT!", "“It” rains", "*it*"]),
-    ],
-    "no_commas": [
-        ({}, True, ["It rains; we stay.", "it’s 'fine'"]),
-        ({}, False, ["It rains, we stay.", "1,000", "雨，雨"]),
-    ],
+    "at_most_words": (
+        {"count": 3},
+        ["One two three.", "one — two three\n", "- one\n- two\n- three", "**Don't** well-known 3.5"],
+        ["one two three four", "one—two—three—four", "It is e.g. rain"],
+    ),
+    "at_least_words": (
+        {"count": 3},
+        ["One two three.", "one two three four"],
+        ["one two", "one two - * ...", "don’t well-known", "3.5 e.g."],
+    ),
+    "sentences": (
+        {"count": 2},
+        ["It rains. We stay.\n", "It rains! “Stay here.” ", "We like fruit, e.g. apples. Dr. Lee and J. Bach agree."]
+        + [
+            "It costs 3.50 dollars... Do you pay?!",
+            "It rains. We stay",
+            "**It rains.** We stay.",
+            "So did I. We left.",
+        ]
+        + ["1. It rains.\n2. We stay.", "A title\nA sentence.", "We ate apples, pears, etc.\nThen we slept."],
+        ["It rains.", "It rains. We stay. We sleep.", "One\n\nTwo\n\nThree", "It rains, e.g. here."],
+    ),
+    "paragraphs": (
+        {"count": 2},
+        ["One.\n\nTwo.", "One.\n \nTwo.\n\n", "One.\n\n\n\nTwo.\nStill two.", "One\n\n***\n\nTwo"],
+        ["One.\nTwo.", "One.", "One.\n\nTwo.\n\nThree."],
+    ),
+    "numbered": (
+        {"count": 2},
+        ["1. One\n2. Two", "Here:\n\n1) one\n\n2) two\n\nDone.", "**1.** one\n**2.** two", " 1. a\n - b\n 2. c"],
+        ["- one\n- two", "1. One 2. Two", "1. a\n2. b\n3. c", "1. a\n3. b", "1. a\n2. ", "1.5 a\n2. b"],
+    ),
+    "include_word": (
+        {"word": "river"},
+        ["A green river.", '"River" is **green**', "GREEN\nriver"],
+        ["riverside", "rivers are green", "green"],
+    ),
+    "question": (
+        {},
+        ["It rains. Do you stay?\n", "“Why?”", "It rains! Why not?)", "Is it 5 p.m.? or 6?", "**Why?**"],
+        ["Why? It rains.", "It rains", "Do you stay", "It rains. ?", "Why? No!"],
+    ),
+    "exclamation": ({}, ["It rains! We stay.", "“Stay!”", "Yes!!"], ["It rains.", "! It rains."]),
+    "digits": ({}, ["We have 3 dogs.", "In 1999"], ["We have three dogs.", "Ⅳ"]),
+    "avoid_word": ({"word": "it"}, ["Its bits fit.", "It's fine."], ["I like it.", "IT!", "“It” rains", "*it*"]),
+    "no_commas": ({}, ["It rains; we stay.", "it’s 'fine'"], ["It rains, we stay.", "1,000", "雨，雨"]),
 }
 
 
 @pytest.mark.parametrize("name", REQUIREMENTS)
 def test_checker(name):
-    for parameters, expected, responses in CASES[name]:
-        for response in responses:
-            assert meets(response, name, parameters) is expected, response
-        assert not any(meets(nothing, name, parameters) for nothing in ("", " \n", "...", "- \n* ", '""', "—"))
+    parameters, met, not_met = CASES[name]
+    for response in met:
+        assert meets(response, name, parameters), response
+    for response in [*not_met, "", " \n", "...", "- \n* ", '""', "—"]:
+        assert not meets(response, name, parameters), response
 
 
 def test_what_words_are():

@@ -7,10 +7,10 @@ import re
 import pytest
 
 from tests.support.files import write_rows
+from tools.toy_prompts import prompt_pool
 from trl_ext.data.boxes import boxed_answer, last_boxed
 from trl_ext.data.math import demonstration, load_math, math_prompt
 from trl_ext.toy import score
-from trl_ext.toy.prompts import prompt_pool
 
 LAYOUTS = {
     "ours": (

@@ -30,7 +30,7 @@ GOOD = {
 KINDS = dict(zip(GOOD, ("list", "starts", "sentence", "ask", "sort", "say", "describe", "add"), strict=True))
 PREFERENCE_ROWS = {"train": 2000, "validation": 200, "test": 400}
 PROMPT_ROWS = {"train": 1500, "validation": 200, "test": 400}
-MATH_ROWS = {"train": 400, "test": 200}
+MATH_ROWS = {"train": 400, "validation": 200, "test": 200}
 
 
 def read(name: str) -> list[dict]:
@@ -188,7 +188,7 @@ def test_splits_have_their_sizes(splits):
 
 
 def test_prompts_of_pretraining_train_validation_and_test_are_disjoint(splits):
-    from trl_ext.toy.prompts import prompt_pool
+    from tools.toy_prompts import prompt_pool
 
     pools = {"pretrain": {prompt for prompts in prompt_pool("pretrain").values() for prompt in prompts}}
     for name, rows in splits.items():

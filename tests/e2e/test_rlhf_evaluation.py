@@ -7,13 +7,14 @@ from types import SimpleNamespace
 import pytest
 from datasets import Dataset
 
+from tools.toy_prompts import pool_of
 from trl_ext.data import load_benchmark
 from trl_ext.evaluation.submissions.assets import load_prompts
 from trl_ext.runs.offline import demonstrations, shared_prompts
 from trl_ext.runs.reward import training_pairs
 from trl_ext.runs.studies.pipeline_evaluation import find_adversarial
 from trl_ext.runs.studies.pipeline_report import pareto_points
-from trl_ext.toy.prompts import parse, pool_of
+from trl_ext.toy.prompts import parse
 
 
 def test_the_front_of_reward_against_kl():

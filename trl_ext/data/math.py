@@ -15,7 +15,6 @@ from trl_ext.files import brief
 
 Row = dict[str, Any]
 SPLITS = ("train", "validation", "test")
-VALIDATION_ROWS = 200
 _UNKNOWN = "no problem with an answer"
 _LAYOUTS = (
     "prompt_text and answer; question and answer (GSM8K); problem with answer or solution (MATH); "
@@ -92,16 +91,9 @@ def demonstration(row: Mapping[str, Any], template: str | None, *, boxed: bool =
 
 def _load_toy(split: str) -> list[Row]:
     from trl_ext.toy import DATA_DIR
-    from trl_ext.toy.prompts import parse, prompt_pool
 
     split = split.removesuffix("_math")
     _check_split("toy", split)
-    if split == "validation":
-        prompts = prompt_pool(split)["add"][:VALIDATION_ROWS]
-        return [
-            {"row_id": f"validation:{number}", "prompt_text": prompt, "answer": str(sum(parse(prompt).numbers))}
-            for number, prompt in enumerate(prompts, start=1)
-        ]
     return _checked(read_jsonl(DATA_DIR / f"{split}_math.jsonl"))
 
 
