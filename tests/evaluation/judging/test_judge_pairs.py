@@ -136,7 +136,6 @@ class TestJudgePairs:
         [
             (CountingJudge(), ["b"], {}, ["base", "1 entries for 2 rows"]),
             (CountingJudge(), ["b", "b"], {"base_finished": []}, ["base_finished", "0 entries for 2 rows"]),
-            (CountingJudge(), ["b", "b"], {"max_concurrency": 0}, ["max_concurrency", "at least 1", "0"]),
             (CountingJudge(), ["b", "b"], {"max_error_fraction": 10}, ["max_error_fraction", "between 0 and 1", "10"]),
             (CountingJudge(), ["b", "b"], {"cache": "x.sqlite"}, ["needs a judge with an attribute `identity`"]),
             (lambda *_: "first", ["b", "b"], {}, ["row_id r", "'A', 'B' or 'tie'", "'first'"]),

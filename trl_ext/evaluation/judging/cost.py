@@ -23,7 +23,7 @@ class Estimate:
         calls: questions to ask: two per row, except for cached, repeated, empty and identical ones.
         cached: verdicts already in the cache.
         input_tokens, output_tokens: tokens of those calls; the output is a guess.
-        dollars: None if no price was given; 0 for judges that cost nothing.
+        dollars: None without prices; 0 for judges that cost nothing.
         notes: how tokens were estimated, and what the figures leave out.
     """
 
@@ -46,19 +46,22 @@ def estimate(
     base: Sequence[str],
     cache: str | Path | None = None,
     *,
-    candidate_finished: Sequence[bool] | None = None,
-    base_finished: Sequence[bool] | None = None,
     price_in: float | None = None,
     price_out: float | None = None,
+    **finished: Sequence[bool] | None,
 ) -> Estimate:
     """Estimate the calls and cost of `judge_pairs` with the same arguments, without a key or any request.
 
     Input tokens are estimated as a quarter of the UTF-8 bytes. Output tokens are the mean of this comparison's cached
     verdicts, or a typical number. `price_in` and `price_out` are dollars per million tokens of input and output.
     """
-    passes = make_questions(judge, list(rows), candidate, base, candidate_finished, base_finished)
+    passes = make_questions(judge, list(rows), candidate, base, **finished)
     questions = {question.key: question for question in distinct_questions(passes)}
-    records = _cached(judge, cache, questions)
+    records: dict[str, dict[str, Any]] = {}
+    if cache is not None and Path(cache).is_file():
+        with open_cache(judge, cache) as store:
+            found = {} if store is None else {key: store.get(key) for key in questions}
+        records = {key: record for key, record in found.items() if record is not None}
     missing = [question for key, question in questions.items() if key not in records]
     if not hasattr(judge, "estimate_tokens"):
         free = getattr(judge, "identity", ()) is None
@@ -80,11 +83,3 @@ def estimate(
     else:
         dollars = (input_tokens * price_in + output_tokens * price_out) / 1e6
     return Estimate(len(missing), len(records), input_tokens, output_tokens, dollars, tuple(notes))
-
-
-def _cached(judge: PairwiseJudge, cache: str | Path | None, questions: Iterable[str]) -> dict[str, dict[str, Any]]:
-    if cache is None or not Path(cache).is_file():
-        return {}
-    with open_cache(judge, cache) as store:
-        records = {} if store is None else {key: store.get(key) for key in questions}
-    return {key: record for key, record in records.items() if record is not None}

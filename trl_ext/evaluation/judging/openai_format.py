@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from trl_ext.evaluation.judging.protocol import Judgement, Messages
 
@@ -17,10 +17,8 @@ ALL_WEAK = "all_weak"
 _NO_TAG = ("", "none", "n/a", "null")
 
 
-class JudgeAnswer(BaseModel):
+class JudgeAnswer(BaseModel, extra="forbid", strict=True):
     """A judge's answer; the reason comes before the verdict."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     reason: str
     best: Literal["A", "B"]

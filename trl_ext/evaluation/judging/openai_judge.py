@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from trl_ext.evaluation.judging.openai_format import SCHEMA, question_text, read_answer
 from trl_ext.evaluation.judging.openai_model import OpenAIModel
 from trl_ext.evaluation.judging.protocol import Judgement, Messages, Usage
+from trl_ext.files import existing_file
 
 
 class OpenAIJudge(OpenAIModel):
@@ -37,13 +37,7 @@ class OpenAIJudge(OpenAIModel):
         return {**super().identity, "instructions": self.instructions}
 
     def judge(self, prompt: Messages | str, response_a: str, response_b: str) -> Judgement:
-        """Judge one question.
-
-        Raises:
-            JudgeError: there is no judgement for this question.
-            JudgeUnavailable: every question would fail: the key is missing or rejected, the model is unknown, or the
-                server cannot be reached.
-        """
+        """Judge one question; raises what `OpenAIModel.complete` does."""
         return self.ask(prompt, response_a, response_b)[0]
 
     def ask(self, prompt: Messages | str, response_a: str, response_b: str) -> tuple[Judgement, Usage]:
@@ -59,11 +53,9 @@ class OpenAIJudge(OpenAIModel):
 
 def _read_instructions(instructions: str | Path | None) -> str:
     if instructions is None:
-        return (files("trl_ext.evaluation") / "judging" / "instructions.md").read_text(encoding="utf-8")
+        instructions = Path(__file__).with_name("instructions.md")
     if isinstance(instructions, Path):
-        if not instructions.is_file():
-            raise FileNotFoundError(f"no file of instructions {str(instructions)!r}")
-        instructions = instructions.read_text(encoding="utf-8")
+        instructions = existing_file(instructions).read_text(encoding="utf-8")
     if len(instructions.split()) < 2:
         raise ValueError(f"instructions must be a text, or the Path of a file that holds one, got {instructions!r}")
     return instructions

@@ -97,10 +97,8 @@ def judge_pairs(
         KeyboardInterrupt: the message says how many verdicts are in the cache.
         JudgeUnavailable: the judge cannot answer any question; the cache holds the verdicts so far.
         CacheError: a verdict could not be written; the run stops.
-        ValueError: the lengths differ, an argument is out of range, or an answer of the judge is not a verdict.
+        ValueError: the lengths differ, `max_error_fraction` is out of range, or an answer is not a verdict.
     """
-    if max_concurrency < 1:
-        raise ValueError(f"max_concurrency must be at least 1, got {max_concurrency}")
     if not 0 <= max_error_fraction <= 1:
         raise ValueError(f"max_error_fraction must lie between 0 and 1, got {max_error_fraction}")
     judge = judge if hasattr(judge, "judge") else CallableJudge(judge)
@@ -133,12 +131,9 @@ def compare(
     rows: Iterable[Mapping[str, Any]],
     candidate: Sequence[str],
     base: Sequence[str],
-    *,
-    candidate_finished: Sequence[bool] | None = None,
-    base_finished: Sequence[bool] | None = None,
+    **finished: Sequence[bool] | None,
 ) -> list[PairOutcome]:
     """The outcomes of `judge_pairs`, with one question at a time in this thread, no cache and no error limit."""
-    finished = {"candidate_finished": candidate_finished, "base_finished": base_finished}
     return judge_pairs(judge, rows, candidate, base, **finished, max_concurrency=1, max_error_fraction=1).outcomes
 
 
@@ -155,11 +150,9 @@ def make_questions(
     Returns the outcome instead if there is nothing to ask: the candidate's response is empty, or both responses are
     the same to this judge.
     """
-    flags = {
-        "candidate_finished": [True] * len(rows) if candidate_finished is None else candidate_finished,
-        "base_finished": [True] * len(rows) if base_finished is None else base_finished,
-    }
-    columns = {"candidate": candidate, "base": base, **flags}
+    columns = {"candidate": candidate, "base": base}
+    for name, flags in {"candidate_finished": candidate_finished, "base_finished": base_finished}.items():
+        columns[name] = [True] * len(rows) if flags is None else [bool(flag) for flag in flags]
     for name, values in columns.items():
         if len(values) != len(rows):
             raise ValueError(f"{name}: has {len(values)} entries for {len(rows)} rows; give one for each row")
@@ -171,7 +164,7 @@ def make_questions(
         asked = {**identity, "finished": [first[1], second[1]]} if uses_finished else identity
         text = json.dumps([asked, row["prompt"], first[0], second[0]], sort_keys=True)
         key = hashlib.sha256(text.encode()).hexdigest()
-        return Question(key, row["row_id"], row["prompt"], first[0], second[0], bool(first[1]), bool(second[1]))
+        return Question(key, row["row_id"], row["prompt"], first[0], second[0], first[1], second[1])
 
     passes: list[tuple[Question, Question] | PairOutcome] = []
     for row, own, other, own_ended, other_ended in zip(rows, *columns.values(), strict=True):
@@ -179,7 +172,7 @@ def make_questions(
         if not own.strip():
             # `win_rate` reads only `empty` from it.
             passes.append(PairOutcome(row["row_id"], "base", "base", empty=True))
-        elif own == other and (bool(own_ended) == bool(other_ended) or not uses_finished):
+        elif own == other and (own_ended == other_ended or not uses_finished):
             passes.append(PairOutcome(row["row_id"], "tie", "tie", usable=False))
         else:
             passes.append((question(row, *shown), question(row, *shown[::-1])))

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from trl_ext.evaluation.judging.cache import VerdictCache
 from trl_ext.evaluation.judging.openai_format import sections_text
@@ -33,19 +33,15 @@ INSTRUCTIONS = {
 }
 
 
-class CriterionAnswer(BaseModel):
+class CriterionAnswer(BaseModel, extra="forbid", strict=True):
     """A judge's answer on one criterion; the reason comes before the verdict."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     reason: str
     met: bool
 
 
-class RatingAnswer(BaseModel):
+class RatingAnswer(BaseModel, extra="forbid", strict=True):
     """A judge's rating by all criteria."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     reason: str
     rating: Annotated[int, Field(ge=1, le=10)]
@@ -78,8 +74,6 @@ class RubricReward:
         ValueError: an unknown form.
     """
 
-    needed_columns = ("rubric",)
-
     def __init__(
         self,
         model: OpenAIModel,
@@ -101,30 +95,28 @@ class RubricReward:
         self,
         prompts: Sequence,
         completions: Sequence,
-        rubric: Sequence[Sequence | None] | None = None,
+        rubric: Sequence[Sequence | None],
         log_metric: Callable[[str, float], None] | None = None,
         **_: Any,
     ) -> list[float | None]:
         """One reward for each response. What the judge has cost each process so far is logged as `{name}/calls`.
 
         Raises:
-            ValueError: the dataset has no column `rubric`, or a rubric cannot be read.
+            ValueError: a rubric cannot be read.
             JudgeUnavailable: the judge can answer no question.
             CacheError: the cache cannot be read or written.
         """
-        if rubric is None:
-            raise ValueError("RubricReward reads the column 'rubric' of the dataset, a list of criteria; it has none")
-        texts = [last_answer(completion) for completion in completions]
-        rubrics = [read_rubric(one) for one in rubric]
+        texts, rubrics = [*map(last_answer, completions)], [*map(read_rubric, rubric)]
         questions = [
             (index, question)
             for index, (prompt, text, own) in enumerate(zip(prompts, texts, rubrics, strict=True))
             if text.strip()
             for question in self._questions(prompt, text, own)
         ]
+        answers = self._ask_all([question for _, question in questions])
         values: list[list[float | None]] = [[] for _ in texts]
-        for (index, _question), value in zip(questions, self._ask_all([text for _, text in questions]), strict=True):
-            values[index].append(value)
+        for (index, _), answer in zip(questions, answers, strict=True):
+            values[index].append(answer)
         if log_metric is not None:
             for name in ("calls", "cached", "errors"):
                 log_metric(f"{self.__name__}/{name}", float(getattr(self.usage, name)))

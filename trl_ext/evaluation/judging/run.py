@@ -5,20 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
 
-from trl_ext.evaluation.judging.protocol import (
-    JudgeError,
-    Judgement,
-    JudgeUnavailable,
-    Messages,
-    PairwiseJudge,
-    Usage,
-)
+from trl_ext.evaluation.judging.protocol import JudgeError, Judgement, JudgeUnavailable, Messages, PairwiseJudge, Usage
 
 if TYPE_CHECKING:
     from trl_ext.evaluation.judging.cache import VerdictCache
@@ -43,6 +36,7 @@ class Question:
     finished_b: bool = True
 
 
+@dataclass
 class JudgingRun:
     """Asks questions until all have been answered or have failed.
 
@@ -62,26 +56,21 @@ class JudgingRun:
         usage: usage of this run so far.
     """
 
-    def __init__(
-        self,
-        judge: PairwiseJudge,
-        cache: VerdictCache | None,
-        max_concurrency: int,
-        max_errors: float,
-        progress: str | None = None,
-    ):
-        self.judge = judge
-        self.cache = cache
-        self.answers: dict[str, dict[str, Any]] = {}
-        self.errors: dict[str, str] = {}
-        self.max_errors = max_errors
-        self.usage = Usage()
-        self._workers = 1 if getattr(judge, "sequential", False) else max_concurrency
-        self._progress = progress
-        self._unsaved: list[dict[str, Any]] = []
-        self._failures_in_a_row = 0
-        self._failed_rows: set[str] = set()
-        self._stopped = False
+    judge: PairwiseJudge
+    cache: VerdictCache | None
+    max_concurrency: int
+    max_errors: float
+    progress: str | None = None
+    answers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    errors: dict[str, str] = field(default_factory=dict)
+    usage: Usage = Usage()
+    _unsaved: list[dict[str, Any]] = field(default_factory=list)
+    _failures_in_a_row: int = 0
+    _failed_rows: set[str] = field(default_factory=set)
+    _stopped: bool = False
+
+    def __post_init__(self):
+        self._workers = 1 if getattr(self.judge, "sequential", False) else self.max_concurrency
 
     def are_too_many(self, failed_rows: int) -> bool:
         """Whether more rows have failed than are allowed."""
@@ -91,16 +80,15 @@ class JudgingRun:
         """Fill `answers` and `errors`. After an interrupt or an error, the answers to open questions are still kept.
 
         Raises:
-            JudgeUnavailable: the judge cannot answer any question.
-            CacheError: a verdict could not be written.
+            JudgeUnavailable, CacheError: as in `judge_pairs`.
             Exception: any other exception from the judge.
         """
         if hasattr(self.judge, "prepare"):
             responses = [(q.prompt, q.response_a, q.finished_a) for q in questions]
             responses += [(q.prompt, q.response_b, q.finished_b) for q in questions]
-            self.judge.prepare(responses, progress=self._progress)
-        no_bar = self._progress is None
-        with tqdm(total=len(questions), desc=self._progress, leave=False, disable=no_bar) as self._bar:
+            self.judge.prepare(responses, progress=self.progress)
+        no_bar = self.progress is None
+        with tqdm(total=len(questions), desc=self.progress, leave=False, disable=no_bar) as self._bar:
             unanswered = self._unanswered(questions)
             if self._workers > 1 or self.cache is not None:
                 self._ask_in_threads(unanswered)

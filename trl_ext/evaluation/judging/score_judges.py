@@ -13,7 +13,6 @@ from trl_ext.evaluation.judging.protocol import Messages, Verdict, last_user_tex
 if TYPE_CHECKING:
     from trl_ext.rewards import RewardModel
 
-
 # A prompt, a response, and whether the response finished.
 Shown = tuple[Messages | str, str, bool]
 
@@ -30,15 +29,7 @@ class ScoreJudge:
         """The score of each response."""
         raise NotImplementedError
 
-    def judge(
-        self,
-        prompt: Messages | str,
-        response_a: str,
-        response_b: str,
-        *,
-        finished_a: bool = True,
-        finished_b: bool = True,
-    ) -> Verdict:
+    def judge(self, prompt, response_a, response_b, *, finished_a=True, finished_b=True) -> Verdict:
         first, second = self.scores([(prompt, response_a, finished_a), (prompt, response_b, finished_b)])
         if abs(first - second) <= self.tolerance:
             return "tie"
@@ -61,15 +52,14 @@ class GroundTruthJudge(ScoreJudge):
         self.score_function = score_function
 
     def scores(self, responses: Sequence[Shown]) -> list[float]:
-        return [self._score(last_user_text(prompt), response, finished) for prompt, response, finished in responses]
-
-    def _score(self, prompt_text: str, response: str, finished: bool) -> float:
-        # Pass the keyword only if it matters, so that a score without it works for responses that all finished.
-        keywords = {} if finished else {"finished": False}
-        score = float(self.score_function(prompt_text, response, **keywords))
-        if not math.isfinite(score):
-            raise ValueError(f"score_function returned {score} for the prompt {prompt_text[:80]!r}; expected a number")
-        return score
+        found = []
+        for prompt, response, finished in responses:
+            text = last_user_text(prompt)
+            # Pass the keyword only if it matters, so that a score without it works for responses that all finished.
+            keywords = {} if finished else {"finished": False}
+            found.append(float(self.score_function(text, response, **keywords)))
+            _check(found[-1], "score_function", text)
+        return found
 
 
 class RewardModelJudge(ScoreJudge):
@@ -89,28 +79,20 @@ class RewardModelJudge(ScoreJudge):
 
     def scores(self, responses: Sequence[Shown]) -> list[float]:
         self.prepare(responses)
-        return [self._scores[_key(*response)] for response in responses]
+        return [self._scores[json.dumps(response)] for response in responses]
 
     def prepare(self, responses: Iterable[Shown], *, progress: str | None = None) -> None:
-        """Score the responses that have no score yet, in batches.
-
-        Args:
-            responses: prompt, response, and whether the response finished.
-            progress: label of the progress bar; None for no bar.
-
-        Raises:
-            ValueError: a reward is not a number.
-        """
-        missing = {_key(*response): response for response in responses if _key(*response) not in self._scores}
+        """Score the responses that have no score yet, in batches, with a progress bar of that label."""
+        missing = {key: response for response in responses if (key := json.dumps(response)) not in self._scores}
         if not missing:
             return
         prompts, texts, finished = zip(*missing.values(), strict=True)
-        scores = self.reward_model.score(prompts, texts, finished=finished, progress=progress)
-        for key, text, score in zip(missing, texts, scores.tolist(), strict=True):
-            if not math.isfinite(score):
-                raise ValueError(f"the reward model gave {score} to the response {text[:80]!r}; expected a number")
-            self._scores[key] = score
+        rewards = self.reward_model.score(prompts, texts, finished=finished, progress=progress).tolist()
+        for key, text, reward in zip(missing, texts, rewards, strict=True):
+            _check(reward, "the reward model", text)
+            self._scores[key] = reward
 
 
-def _key(prompt: Messages | str, response: str, finished: bool) -> str:
-    return json.dumps([prompt, response, bool(finished)])
+def _check(score: float, source: str, text: str) -> None:
+    if not math.isfinite(score):
+        raise ValueError(f"{source} gave {score} for {text[:80]!r}; expected a number")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, FiniteFloat, NonNegativeInt, ValidationError
+from pydantic import BaseModel, FiniteFloat, NonNegativeInt, ValidationError
 
 from trl_ext.data.rows import SHOWN_CHARACTERS, first_few, read_jsonl
 from trl_ext.evaluation.statistics.win_rate import System
@@ -19,29 +19,23 @@ EMPTY_FILE = "the file is empty"
 SHOWN_PROBLEMS = 5
 
 
-class ResponseRow(BaseModel):
+class ResponseRow(BaseModel, strict=True):
     """The fields of a row of responses, beside its row_id."""
-
-    model_config = ConfigDict(strict=True)
 
     prompt_text: str
     response_text: str
     generated_num_tokens: NonNegativeInt
 
 
-class ScoreRow(BaseModel):
+class ScoreRow(BaseModel, strict=True):
     """The fields of a row of scores, beside its row_id."""
-
-    model_config = ConfigDict(strict=True)
 
     chosen_score: FiniteFloat
     rejected_score: FiniteFloat
 
 
-class HumanLabel(BaseModel):
+class HumanLabel(BaseModel, strict=True):
     """The fields of a row of human labels, beside its row_id: the system that a person prefers."""
-
-    model_config = ConfigDict(strict=True)
 
     outcome: System
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
+from pydantic import BaseModel, Field, PositiveInt, ValidationError
 
 from trl_ext.data.formats import convert_file
 from trl_ext.data.math import load_math
@@ -21,7 +21,7 @@ Row = dict[str, Any]
 _COLUMN = re.compile(r"\{(\w+)\}")
 
 
-class Task(BaseModel):
+class Task(BaseModel, extra="forbid", strict=True):
     """The keys of a row.
 
     Attributes:
@@ -35,8 +35,6 @@ class Task(BaseModel):
         judge, base_url: of the check `rubric`: a model's name, and the OpenAI-compatible server that has it.
         max_new_tokens: the longest response.
     """
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     data: str
     layout: Literal["math", "hh_rlhf"] | None = None

@@ -66,8 +66,7 @@ def _needed(function) -> list[str]:
     except (TypeError, ValueError):
         return []
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    needed = [one.name for one in arguments if one.default is one.empty and one.kind in kinds]
-    return [*needed, *getattr(function, "needed_columns", ())]
+    return [one.name for one in arguments if one.default is one.empty and one.kind in kinds]
 
 
 def length_penalty(trainer) -> Tensor:
