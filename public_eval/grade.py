@@ -90,24 +90,18 @@ def _estimate(options, judge, policies: list[str], data: dict[str, Any]) -> None
     """Print what judging the existing, gradable files would cost."""
     public = PublicData.load(policies, **data)
     base = load_base(public.prompts, options.base_jsonl, max_new_tokens=public.max_new_tokens)
-    pairs = {}
-    for name in policies:
-        if (Path(options.folder) / submission_file(name)).is_file():
-            rows, problems = public.read(options.folder, name)
-            if not any(problem.fatal for problem in problems):
-                pairs[name] = (rows, base)
+    there = [name for name in policies if (Path(options.folder) / submission_file(name)).is_file()]
+    read = {name: public.read(options.folder, name) for name in there}
+    pairs = {name: (rows, base) for name, (rows, found) in read.items() if not any(one.fatal for one in found)}
     if not pairs:
-        raise ValueError(
-            f"{options.folder} holds no policy's file that could be judged: {how_to_fill(options.folder)}"
-        )
+        advice = how_to_fill(options.folder)
+        raise ValueError(f"{options.folder} holds no policy's file that could be judged: {advice}")
     show_estimates(options, judge, public.prompts, pairs)
 
 
 def _print(result: SubmissionGrade, options: argparse.Namespace) -> None:
-    header = (
-        *("method", "grade", "measure", f"figure, {result.rule}", "ties as half", "threshold", "chance under it"),
-        *("agreement", "position bias"),
-    )
+    header = ("method", "grade", "measure", f"figure, {result.rule}", "ties as half", "threshold", "chance under it")
+    header += ("agreement", "position bias")
     print(format_table(header, [_row(grade) for grade in result.grades]))
     for grade in result.grades:
         for label, lines in (("cannot be graded", grade.problems), ("warning", grade.warnings)):
@@ -121,10 +115,7 @@ def _print(result: SubmissionGrade, options: argparse.Namespace) -> None:
     part_two = "" if result.part_two is None else f"; part two, by either file: {_word(result.part_two)}"
     print(f"{passed} of {len(result.grades)} passed{part_two}")
     print("n: rows that count, of all rows")
-    print(
-        "chance under it: of another n rows, given those measured (Jeffreys' prior; beta-binomial, with ties as half"
-    )
-    print("Dirichlet-multinomial)")
+    print("chance under it: of another n rows, given those measured, under Jeffreys' prior")
     if result.usage is not None:
         print(usage_line(result.usage, options.judge))
 

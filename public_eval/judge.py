@@ -10,11 +10,7 @@ from typing import Any
 from trl_ext.evaluation.command_line import format_interval, format_table, one_line_errors, print_json
 from trl_ext.evaluation.judging.protocol import Usage
 from trl_ext.evaluation.statistics.win_rate import System
-from trl_ext.evaluation.submissions.candidates import (
-    CandidateResult,
-    compare_candidates,
-    judge_candidate,
-)
+from trl_ext.evaluation.submissions.candidates import CandidateResult, compare_candidates, judge_candidate
 from trl_ext.evaluation.submissions.commands import (
     add_judge_arguments,
     add_prompt_arguments,
@@ -95,18 +91,8 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _print(results: list[CandidateResult], summary: dict) -> None:
-    header = (
-        "candidate",
-        "win rate, ties dropped",
-        "ties as half",
-        "at equal lengths",
-        "tokens",
-        "of the base",
-        "agreement",
-        "position bias",
-        "length bias",
-        "errors",
-    )
+    header = ("candidate", "win rate, ties dropped", "ties as half", "at equal lengths", "tokens", "of the base")
+    header += ("agreement", "position bias", "length bias", "errors")
     print(format_table(header, [_row(result) for result in results]))
     for row in summary["candidates"]:
         if row["human_labels"]:
@@ -142,12 +128,7 @@ def _row(result: CandidateResult) -> tuple:
 def _load_labels(
     options: argparse.Namespace, names: Sequence[str], row_ids: Sequence[str]
 ) -> dict[str, dict[str, System]]:
-    """The labels of `--human_labels` by name, each by row_id. A single name need not be given.
-
-    Raises:
-        FileNotFoundError: a file does not exist.
-        ValueError: a name is missing, unknown or given twice, or a row is wrong.
-    """
+    """The labels of `--human_labels` by name, each by row_id. A single name need not be given."""
     found: dict[str, dict[str, System]] = {}
     for given in options.human_labels:
         name, equals, path = given.partition("=")

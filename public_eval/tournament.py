@@ -58,18 +58,15 @@ def main(arguments: list[str] | None = None) -> None:
     if options.json:
         print_json(summary)
         return
-    rows = [
-        (
-            row["name"],
-            format_interval(row["rating"], row["low"], row["high"], digits=0),
-            format_interval(row["expected_against_base"], row["expected_low"], row["expected_high"]),
-        )
-        for row in tournament.table()
-    ]
+    rows = []
+    for row in tournament.table():
+        rating = format_interval(row["rating"], row["low"], row["high"], digits=0)
+        expected = (row["expected_against_base"], row["expected_low"], row["expected_high"])
+        rows.append((row["name"], rating, format_interval(*expected)))
     print(format_table(("policy", "rating", "expected against the base"), rows))
     rates = {(match["first"], match["second"]): match["rate"] for match in tournament.matches}
     rates |= {(second, first): None if rate is None else 1 - rate for (first, second), rate in rates.items()}
-    names = [row["name"] for row in tournament.table()]
+    names = [name for name, *_ in rows]
     cells = [(name, *(rates.get((name, other)) for other in names)) for name in names]
     print(f"\nWin rate of the row against the column, ties as half:\n\n{format_table(('', *names), cells)}\n")
     if tournament.ratings.virtual_draws:

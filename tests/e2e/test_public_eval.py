@@ -83,7 +83,6 @@ class TestGenerateScorePack:
         # Other settings do not overwrite, and say so.
         line = one_line_error(run(*generate, "--max_new_tokens", "5"))
         assert "made with max_new_tokens 4, not with max_new_tokens 5" in line
-        assert ". is a folder: name a file" in one_line_error(run("generate", "--model", "toy", "--out", "."))
 
 
 OPENAI = ["--judge", "openai", "--model", "gpt-5.4"]
@@ -111,7 +110,6 @@ REFUSALS = [
     (["judge", *CANDIDATE, "--judge", "opnai"], ["--judge 'opnai'", "did you mean 'openai'?"]),
     (["judge", *CANDIDATE, "--max_concurency", "4"], ["unknown flag --max_concurency", "did you mean"]),
     (["judge", *CANDIDATE, "--max_new_tokens", "0"], ["--max_new_tokens", "at least 1", "0"]),
-    (["judge", *CANDIDATE, "--max_error_fraction", "2"], ["--max_error_fraction", "between 0 and 1", "2"]),
     (["judge", *CANDIDATE, "--base_url", "http://localhost:8000/v1"], ["--base_url", "--judge openai"]),
     (["judge", *CANDIDATE, "--judge", "reward_model", "--model", "m", "--api", "chat"], ["--api", "--judge openai"]),
     (["judge", *CANDIDATE, "--judge", "openai"], ["--judge openai needs --model"]),

@@ -40,15 +40,7 @@ def load_prompts(path: str | Path | None = None) -> list[dict[str, Any]]:
 
 
 def load_pairs(path: str | Path | None = None) -> list[dict[str, Any]]:
-    """Preference rows with `row_id`, `prompt`, `chosen` and `rejected`.
-
-    Args:
-        path: a JSONL file of pairs; None for the embedded ones.
-
-    Raises:
-        FileNotFoundError: the file does not exist.
-        ValueError: rows are malformed, or the file contains prompts.
-    """
+    """Preference rows with `row_id`, `prompt`, `chosen` and `rejected`, from a file as `load_prompts` reads it."""
     return _load(path, "prefs")
 
 
@@ -82,19 +74,15 @@ def load_base(
         responses, problems = read_responses(path, prompts, max_new_tokens=limit)
         refuse_fatal(problems)
         return responses
-    split = load_benchmark("toy", splits="test_gen")["test_gen"]
-    embedded = {row["row_id"]: row["reference_response_text"] for row in split}
-    foreign = next((row["row_id"] for row in prompts if row["row_id"] not in embedded), None)
-    if foreign is not None:
-        raise ValueError(
-            f"row_id {foreign} is not one of the embedded prompts: give the base's responses with --base_jsonl"
-        )
+    embedded = {row["row_id"]: row["reference_response_text"] for row in _load(None, "gen")}
     count, limit = token_counter("toy"), default_max_new_tokens(None)
     responses = []
-    for row in prompts:
-        text = embedded[row["row_id"]]
+    for row_id in (row["row_id"] for row in prompts):
+        if row_id not in embedded:
+            raise ValueError(f"row_id {row_id} is not one of the embedded prompts: give --base_jsonl")
         # The generated end token is not in the text.
-        responses.append(Response(row["row_id"], text, min(count(text) + 1, limit), max_new_tokens=limit))
+        tokens = min(count(embedded[row_id]) + 1, limit)
+        responses.append(Response(row_id, embedded[row_id], tokens, max_new_tokens=limit))
     return responses
 
 

@@ -6,9 +6,9 @@ import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
-from trl_ext.evaluation.judging.cost import Estimate, estimate
 from trl_ext.evaluation.judging.pairs import JudgingResult, judge_pairs
 from trl_ext.evaluation.judging.protocol import Usage, last_user_text
 from trl_ext.evaluation.judging.score_judges import GroundTruthJudge
@@ -51,15 +51,8 @@ class CandidateResult:
 
     def to_dict(self) -> dict[str, Any]:
         """The figures without the rows, ready for JSON."""
-        return {
-            "name": self.name,
-            "win_rate": self.win_rate.to_dict(),
-            "length_controlled": None if self.length_controlled is None else self.length_controlled.to_dict(),
-            "mean_tokens": self.mean_tokens,
-            "base_mean_tokens": self.base_mean_tokens,
-            "usage": self.usage.to_dict(),
-            "human_labels": None if self.human_labels is None else self.human_labels.to_dict(),
-        }
+        figures = dataclasses.asdict(dataclasses.replace(self, outcomes=[], verdicts=[]))
+        return {name: value for name, value in figures.items() if name not in ("outcomes", "verdicts")}
 
 
 def judge_candidate(
@@ -80,18 +73,15 @@ def judge_candidate(
         responses, base: one for each prompt, in order.
         prompts: rows with `row_id` and `prompt`.
         human_labels: by row_id, for some of the prompts.
-        judging: keyword arguments of `judge_pairs`.
-
-    Raises:
-        TooManyErrors: too many comparisons could not be judged.
+        judging: keyword arguments of `judge_pairs`, which may raise `TooManyErrors`.
     """
     result = judge_responses(judge, prompts, responses, base, **judging)
     return CandidateResult(
         name=name,
         win_rate=win_rate(result.outcomes),
         length_controlled=_at_equal_lengths(result.outcomes, responses, base),
-        mean_tokens=_mean_tokens(responses),
-        base_mean_tokens=_mean_tokens(base),
+        mean_tokens=fmean(response.tokens for response in responses),
+        base_mean_tokens=fmean(response.tokens for response in base),
         outcomes=result.outcomes,
         usage=result.usage,
         verdicts=result.verdicts,
@@ -130,17 +120,7 @@ def judge_responses(
     **judging: Any,
 ) -> JudgingResult:
     """Run `judge_pairs` on submitted responses."""
-    return judge_pairs(judge, prompts, **_arguments(responses, others), **judging)
-
-
-def estimate_cost(
-    judge: Any,
-    prompts: Sequence[Mapping[str, Any]],
-    pairs: Mapping[str, tuple[Sequence[Response], Sequence[Response]]],
-    **options: Any,
-) -> dict[str, Estimate]:
-    """The estimated cost of `judge_responses` for each named pair of systems, with options of `estimate`."""
-    return {name: estimate(judge, prompts, **_arguments(*pair), **options) for name, pair in pairs.items()}
+    return judge_pairs(judge, prompts, **both_systems(responses, others), **judging)
 
 
 def known_score_judge(prompts: Sequence[Mapping[str, Any]]) -> GroundTruthJudge:
@@ -173,14 +153,11 @@ def compare_candidates(results: Sequence[CandidateResult], rule: Rule = "agreed"
     ]
 
 
-def _arguments(responses: Sequence[Response], others: Sequence[Response]) -> dict[str, list[Any]]:
+def both_systems(responses: Sequence[Response], others: Sequence[Response]) -> dict[str, list[Any]]:
+    """Keyword arguments of `judge_pairs` and `estimate`."""
     return {
         "candidate": [response.text for response in responses],
         "base": [response.text for response in others],
         "candidate_finished": [response.finished for response in responses],
         "base_finished": [response.finished for response in others],
     }
-
-
-def _mean_tokens(responses: Sequence[Response]) -> float:
-    return sum(response.tokens for response in responses) / len(responses)

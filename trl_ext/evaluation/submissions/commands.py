@@ -10,14 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from trl_ext.evaluation.command_line import CommandParser, at_least_one, format_interval, format_table, print_json
+from trl_ext.evaluation.judging.cost import estimate
 from trl_ext.evaluation.judging.pairs import CallableJudge
-from trl_ext.evaluation.submissions.assets import (
-    default_max_new_tokens,
-    load_base,
-    load_prompts,
-    token_counter,
-)
-from trl_ext.evaluation.submissions.candidates import estimate_cost, known_score_judge
+from trl_ext.evaluation.submissions.assets import default_max_new_tokens, load_base, load_prompts, token_counter
+from trl_ext.evaluation.submissions.candidates import both_systems, known_score_judge
 from trl_ext.evaluation.submissions.rows import Response, read_responses, refuse_fatal
 from trl_ext.evaluation.submissions.submission import REWARD_MODEL, submission_file
 from trl_ext.models import resolve_model_path
@@ -71,17 +67,10 @@ def add_check_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def data_options(options: argparse.Namespace) -> dict[str, Any]:
-    """Keyword arguments of `PublicData.load` from the flags.
-
-    Raises:
-        FileNotFoundError: no tokenizer of the name in `--tokenizer` was found.
-    """
-    return {
-        "prompts_jsonl": options.prompts_jsonl,
-        "prefs_jsonl": options.prefs_jsonl,
-        "max_new_tokens": options.max_new_tokens,
-        "count_tokens": token_counter(options.tokenizer) if options.tokenizer else None,
-    }
+    """Keyword arguments of `PublicData.load` from the flags."""
+    names = ("prompts_jsonl", "prefs_jsonl", "max_new_tokens")
+    count_tokens = token_counter(options.tokenizer) if options.tokenizer else None
+    return {name: getattr(options, name) for name in names} | {"count_tokens": count_tokens}
 
 
 def add_judge_arguments(parser: argparse.ArgumentParser, *, rule: bool = True) -> None:
@@ -107,7 +96,7 @@ def add_judge_arguments(parser: argparse.ArgumentParser, *, rule: bool = True) -
     group.add_argument("--cache", default=CACHE, help="where verdicts that cost something are kept" + DEFAULT)
     group.add_argument("--max_concurrency", type=at_least_one, default=8, help="questions open at once" + DEFAULT)
     group.add_argument(
-        "--max_error_fraction", type=_fraction, default=0.1, help="share of rows that may stay unjudged" + DEFAULT
+        "--max_error_fraction", type=float, default=0.1, help="share of rows that may stay unjudged" + DEFAULT
     )
     group.add_argument("--estimate", action="store_true", help="say what it would cost, and send nothing")
     for tokens in ("in", "out"):
@@ -149,17 +138,16 @@ def check_judge_arguments(options: argparse.Namespace) -> None:
     has_key = os.environ.get("OPENAI_API_KEY", "").strip()
     needs_none = options.base_url or os.environ.get("OPENAI_BASE_URL") or options.estimate
     # If all verdicts are cached, there is nothing to ask; otherwise the judge itself raises an error.
-    if options.judge == "openai" and not (has_key or needs_none or _holds_something(Path(options.cache))):
+    if options.judge == "openai" and not (has_key or needs_none or Path(options.cache).is_file()):
         raise ValueError("OPENAI_API_KEY is not set: export the key, or give the --base_url of your own server")
 
 
 def make_judge(options: argparse.Namespace, prompts: list[dict[str, Any]]) -> Any:
-    """The judge that the flags select.
+    """The judge that the flags select, after `check_judge_arguments`.
 
     Raises:
-        ValueError, FileNotFoundError: see `check_judge_arguments`; or the judge does not know the prompts.
+        ValueError, FileNotFoundError: the judge does not know the prompts, or its function does not exist.
     """
-    check_judge_arguments(options)
     if options.judge == "openai":
         from trl_ext.evaluation.judging.openai_judge import OpenAIJudge
         from trl_ext.evaluation.judging.openai_model import MAX_OUTPUT_TOKENS
@@ -182,10 +170,8 @@ def make_judge(options: argparse.Namespace, prompts: list[dict[str, Any]]) -> An
     if not hasattr(own, "identity"):
         # An edited file is asked again.
         source, _, name = options.judge.rpartition(":")
-        own.identity = {
-            "kind": name,
-            "sha256": hashlib.sha256(Path(load_module(source).__file__).read_bytes()).hexdigest(),
-        }
+        content = Path(load_module(source).__file__).read_bytes()
+        own.identity = {"kind": name, "sha256": hashlib.sha256(content).hexdigest()}
     return own
 
 
@@ -200,12 +186,8 @@ def judge_settings(options: argparse.Namespace, judge: Any) -> dict[str, Any]:
 
 def judging_options(options: argparse.Namespace) -> dict[str, Any]:
     """Keyword arguments of `judge_pairs` from the flags."""
-    return {
-        "cache": options.cache,
-        "max_concurrency": options.max_concurrency,
-        "max_error_fraction": options.max_error_fraction,
-        "progress": "verdicts",
-    }
+    names = ("cache", "max_concurrency", "max_error_fraction")
+    return {name: getattr(options, name) for name in names} | {"progress": "verdicts"}
 
 
 def load_systems(
@@ -236,14 +218,14 @@ def load_systems(
 
 def show_estimates(options: argparse.Namespace, judge: Any, prompts: list[dict[str, Any]], pairs: dict) -> None:
     """Print what `judge_responses` would cost for each named pair of systems."""
-    prices = {"price_in": options.price_in, "price_out": options.price_out}
-    estimates = estimate_cost(judge, prompts, pairs, cache=options.cache, **prices)
+    given = {name: getattr(options, name) for name in ("cache", "price_in", "price_out")}
+    estimates = {name: estimate(judge, prompts, **both_systems(*pair), **given) for name, pair in pairs.items()}
     columns = ("calls", "cached", "input_tokens", "output_tokens", "dollars")
-    rows = {name: [getattr(estimate, column) for column in columns] for name, estimate in estimates.items()}
+    rows = {name: [getattr(one, column) for column in columns] for name, one in estimates.items()}
     total = [None if None in values else sum(values) for values in zip(*rows.values(), strict=True)]
-    notes = list(dict.fromkeys(note for estimate in estimates.values() for note in estimate.notes))
+    notes = list(dict.fromkeys(note for one in estimates.values() for note in one.notes))
     if options.json:
-        listed = {name: estimate.to_dict() for name, estimate in estimates.items()}
+        listed = {name: one.to_dict() for name, one in estimates.items()}
         print_json({"estimates": listed, "total": dict(zip(columns, total, strict=True)), "notes": notes})
         return
     print(format_table(("", *columns), [(name, *values) for name, values in {**rows, "total": total}.items()]))
@@ -268,21 +250,9 @@ def interval_cell(interval: dict[str, Any] | None) -> str:
     return f"{format_interval(interval['rate'], interval['low'], interval['high'])}  n {interval['n']}"
 
 
-def _holds_something(path: Path) -> bool:
-    return path.is_file() and path.stat().st_size > 0
-
-
 def _dollars(text: str) -> float:
     """Type of a flag that takes a price."""
     value = float(text)
     if not 0 <= value < float("inf"):
         raise argparse.ArgumentTypeError(f"must not be negative, got {value}")
-    return value
-
-
-def _fraction(text: str) -> float:
-    """Type of a flag that takes a share between 0 and 1."""
-    value = float(text)
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"must lie between 0 and 1, got {value}")
     return value

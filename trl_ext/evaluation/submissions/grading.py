@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,8 @@ from trl_ext.evaluation.statistics.paired import chance_below
 from trl_ext.evaluation.statistics.win_rate import RULES, Rule, row_credits
 from trl_ext.evaluation.submissions.assets import TokenCounter, load_base, load_thresholds
 from trl_ext.evaluation.submissions.candidates import CandidateResult, judge_candidate, known_score_judge
-from trl_ext.evaluation.submissions.rows import EMPTY_FILE, Response
-from trl_ext.evaluation.submissions.submission import (
-    PART_TWO,
-    REWARD_MODEL,
-    PublicData,
-    submission_file,
-)
+from trl_ext.evaluation.submissions.rows import EMPTY_FILE
+from trl_ext.evaluation.submissions.submission import PART_TWO, REWARD_MODEL, PublicData, submission_file
 
 
 @dataclass(frozen=True)
@@ -135,73 +130,65 @@ def grade_submission(
     )
     judge = known_score_judge(data.prompts) if judge is None else judge
     base = load_base(data.prompts, base_jsonl, max_new_tokens=data.max_new_tokens)
-
-    def judged(name: str, responses: Sequence[Response]) -> CandidateResult:
-        return judge_candidate(judge, name, responses, data.prompts, base, **judging)
-
     usages: list[Usage] = []
-    grades = [_grade(folder, name, threshold, data, judged, rule, usages) for name, threshold in thresholds.items()]
-    part_two = [grade.passed for grade in grades if grade.method in PART_TWO]
+
+    def grade(name: str, threshold: float) -> FileGrade:
+        measure = "accuracy" if name == REWARD_MODEL else "win rate"
+        known = {"method": name, "file": submission_file(name), "threshold": threshold, "measure": measure}
+        if not (folder / submission_file(name)).is_file():
+            return FileGrade(**known, passed=False, reason="missing")
+        rows, problems = data.read(folder, name)
+        fatal = [str(problem) for problem in problems if problem.fatal]
+        known |= {"problems": fatal, "warnings": [str(problem) for problem in problems if not problem.fatal]}
+        if fatal:
+            is_empty = any(problem.message == EMPTY_FILE for problem in problems)
+            reason = EMPTY_FILE if is_empty else f"{len(fatal)} bad row" + "s" * (len(fatal) > 1)
+            return FileGrade(**known, passed=False, reason=reason)
+        if name == REWARD_MODEL:
+            return _grade_reward_model(known, rows)
+        try:
+            result = judge_candidate(judge, name, rows, data.prompts, base, **judging)
+        except TooManyErrors as error:
+            usages.append(error.result.usage)
+            return FileGrade(**known, passed=False, reason=str(error))
+        usages.append(result.usage)
+        return _grade_policy(known, result, rule)
+
+    grades = [grade(name, threshold) for name, threshold in thresholds.items()]
+    part_two = [one.passed for one in grades if one.method in PART_TWO]
     return SubmissionGrade(
         grades=grades,
         rule=rule,
         part_two=any(part_two) if part_two else None,
-        usage=sum(usages[1:], usages[0]).to_dict() if usages else None,
+        usage=sum(usages, Usage()).to_dict() if usages else None,
     )
 
 
-def _grade(folder, name, threshold, data: PublicData, judged, rule: Rule, usages: list[Usage]) -> FileGrade:
-    base = {
-        "method": name,
-        "file": submission_file(name),
-        "threshold": threshold,
-        "measure": "accuracy" if name == REWARD_MODEL else "win rate",
-    }
-    if not (folder / submission_file(name)).is_file():
-        return FileGrade(**base, passed=False, reason="missing")
-    rows, problems = data.read(folder, name)
-    fatal = [str(problem) for problem in problems if problem.fatal]
-    base |= {"problems": fatal, "warnings": [str(problem) for problem in problems if not problem.fatal]}
-    if fatal:
-        is_empty = any(problem.message == EMPTY_FILE for problem in problems)
-        reason = EMPTY_FILE if is_empty else f"{len(fatal)} bad row" + "s" * (len(fatal) > 1)
-        return FileGrade(**base, passed=False, reason=reason)
-    if name == REWARD_MODEL:
-        return _grade_reward_model(base, rows)
-    try:
-        result = judged(name, rows)
-    except TooManyErrors as error:
-        usages.append(error.result.usage)
-        return FileGrade(**base, passed=False, reason=str(error))
-    usages.append(result.usage)
-    return _grade_policy(base, result, rule)
-
-
-def _grade_reward_model(base: dict[str, Any], scores: tuple[list[float], list[float]]) -> FileGrade:
+def _grade_reward_model(known: dict[str, Any], scores: tuple[list[float], list[float]]) -> FileGrade:
     metrics = reward_metrics(*scores)
     accuracy, n = metrics["accuracy"], metrics["n"]
     if metrics["ties"] == n:
-        base = {**base, "warnings": [*base["warnings"], f"{base['file']}: {ALL_TIED % n}"]}
+        known = {**known, "warnings": [*known["warnings"], f"{known['file']}: {ALL_TIED % n}"]}
     return FileGrade(
-        **base,
-        passed=accuracy >= base["threshold"],
+        **known,
+        passed=accuracy >= known["threshold"],
         reason=None,
         figure=accuracy,
         low=metrics["low"],
         high=metrics["high"],
         n=n,
         n_total=n,
-        chance_below=chance_below(round(accuracy * n), n, base["threshold"]),
+        chance_below=chance_below(round(accuracy * n), n, known["threshold"]),
         details=metrics,
     )
 
 
-def _grade_policy(base: dict[str, Any], result: CandidateResult, rule: Rule) -> FileGrade:
-    figure, threshold, details = getattr(result.win_rate, rule), base["threshold"], result.to_dict()
+def _grade_policy(known: dict[str, Any], result: CandidateResult, rule: Rule) -> FileGrade:
+    figure, threshold, details = getattr(result.win_rate, rule), known["threshold"], result.to_dict()
     credits = [credit for credit in row_credits(result.outcomes, rule) if credit is not None]
     ties = None if rule == "agreed" else credits.count(0.5)
     return FileGrade(
-        **base,
+        **known,
         passed=bool(credits) and figure.rate >= threshold,
         reason=None if credits else "no comparison counts",
         figure=figure.rate if credits else None,

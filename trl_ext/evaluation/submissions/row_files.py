@@ -22,8 +22,7 @@ class RowFile:
     Args:
         path: file of the rows; the settings of `aot.jsonl` are in `aot.settings.json`.
         row_type: the fields of a row.
-        settings: how rows are made, JSON-ready. Rows with other settings are rejected, except for `batch_size`; the
-            stored settings remain those of the first rows.
+        settings: how rows are made, JSON-ready; rows with other settings are rejected, except for those in `FREE`.
         row_ids: all rows that the file will have, in order.
         overwrite: discard existing rows.
 
@@ -35,30 +34,20 @@ class RowFile:
         ValueError: the file is damaged.
     """
 
-    def __init__(
-        self,
-        path: str | Path,
-        row_type: type[BaseModel],
-        settings: Mapping[str, Any],
-        row_ids: Sequence[str],
-        *,
-        overwrite: bool = False,
-    ):
+    def __init__(self, path, row_type: type[BaseModel], settings: Mapping, row_ids: Sequence[str], *, overwrite=False):
         self.path = Path(path)
-        if self.path.is_dir():
-            raise ValueError(f"{self.path} is a folder: name a file")
         self.settings_path = self.path.with_name(f"{self.path.stem}.settings.json")
         self.settings = dict(settings)
         self.row_ids = list(row_ids)
         self.rows: dict[str, dict[str, Any]] = {}
-        if self.path.exists() and not overwrite:
-            self._check_settings()
-            self.rows, problems = read_rows(self.path, row_type, self.row_ids, complete=False)
-            if problems:
-                raise ValueError(f"{problems[0]}; replace the file with --overwrite")
-        else:
+        if overwrite or not self.path.exists():
             self.path.unlink(missing_ok=True)
             write_json(self.settings_path, self.settings)
+            return
+        self._check_settings()
+        self.rows, problems = read_rows(self.path, row_type, self.row_ids, complete=False)
+        if problems:
+            raise ValueError(f"{problems[0]}; replace the file with --overwrite")
 
     @property
     def missing(self) -> list[str]:

@@ -206,16 +206,6 @@ def in_one_line(file: str, problems: Sequence[str], limit: int = SHOWN_CHARACTER
     return f"{file}: {first_few([problem.removeprefix(f'{file}: ') for problem in problems], limit)}"
 
 
-def response_row(prompt: Mapping[str, Any], text: str, tokens: int) -> dict[str, Any]:
-    """One row of a file of responses."""
-    return {
-        "row_id": prompt["row_id"],
-        "prompt_text": prompt["prompt_text"],
-        "response_text": text,
-        "generated_num_tokens": tokens,
-    }
-
-
 def _response_problems(
     row: Mapping[str, Any], prompt_text: str, max_new_tokens: int, count_tokens: Callable[[str], int] | None
 ) -> Iterator[str]:

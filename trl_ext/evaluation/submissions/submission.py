@@ -27,7 +27,6 @@ from trl_ext.evaluation.submissions.rows import (
     read_pair_scores,
     read_responses,
     refuse_fatal,
-    response_row,
 )
 from trl_ext.files import brief, replacing
 
@@ -116,19 +115,18 @@ def generate_submission_file(
 
         if line := without_template(tokenizer, [row["prompt"] for row in prompts]):
             warn_once_per_run(line)
+        limits = {"max_new_tokens": limit, "max_prompt_tokens": max_prompt_tokens, "batch_size": batch_size}
         with tqdm(total=len(prompts), initial=len(file.rows), desc="responses", disable=not progress) as bar:
             for batch in batches:
-                generations = generate_responses(
-                    policy,
-                    tokenizer,
-                    [row["prompt"] for row in batch],
-                    max_new_tokens=limit,
-                    max_prompt_tokens=max_prompt_tokens,
-                    batch_size=batch_size,
-                )
+                found = generate_responses(policy, tokenizer, [row["prompt"] for row in batch], **limits)
                 file.add(
-                    response_row(row, generation.text, len(generation.response_ids))
-                    for row, generation in zip(batch, generations, strict=True)
+                    {
+                        "row_id": row["row_id"],
+                        "prompt_text": row["prompt_text"],
+                        "response_text": one.text,
+                        "generated_num_tokens": len(one.response_ids),
+                    }
+                    for row, one in zip(batch, found, strict=True)
                 )
                 bar.update(len(batch))
     return file
@@ -148,16 +146,12 @@ def score_submission_file(
 
     Args:
         reward_model: a saved reward model, full or an adapter.
-        out: the output file; `.settings.json` next to it records how the rows are made.
         prefs_jsonl: pairs; None for the embedded ones.
         batch_size: responses per forward pass.
-        dtype: type of the weights.
-        overwrite: replace a file with other settings.
-        progress: whether to show a progress bar.
+        out, dtype, overwrite, progress: as in `generate_submission_file`.
 
     Raises:
-        FileNotFoundError: the model or the file of pairs does not exist.
-        FileExistsError: `out` contains rows of another model or with other settings.
+        FileNotFoundError, FileExistsError: as there.
         ValueError: pairs are malformed, or the model is not a reward model.
     """
     from trl_ext.models import resolve_model_path
@@ -213,21 +207,18 @@ def build_submission(
         policies: model by method, such as `{"aot": "runs/aot-toy"}`; `offline_best` and `online_best` belong to part
             two.
         out: the folder.
-        reward_model: a saved reward model; None for none.
-        prefs_jsonl: as in `score_submission_file`.
-        overwrite: replace files with other settings.
-        progress: whether to show progress bars.
+        reward_model, prefs_jsonl: as in `score_submission_file`; None for no reward model.
+        overwrite, progress: of both functions.
         generation: other keyword arguments of `generate_submission_file`.
 
     Returns:
         The files.
 
     Raises:
-        ValueError: a policy's name is not a valid file name.
+        ValueError: a policy's name is not a valid file name; nothing was loaded.
         ValueError, FileNotFoundError, FileExistsError: see the two functions named above.
     """
     written = {"overwrite": overwrite, "progress": progress}
-    # Check all names before the first model is loaded.
     places = {name: Path(out) / submission_file(name) for name in policies}
     files = [
         generate_submission_file(policies[name], place, **generation, **written) for name, place in places.items()
@@ -264,17 +255,16 @@ class PublicData:
         max_new_tokens: int | None = None,
         count_tokens: TokenCounter | None = None,
     ) -> PublicData:
-        """Load the data for some methods' files.
+        """Load the data for some methods' files; pairs are read if the reward model is one of the methods.
 
         Args:
-            methods: methods whose files are checked; pairs are read if the reward model is one of them.
+            methods: methods whose files are checked.
             prompts_jsonl, prefs_jsonl: data that the submission was made on; None for the embedded data.
             max_new_tokens: None for 256, or 48 for the embedded prompts.
             count_tokens: None for the embedded tokenizer with the embedded prompts, and for no check with others.
 
         Raises:
-            FileNotFoundError: the file of prompts or pairs does not exist.
-            ValueError: those files have malformed rows.
+            FileNotFoundError, ValueError: as `load_prompts` and `load_pairs`.
         """
         return cls(
             prompts=load_prompts(prompts_jsonl),
