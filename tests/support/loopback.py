@@ -1,27 +1,27 @@
 """A judge's server on this machine: speaks OpenAI's Responses and Chat Completions APIs, and fails as told.
 
-It prefers the longer response, and the one shown first of two that are equally long. In a test, `with LoopbackServer()
-as server:` runs it in a thread; `python -m tests.support.loopback --latency 0.05` runs it in a process of its own and
-prints its address.
+It prefers the longer response, and the one shown first of two that are equally long. In a test,
+`with LoopbackServer() as server:` runs it in threads.
 """
 
 from __future__ import annotations
 
-import argparse
-import asyncio
 import json
 import re
+import select
 import socket
 import struct
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-USAGE = {"input": 900, "cached": 400, "output": 80}
+Question = tuple[str, str, str]
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,6 @@ class Fault:
             "same_label", "refusal", "empty" or "cut".
         status: for "status", with `retry_after` as its header and `code` in its body.
         echo_key: repeat the client's key in the text of the error, or of the refusal.
-        seconds: for "stall".
     """
 
     kind: str
@@ -41,7 +40,6 @@ class Fault:
     retry_after: str | None = None
     code: str | None = None
     echo_key: bool = False
-    seconds: float = 60.0
 
 
 @dataclass
@@ -49,7 +47,7 @@ class Call:
     """One request: when it came, what was asked, and whether its reply went out whole."""
 
     time: float
-    question: tuple[str, str, str]
+    question: Question
     body: dict[str, Any]
     authorization: str
     answered: bool = False
@@ -72,25 +70,27 @@ class LoopbackServer:
     """
 
     latency: float = 0.0
-    faults: Callable[[tuple[str, str, str], int], Fault | None] | Iterable[Fault | None] = ()
+    faults: Callable[[Question, int], Fault | None] | Iterable[Fault | None] = ()
     port: int = 0
     calls: list[Call] = field(default_factory=list)
     open: int = 0
     most_open: int = 0
 
-    def __post_init__(self):
-        self._script = None if callable(self.faults) else iter(self.faults)
-        self._ready = threading.Event()
-
     def __enter__(self) -> LoopbackServer:
-        self._thread = threading.Thread(target=asyncio.run, args=(self.serve(),), daemon=True)
-        self._thread.start()
-        assert self._ready.wait(10)
+        script = None if callable(self.faults) else iter(self.faults)
+        self.next_fault = self.faults if script is None else lambda *_: next(script, None)
+        self.lock, self.connections = threading.Lock(), []
+        self._server = _Server(("127.0.0.1", self.port), _Handler)
+        self._server.owner, self.port = self, self._server.server_port
+        threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._loop.call_soon_threadsafe(self._end.set)
-        self._thread.join(10)
+        self._server.shutdown()
+        self._server.server_close()
+        for connection in self.connections:
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
 
     @property
     def url(self) -> str:
@@ -106,66 +106,76 @@ class LoopbackServer:
         """How often each question came in."""
         return Counter(call.question for call in self.calls)
 
-    async def serve(self) -> None:
-        self._loop, self._end = asyncio.get_running_loop(), asyncio.Event()
-        server = await asyncio.start_server(self._converse, "127.0.0.1", self.port, backlog=512)
-        self.port = server.sockets[0].getsockname()[1]
-        self._ready.set()
-        async with server:
-            await self._end.wait()
 
-    async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            while True:
-                head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
-                headers = dict(re.findall(r"(?m)^([^:\r\n]+): *([^\r\n]*)", head))
-                headers = {name.lower(): value for name, value in headers.items()}
-                body = await reader.readexactly(int(headers.get("content-length", 0)))
-                self.open += 1
-                self.most_open = max(self.most_open, self.open)
-                try:
-                    await self._reply(head.split()[1], headers, body, reader, writer)
-                finally:
-                    self.open -= 1
-        except (OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
-            pass  # the client is gone, or the server ends
-        finally:
-            writer.close()
+class _Server(ThreadingHTTPServer):
+    request_queue_size = 512
 
-    async def _reply(self, path: str, headers: dict, raw: bytes, reader: asyncio.StreamReader, writer: Any) -> None:
-        if path not in ("/v1/responses", "/v1/chat/completions"):
-            return _send(writer, 404, {"error": {"message": f"no {path} here", "code": None}})
-        body = json.loads(raw)
-        chat = path.endswith("completions")
+    def handle_error(self, request, client_address):
+        pass  # the client is gone
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    wbufsize = -1
+
+    def setup(self):
+        super().setup()
+        self.server.owner.connections.append(self.connection)
+
+    def log_message(self, *_):
+        pass
+
+    def do_GET(self):
+        self._send(404, {"error": {"message": f"no {self.path} here", "code": None}})
+
+    def do_POST(self):
+        owner, body = self.server.owner, json.loads(self.rfile.read(int(self.headers["content-length"])))
+        chat = self.path == "/v1/chat/completions"
         question = read_question(body["messages"][-1]["content"] if chat else body["input"])
-        fault = self._fault(question)
-        call = Call(time.monotonic(), question, body, headers.get("authorization", ""))
-        self.calls.append(call)
-        await asyncio.sleep(self.latency)
+        with owner.lock:
+            fault = owner.next_fault(question, owner.asked[question])
+            call = Call(time.monotonic(), question, body, self.headers.get("authorization", ""))
+            owner.calls.append(call)
+            owner.open += 1
+            owner.most_open = max(owner.most_open, owner.open)
+        try:
+            self._reply(call, fault, chat)
+        finally:
+            with owner.lock:
+                owner.open -= 1
+
+    def _reply(self, call: Call, fault: Fault | None, chat: bool) -> None:
+        kind = fault.kind if fault else ""
         key = call.authorization.removeprefix("Bearer ") if fault and fault.echo_key else ""
-        if fault and fault.kind == "stall":
-            await asyncio.sleep(fault.seconds)
-        if fault and fault.kind == "status":
+        time.sleep(60 if kind == "stall" else self.server.owner.latency)
+        if kind == "status":
             extra = {} if fault.retry_after is None else {"Retry-After": fault.retry_after}
             error = {"message": f"{HTTPStatus(fault.status).phrase} {key}", "code": fault.code, "type": "error"}
-            return _send(writer, fault.status, {"error": error}, extra)
-        if fault and fault.kind == "not_json":
-            return _send(writer, 200, "<html>busy</html>")
-        if fault and fault.kind == "not_the_api":
-            return _send(writer, 200, {"hello": "world"})
-        reply = _reply_body(body, chat, question, fault, key)
-        if fault and fault.kind == "reset":
-            return _reset(writer, reply)
-        call.answered = not reader.at_eof()  # else the client has hung up
-        return _send(writer, 200, reply)
+            return self._send(fault.status, {"error": error}, extra)
+        if kind in ("not_json", "not_the_api"):
+            return self._send(200, "<html>busy</html>" if kind == "not_json" else {"hello": "world"})
+        reply = _reply_body(call, chat, kind, key)
+        if kind == "reset":
+            # Half of the reply, then a reset of the connection instead of its orderly end.
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self.close_connection = True
+            return self._send(200, reply, share=0.5)
+        with self.server.owner.lock:
+            gone = select.select([self.connection], [], [], 0)[0] and not self.connection.recv(1, socket.MSG_PEEK)
+            call.answered = not gone
+            return self._send(200, reply)
 
-    def _fault(self, question: tuple[str, str, str]) -> Fault | None:
-        if self._script is not None:
-            return next(self._script, None)
-        return self.faults(question, sum(call.question == question for call in self.calls))
+    def _send(self, status: int, content: Any, extra: dict[str, str] | None = None, share: float = 1.0) -> None:
+        payload = content.encode() if isinstance(content, str) else json.dumps(content).encode()
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(payload)), **(extra or {})}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(payload[: round(share * len(payload))])
+        self.wfile.flush()
 
 
-def read_question(text: str) -> tuple[str, str, str]:
+def read_question(text: str) -> Question:
     """The conversation and both responses in the text that a judge is shown."""
     found = re.fullmatch(
         r"\[conversation (\w+)\]\n(.*)\n\[response A \1\]\n(.*)\n\[response B \1\]\n(.*)\n\[end \1\]", text, re.DOTALL
@@ -174,77 +184,30 @@ def read_question(text: str) -> tuple[str, str, str]:
     return found.groups()[1:]
 
 
-def answer(question: tuple[str, str, str], **changes: Any) -> dict[str, Any]:
+def answer(question: Question, **changes: Any) -> dict[str, Any]:
     """The fields of an answer: the longer response is the better one."""
     best, worst = "AB" if len(question[1]) >= len(question[2]) else "BA"
     fields = {"reason": "It is longer.", "best": best, "worst": worst, "confidence": 0.75, "strength": 3}
     return {**fields, "usable": True, "quality": 4, "exclusion_tags": [], **changes}
 
 
-def _reply_body(body: dict, chat: bool, question: tuple[str, str, str], fault: Fault | None, key: str) -> dict:
-    kind, cut = fault.kind if fault else "", fault is not None and fault.kind == "cut"
-    changes = {"bad_schema": {"strength": 9}, "same_label": {"worst": answer(question)["best"]}}
-    text = json.dumps(answer(question, **changes.get(kind, {})))
+def _reply_body(call: Call, chat: bool, kind: str, key: str) -> dict:
+    changes = {"bad_schema": {"strength": 9}, "same_label": {"worst": answer(call.question)["best"]}}
+    text = json.dumps(answer(call.question, **changes.get(kind, {})))
     text = {"empty": "", "cut": text[:40]}.get(kind, text)
     refusal = f"I cannot judge this. {key}" if kind == "refusal" else None
     if chat:
         message = {"role": "assistant", "content": None if refusal else text, "refusal": refusal}
-        return {
-            "id": "chatcmpl_1",
-            "object": "chat.completion",
-            "model": body["model"],
-            "choices": [{"index": 0, "message": message, "finish_reason": "length" if cut else "stop"}],
-            "usage": {
-                "prompt_tokens": USAGE["input"],
-                "prompt_tokens_details": {"cached_tokens": USAGE["cached"]},
-                "completion_tokens": USAGE["output"],
-            },
-        }
-    part = {"type": "output_text", "text": text, "annotations": []}
-    part = {"type": "refusal", "refusal": refusal} if refusal else part
+        usage = {"prompt_tokens": 900, "prompt_tokens_details": {"cached_tokens": 400}, "completion_tokens": 80}
+        choice = {"index": 0, "message": message, "finish_reason": "length" if kind == "cut" else "stop"}
+        return {"id": "1", "object": "chat.completion", "model": "m", "choices": [choice], "usage": usage}
+    part = {"type": "refusal", "refusal": refusal} if refusal else {"type": "output_text", "text": text}
     message = {"type": "message", "id": "msg_1", "status": "completed", "role": "assistant", "content": [part]}
     return {
         "id": "resp_1",
         "object": "response",
-        "model": body["model"],
-        "status": "incomplete" if cut else "completed",
-        "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+        "status": "incomplete" if kind == "cut" else "completed",
+        "incomplete_details": {"reason": "max_output_tokens"} if kind == "cut" else None,
         "output": [{"type": "reasoning", "id": "rs_1", "summary": []}, message],
-        "usage": {
-            "input_tokens": USAGE["input"],
-            "input_tokens_details": {"cached_tokens": USAGE["cached"]},
-            "output_tokens": USAGE["output"],
-        },
+        "usage": {"input_tokens": 900, "input_tokens_details": {"cached_tokens": 400}, "output_tokens": 80},
     }
-
-
-def _encode(status: int, content: Any, extra: dict[str, str] | None = None) -> bytes:
-    payload = content.encode() if isinstance(content, str) else json.dumps(content).encode()
-    headers = {"Content-Type": "application/json", "Content-Length": str(len(payload)), **(extra or {})}
-    lines = [f"HTTP/1.1 {status} {HTTPStatus(status).phrase}", *(f"{name}: {headers[name]}" for name in headers)]
-    return "\r\n".join([*lines, "", ""]).encode("latin-1") + payload
-
-
-def _send(writer: asyncio.StreamWriter, status: int, content: Any, extra: dict[str, str] | None = None) -> None:
-    writer.write(_encode(status, content, extra))
-
-
-def _reset(writer: asyncio.StreamWriter, reply: dict[str, Any]) -> None:
-    """Half of the reply, then a reset of the connection instead of its orderly end."""
-    data = _encode(200, reply)
-    writer.write(data[: len(data) - 200])
-    connection = writer.get_extra_info("socket")
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    writer.transport.abort()
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--latency", type=float, default=0.05, help="seconds from a request to its reply")
-    with LoopbackServer(latency=parser.parse_args().latency) as server:
-        print(server.url, flush=True)
-        threading.Event().wait()
-
-
-if __name__ == "__main__":
-    main()
