@@ -7,8 +7,6 @@ from pathlib import Path
 from tests.support.loopback import LoopbackServer
 from trl_ext.evaluation import OpenAIJudge, VerdictCache
 
-INSTRUCTIONS = "Judge well."
-
 
 def prompt_rows(count: int) -> list[dict]:
     return [{"row_id": f"r{i}", "prompt": [{"role": "user", "content": f"question {i}"}]} for i in range(count)]
@@ -24,7 +22,7 @@ def expected_outcomes(count: int) -> list[str]:
 
 
 def judge_of(server: LoopbackServer, **arguments) -> OpenAIJudge:
-    return OpenAIJudge(**{"base_url": server.url, "instructions": INSTRUCTIONS, "timeout": 10.0, **arguments})
+    return OpenAIJudge(**{"base_url": server.url, "instructions": "Judge well.", "timeout": 10.0, **arguments})
 
 
 def kept(path: Path) -> int:

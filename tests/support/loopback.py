@@ -30,7 +30,7 @@ class Fault:
 
     Attributes:
         kind: "status", "reset" (in the middle of the body), "stall", "not_json", "not_the_api", "bad_schema",
-            "same_label", "refusal", "empty" or "cut".
+            "refusal", "empty" or "cut".
         status: for "status", with `retry_after` as its header and `code` in its body.
         echo_key: repeat the client's key in the text of the error, or of the refusal.
     """
@@ -192,8 +192,7 @@ def answer(question: Question, **changes: Any) -> dict[str, Any]:
 
 
 def _reply_body(call: Call, chat: bool, kind: str, key: str) -> dict:
-    changes = {"bad_schema": {"strength": 9}, "same_label": {"worst": answer(call.question)["best"]}}
-    text = json.dumps(answer(call.question, **changes.get(kind, {})))
+    text = json.dumps(answer(call.question, **({"strength": 9} if kind == "bad_schema" else {})))
     text = {"empty": "", "cut": text[:40]}.get(kind, text)
     refusal = f"I cannot judge this. {key}" if kind == "refusal" else None
     if chat:

@@ -8,14 +8,11 @@ import sys
 
 import pytest
 import torch
-from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.support.refusals import assert_refused
-from trl_ext import PolicyConfig, PolicyTrainer, load_benchmark
+from trl_ext import load_benchmark
 from trl_ext.evaluation import JudgeUnavailable, OpenAIModel, RubricReward
 from trl_ext.evaluation.judging.rubric import read_rubric
-from trl_ext.toy import MODEL_DIR
 from trl_ext.trainers.policy.reward_functions import check_arguments
 
 pytestmark = pytest.mark.usefixtures("no_key")
@@ -108,38 +105,6 @@ def test_a_file_of_prompts_keeps_its_rubrics(tmp_path):
     read = load_benchmark(tmp_path)["train_gen"]["rubric"]
     assert [read_rubric(one) for one in read[:2]] == [[("says why", 1.0)], [("is polite", 2.0), ("is short", 1.0)]]
     assert_refused(lambda: read_rubric(read[2]), "a criterion is a text")
-
-
-def test_a_trainer_passes_the_rubric_on_and_logs_the_cost(tmp_path):
-    rows = [
-        {"prompt": [{"role": "user", "content": f"{n} + 1?"}], "rubric": [{"criterion": f"says {n}", "weight": 1.0}]}
-        for n in range(4)
-    ]
-    server = Server()
-    trainer = PolicyTrainer(
-        AutoModelForCausalLM.from_pretrained(MODEL_DIR),
-        reward_with(server),
-        args=PolicyConfig(
-            str(tmp_path),
-            max_steps=1,
-            per_device_train_batch_size=8,
-            num_generations=2,
-            max_completion_length=4,
-            logging_steps=1,
-            save_strategy="no",
-            report_to="none",
-            use_cpu=True,
-        ),  # fmt: skip
-        processing_class=AutoTokenizer.from_pretrained(MODEL_DIR),
-        train_dataset=Dataset.from_list(rows),
-    )
-    trainer.train()
-    logged = trainer.state.log_history[0]
-    assert logged["rubric_explicit/calls"] == len(server.questions) <= 8
-    assert all(question.split("user: ")[1][0] == question.split("says ")[1][0] for question in server.questions), (
-        "each response is asked about by its own prompt's rubric"
-    )
-    assert "rewards/rubric_explicit/mean" in logged
 
 
 def test_the_last_text_of_the_assistant_is_judged():
