@@ -1,7 +1,5 @@
 """Submissions: model names, generation, scores and packing."""
 
-import json
-import logging
 import zipfile
 from functools import partial
 
@@ -18,10 +16,7 @@ from tests.support.reward_adapters import randomize, save_full_model
 from tests.support.tiny import save_tiny_model
 from trl_ext import rollouts
 from trl_ext.evaluation import grade_submission
-from trl_ext.evaluation.submissions.assets import (
-    load_prompts,
-    token_counter,
-)
+from trl_ext.evaluation.submissions.assets import load_prompts, token_counter
 from trl_ext.evaluation.submissions.submission import (
     build_submission,
     generate_submission_file,
@@ -36,56 +31,29 @@ from trl_ext.rewards import RewardModel
 TEXTS = ["Say red.", "Say a much longer thing, please, and then stop.", "Why?", "Tell me of the sea.", "And?"]
 
 
-@pytest.fixture
-def short_tokenizer(tiny_model_path, monkeypatch):
-    """The tokenizer that everything loads, with a limit of 100 tokens; what it warns of is seen by `caplog`."""
-    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model_path)
-    tokenizer.model_max_length, tokenizer.used = 100, False
-
-    def load(*arguments, **keywords):
-        tokenizer.used = True
-        return tokenizer
-
-    monkeypatch.setattr(AutoTokenizer, "from_pretrained", load)
-    return tokenizer
-
-
 @pytest.fixture(scope="module")
 def prompts_file(tmp_path_factory):
     return write_prompts(tmp_path_factory.mktemp("assets") / "prompts.jsonl", TEXTS)
 
 
-class TestModelNames:
-    """What is taken for a mistyped path is refused at once, and not looked for on the hub for over a minute."""
-
-    @pytest.fixture(autouse=True)
-    def folders(self, tmp_path, monkeypatch):
-        (tmp_path / "models" / "aot-toy").mkdir(parents=True)
-        (tmp_path / "models" / "aot-toy" / "config.json").write_text("{}")
-        (tmp_path / "models" / "log").mkdir()
-        monkeypatch.chdir(tmp_path)
-
-    @pytest.mark.parametrize("name", ["runs/no", "./no", "/no/such", "~/no", "a/b/c", "no/", "no.gguf"])
-    def test_mistyped(self, name):
-        words = [f"no model folder '{name}'", "give a folder, a GGUF file"]
-        assert_refused(lambda: resolve_model_path(name), *words, error=FileNotFoundError)
-
-    def test_its_neighbours_are_named_and_a_folder_that_is_no_model(self):
-        for name, words in (("models/aot", ["models holds aot-toy"]), ("models/log", ["models/log", "config.json"])):
-            assert_refused(lambda name=name: resolve_model_path(name), *words, error=FileNotFoundError)
-
-    @pytest.mark.parametrize("name", ["gpt2", "Qwen/Qwen2.5-1.5B-Instruct", "models/aot-toy"])
-    def test_names_of_the_hub_and_folders(self, name):
+def test_a_mistyped_path_is_refused_at_once(tmp_path, monkeypatch):
+    """It is not looked for on the hub, which takes over a minute. Its neighbours are named."""
+    for name in ("models/aot-toy/config.json", "models/log/x"):
+        write_rows(tmp_path / name, [])
+    monkeypatch.chdir(tmp_path)
+    words = dict.fromkeys(["runs/no", "./no", "/no/such", "~/no", "a/b/c", "no/", "no.gguf"], ["no model folder '"])
+    for name, told in (words | {"models/aot": ["models holds aot-toy"], "models/log": ["config.json"]}).items():
+        assert_refused(lambda name=name: resolve_model_path(name), name, *told, error=FileNotFoundError)
+    for name in ("gpt2", "Qwen/Qwen2.5-1.5B-Instruct", "models/aot-toy"):
         assert resolve_model_path(name) == name
 
 
 class TestGenerate:
     def test_rows_are_the_models_own_greedy_responses(self, tiny_model_path, prompts_file, tmp_path):
-        """Against transformers' own loop over single tokens, one prompt at a time."""
-
+        """Against transformers' own loop over single tokens, one prompt at a time; prompts lose their beginning."""
         out = tmp_path / "policy_generations" / "aot.jsonl"
-        generate_submission_file(tiny_model_path, out, prompts_jsonl=prompts_file, max_new_tokens=6, batch_size=2)
+        limits = {"max_new_tokens": 6, "max_prompt_tokens": 40, "batch_size": 2}
+        generate_submission_file(tiny_model_path, out, prompts_jsonl=prompts_file, **limits)
         model = AutoModelForCausalLM.from_pretrained(tiny_model_path)
         tokenizer = AutoTokenizer.from_pretrained(tiny_model_path)
         rows = read_rows(out)
@@ -95,7 +63,7 @@ class TestGenerate:
             rendered = tokenizer.apply_chat_template(
                 [{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False
             )
-            ids, response_ids = tokenizer(rendered)["input_ids"], []
+            ids, response_ids = tokenizer(rendered)["input_ids"][-40:], []
             while len(response_ids) < 6 and tokenizer.eos_token_id not in response_ids:
                 logits = model(torch.tensor([ids + response_ids])).logits[0, -1]
                 response_ids.append(int(logits.argmax()))
@@ -104,7 +72,6 @@ class TestGenerate:
             assert set(row) == {"row_id", "prompt_text", "response_text", "generated_num_tokens"}
 
     def test_an_interrupted_run_goes_on(self, tiny_model_path, prompts_file, tmp_path, monkeypatch):
-
         whole, out = tmp_path / "whole.jsonl", tmp_path / "aot.jsonl"
         settings = {"prompts_jsonl": prompts_file, "max_new_tokens": 6, "batch_size": 2}
         generate_submission_file(tiny_model_path, whole, **settings)
@@ -162,33 +129,14 @@ class TestGenerate:
 
     def test_the_hash_of_an_adapter_is_of_its_base_too(self, tmp_path):
         base, adapter = tmp_path / "base", tmp_path / "adapter"
-        named = json.dumps({"base_model_name_or_path": str(base)})
-        write_rows(adapter / "adapter_config.json", [named])
+        write_rows(adapter / "adapter_config.json", [{"base_model_name_or_path": str(base)}])
         hashes = []
-        for name, content in {
-            "config.json": "{}",
-            "model.safetensors": "a",
-            "README.md": "no part of the model",
-        }.items():
-            write_rows(base / name, [content])
+        for name in ("config.json", "model.safetensors", "README.md"):
+            write_rows(base / name, ["{}"])
             hashes.append(model_sha256(adapter))
         assert hashes[0] != hashes[1] == hashes[2] == model_sha256(adapter)
 
-    def test_what_is_long_is_cut_without_a_warning(self, tiny_model_path, tmp_path, short_tokenizer, assets, caplog):
-        """A prompt of over 250 bytes, each a token, of which the last 40 are read.
-
-        A prompt and a response of 250 bytes and more, under the 512 that the reward model reads.
-        """
-        prompts = write_prompts(tmp_path / "prompts.jsonl", ["word " * 50])
-        settings = {"prompts_jsonl": prompts, "max_new_tokens": 2, "max_prompt_tokens": 40}
-        generate_submission_file(tiny_model_path, tmp_path / "aot.jsonl", **settings)
-        pair = {"row_id": "q", "prompt_text": "word " * 50, "chosen_text": "yes " * 70, "rejected_text": "no"}
-        pairs = write_rows(tmp_path / "prefs.jsonl", [pair])
-        score_submission_file(assets["reward_model"], tmp_path / "scores.jsonl", prefs_jsonl=pairs)
-        assert short_tokenizer.used and "Token indices" not in caplog.text
-
     def test_a_model_that_the_hub_has_not_is_asked_for_once(self, prompts_file, tmp_path, monkeypatch):
-
         asked = []
 
         def unreachable(self, name, **keywords):
@@ -203,8 +151,8 @@ class TestGenerate:
 
 
 @pytest.fixture(scope="module")
-def assets(tiny_model_path, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("assets")
+def assets(tiny_model_path, prompts_file):
+    folder = prompts_file.parent
     pairs = [
         {"row_id": f"q{i}", "prompt_text": text, "chosen_text": "yes" + "!" * i, "rejected_text": "no"}
         for i, text in enumerate(TEXTS)
@@ -212,21 +160,16 @@ def assets(tiny_model_path, tmp_path_factory):
     return {
         "model": tiny_model_path,
         "reward_model": save_full_model(tiny_model_path, folder / "reward"),
-        "prompts": write_prompts(folder / "prompts.jsonl", TEXTS),
+        "prompts": prompts_file,
         "prefs": write_rows(folder / "prefs.jsonl", pairs),
     }
 
 
 class TestBuildScoreAndPack:
-    def build(self, assets, out, **keywords):
-        arguments = {"reward_model": assets["reward_model"], "prefs_jsonl": assets["prefs"], **keywords}
-        return build_submission(
-            {"aot": assets["model"], "offline_best": assets["model"]},
-            out,
-            prompts_jsonl=assets["prompts"],
-            max_new_tokens=4,
-            **arguments,
-        )
+    def build(self, assets, out):
+        data = {"prompts_jsonl": assets["prompts"], "prefs_jsonl": assets["prefs"], "max_new_tokens": 4}
+        models = {"aot": assets["model"], "offline_best": assets["model"]}
+        return build_submission(models, out, reward_model=assets["reward_model"], **data)
 
     def test_a_name_that_is_no_files_is_refused_before_a_model_is_loaded(self, tmp_path):
         for name in ("../x", "a\\b", "", "..", "a\nb"):
@@ -236,7 +179,6 @@ class TestBuildScoreAndPack:
         assert not (tmp_path / "out").exists()
 
     def test_layout_and_scores(self, assets, tmp_path, monkeypatch):
-
         files = self.build(assets, tmp_path)
         assert [str(file.relative_to(tmp_path)) for file in files] == [
             "policy_generations/aot.jsonl",
