@@ -1,4 +1,4 @@
-"""The commands of the public evaluation as a user runs them: results, files, and errors in one line."""
+"""The commands of the public evaluation as a user runs them: figures, files, caches, costs, and errors in one line."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.support import REPOSITORY
 from tests.support.files import read_rows, write_rows
+from tests.support.loopback import LoopbackServer
 from tests.support.public_evaluation import (
     COMMANDS,
     flags_of_course,
@@ -26,12 +27,16 @@ from tests.support.public_evaluation import (
     response_rows,
     run_command,
     write_policy,
+    write_scores,
 )
 from tests.support.refusals import assert_one_line
 from tests.support.reward_adapters import save_full_model
 from tests.support.tiny import save_tiny_model, token_log_probs
 from trl_ext import rollouts
+from trl_ext.evaluation.judging.run import JudgingRun
 from trl_ext.rewards import RewardModel
+
+MIXED = {"win": 5, "tie": 3, "loss": 2}
 
 
 @pytest.fixture
@@ -41,8 +46,26 @@ def run(capsys, monkeypatch, tmp_path):
 
 
 @pytest.fixture
+def result(run):
+    """Runs a command that has to succeed, and returns what it prints as JSON."""
+
+    def call(*arguments):
+        code, out, err = run(*arguments, "--json")
+        assert code == 0, err
+        return json.loads(out)
+
+    return call
+
+
+@pytest.fixture
 def course(tmp_path):
     return flags_of_course(tmp_path)
+
+
+@pytest.fixture
+def policy(tmp_path):
+    """Writes a file of responses with so many wins, ties, losses and empty ones, in a submission."""
+    return lambda name="aot", **counts: write_policy(tmp_path / "submission", name, response_rows(plan(**counts)))
 
 
 class TestHelp:
@@ -50,8 +73,7 @@ class TestHelp:
     def test_says_what_it_costs_and_writes(self, command, run):
         code, text, _ = run(command, "--help")
         assert code == 0 and f"python -m {module_of(command)}" in text
-        assert "\ncost  " in text and "\nwrites  " in text
-        assert "--json" in text
+        assert "\ncost  " in text and "\nwrites  " in text and "--json" in text
 
     def test_as_modules(self):
         """`python -m` finds the commands, without a warning of modules imported twice."""
@@ -61,32 +83,25 @@ class TestHelp:
             assert (done.returncode, done.stderr) == (0, "")
 
 
-class TestGenerateScorePack:
-    def test_from_models_to_the_archive(self, run, course, tmp_path, tiny_model_path):
-        reward_model = save_full_model(tiny_model_path, tmp_path / "reward")
-        out = tmp_path / "submission" / "policy_generations" / "aot.jsonl"
-        scores = tmp_path / "submission" / "reward_model" / "public_test_pref_scores.jsonl"
-        generate = ("generate", "--model", tiny_model_path, "--out", out, *course["prompts_jsonl"])
-        code, text, err = run(*generate, "--max_new_tokens", "4", "--json")
-        assert (code, json.loads(text)["rows"]) == (0, 10), err
-        code, text, _ = run("score", "--reward_model", reward_model, "--out", scores, *course["prefs_jsonl"], "--json")
-        rows = read_rows(scores)
-        accuracy = sum(row["chosen_score"] > row["rejected_score"] for row in rows) / 4
-        assert (code, json.loads(text)["accuracy"]) == (0, accuracy)
-        options = (*course["prompts_jsonl"], *course["prefs_jsonl"], "--max_new_tokens", "4")
-        code, text, _ = run("pack", "submission", *options)
-        assert code == 0
-        assert "2 files, 7 missing" in text
-        assert len(zipfile.ZipFile(tmp_path / "submission.zip").namelist()) == 2
-        line = one_line_error(run("pack", "submission", *options))
-        assert "submission.zip exists: choose another --out, or replace it with --overwrite" in line
-        # Other settings do not overwrite, and say so.
-        line = one_line_error(run(*generate, "--max_new_tokens", "5"))
-        assert "made with max_new_tokens 4, not with max_new_tokens 5" in line
+def test_from_models_to_the_archive(run, result, course, tmp_path, tiny_model_path):
+    reward_model = save_full_model(tiny_model_path, tmp_path / "reward")
+    out, scores = "submission/policy_generations/aot.jsonl", "submission/reward_model/public_test_pref_scores.jsonl"
+    generate = ("generate", "--model", tiny_model_path, "--out", out, *course["prompts_jsonl"], "--max_new_tokens")
+    assert result(*generate, "4")["rows"] == 10
+    found = result("score", "--reward_model", reward_model, "--out", scores, *course["prefs_jsonl"])
+    assert found["accuracy"] == sum(r["chosen_score"] > r["rejected_score"] for r in read_rows(tmp_path / scores)) / 4
+    pack = ("pack", "submission", *course["prompts_jsonl"], *course["prefs_jsonl"], "--max_new_tokens", "4")
+    code, text, _ = run(*pack)
+    assert code == 0 and "2 files, 7 missing" in text
+    assert len(zipfile.ZipFile(tmp_path / "submission.zip").namelist()) == 2
+    line = one_line_error(run(*pack))
+    assert "submission.zip exists: choose another --out, or replace it with --overwrite" in line
+    # Other settings do not overwrite, and say so.
+    assert "made with max_new_tokens 4, not with max_new_tokens 5" in one_line_error(run(*generate, "5"))
 
 
 OPENAI = ["--judge", "openai", "--model", "gpt-5.4"]
-CANDIDATE = ["--candidate", "policy_generations/aot.jsonl"]
+CANDIDATE = ["judge", "--candidate", "policy_generations/aot.jsonl"]
 # Every refusal is one line: what is wrong, and the flag, file or name that a user would change.
 REFUSALS = [
     (["generate", "--model", "./no", "--out", "x.jsonl"], ["no model folder './no'"]),
@@ -104,19 +119,19 @@ REFUSALS = [
     (["stages", "base=toy", "base=toy"], ["'base' is given twice"]),
     (["stages", "base=toy", "--reference", "sft"], ["reference 'sft'", "base"]),
     (["stages", "base=toy", "--temperature", "-1"], ["temperature", "not be negative", "-1.0"]),
-    (["judge", "--candidate", "policy_generations/aot.jsonl", "a/aot.jsonl"], ["two files are called aot"]),
+    ([*CANDIDATE, "a/aot.jsonl"], ["two files are called aot"]),
     (["judge", "--candidate", "no.jsonl"], ["no file no.jsonl"]),
-    (["judge", *CANDIDATE, *OPENAI], ["OPENAI_API_KEY is not set"]),
-    (["judge", *CANDIDATE, "--judge", "opnai"], ["--judge 'opnai'", "did you mean 'openai'?"]),
-    (["judge", *CANDIDATE, "--max_concurency", "4"], ["unknown flag --max_concurency", "did you mean"]),
-    (["judge", *CANDIDATE, "--max_new_tokens", "0"], ["--max_new_tokens", "at least 1", "0"]),
-    (["judge", *CANDIDATE, "--base_url", "http://localhost:8000/v1"], ["--base_url", "--judge openai"]),
-    (["judge", *CANDIDATE, "--judge", "reward_model", "--model", "m", "--api", "chat"], ["--api", "--judge openai"]),
-    (["judge", *CANDIDATE, "--judge", "openai"], ["--judge openai needs --model"]),
-    (["judge", *CANDIDATE, "--judge", "reward_model"], ["--judge reward_model needs --model"]),
-    (["judge", *CANDIDATE, "--model", "gpt-5.4"], ["--model", "openai or reward_model"]),
-    (["judge", *CANDIDATE, *OPENAI, "--instructions", "no.md"], ["--instructions", "no file no.md"]),
-    (["judge", *CANDIDATE, *OPENAI, "--price_in", "-1"], ["--price_in", "not be negative", "-1"]),
+    ([*CANDIDATE, *OPENAI], ["OPENAI_API_KEY is not set"]),
+    ([*CANDIDATE, "--judge", "opnai"], ["--judge 'opnai'", "did you mean 'openai'?"]),
+    ([*CANDIDATE, "--max_concurency", "4"], ["unknown flag --max_concurency", "did you mean"]),
+    ([*CANDIDATE, "--max_new_tokens", "0"], ["--max_new_tokens", "at least 1", "0"]),
+    ([*CANDIDATE, "--base_url", "http://localhost:8000/v1"], ["--base_url", "--judge openai"]),
+    ([*CANDIDATE, "--judge", "reward_model", "--model", "m", "--api", "chat"], ["--api", "--judge openai"]),
+    ([*CANDIDATE, "--judge", "openai"], ["--judge openai needs --model"]),
+    ([*CANDIDATE, "--judge", "reward_model"], ["--judge reward_model needs --model"]),
+    ([*CANDIDATE, "--model", "gpt-5.4"], ["--model", "openai or reward_model"]),
+    ([*CANDIDATE, *OPENAI, "--instructions", "no.md"], ["--instructions", "no file no.md"]),
+    ([*CANDIDATE, *OPENAI, "--price_in", "-1"], ["--price_in", "not be negative", "-1"]),
 ]
 
 
@@ -144,29 +159,253 @@ def test_refusals_come_before_large_libraries_load(tmp_path):
         assert_one_line(said, words)
 
 
+class TestJudge:
+    def test_figures(self, run, result, course, tmp_path, policy):
+        """5 wins, 3 ties and 2 losses: 5 / 7 and 6.5 / 10; against 7 wins and 3 losses: 0.7."""
+        first, second = policy(**MIXED), policy("dpo", win=7, loss=3)
+        candidates = ["--candidate", first, second, *course["judging"]]
+        found = result("judge", *candidates, "--out", "j.json", "--verdicts", "v.jsonl")
+        assert json.loads((tmp_path / "j.json").read_text()) == found
+        rates = [tuple(one["win_rate"][rule]["rate"] for rule in ("agreed", "half")) for one in found["candidates"]]
+        assert rates == [(pytest.approx(5 / 7), pytest.approx(0.65)), (0.7, 0.7)]
+        (difference,) = found["differences"]
+        assert difference["candidates"] == ["aot", "dpo"]
+        assert difference["difference"] == pytest.approx(5 / 7 - 0.7)
+        controlled = found["candidates"][0]["length_controlled"]
+        assert (controlled["n"], controlled["raw"]) == (10, pytest.approx(0.65))
+        verdicts = read_rows(tmp_path / "v.jsonl")
+        assert len(verdicts) == 20
+        assert [row["outcome"] for row in verdicts[:10]] == ["candidate"] * 5 + ["tie"] * 3 + ["base"] * 2
+        out = run("judge", "--candidate", first, *course["judging"])[1]
+        assert "0.714  [0.359, 0.918]  n 7" in out and "0.650" in out and "position bias  length bias" in out
+        # Seven rows are asked about in both orders; the three ties are identical texts.
+        assert out.endswith("14 verdicts (equal responses need none), 0 errors; this judge costs nothing\n")
+
+    def test_estimate_sends_nothing(self, result, course, tmp_path, monkeypatch, policy):
+        """Nine rows in both orders; the empty one is not asked about."""
+        monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+        options = (*OPENAI, "--estimate", "--price_in", "1", "--price_out", "9")
+        total = result("judge", "--candidate", policy(win=9, empty=1), *course["judging"], *options)["total"]
+        assert total["calls"] == 18 and total["dollars"] > 0
+        assert not (tmp_path / "judge_cache.sqlite").exists()
+
+    def test_openai_over_the_network_and_its_cache(self, run, result, course, tmp_path, monkeypatch, policy):
+        """The server prefers the longer answer: the five right ones, and never "wrong", which is shorter than the two
+        words of the base; so 5 wins and 2 losses, beside 3 ties of identical answers."""
+        monkeypatch.setenv("OPENAI_API_KEY", "sk-test")
+        judge = ("judge", "--candidate", policy(**MIXED), *course["judging"], *OPENAI)
+        with LoopbackServer() as server:
+            own = ("--base_url", server.url)
+            figures = result(*judge, *own)["candidates"][0]["win_rate"]
+            assert (figures["agreed"]["rate"], figures["half"]["rate"]) == pytest.approx((5 / 7, 0.65))
+            assert len(server.calls) == 14, "nothing is asked about identical answers: 2 x 7"
+            assert result(*judge, *own)["usage"]["cached"] == 14
+            grades = result("grade", "submission", *course["all"], *OPENAI, *own)["grades"]
+            assert next(one for one in grades if one["method"] == "aot")["figure"] == pytest.approx(5 / 7)
+            assert len(server.calls) == 14, "grading reads the same cache"
+        # Where every verdict is in the cache no key is needed, and no server. Its address is part of no key of the
+        # cache, only that it is one's own: OPENAI_BASE_URL says so too.
+        monkeypatch.delenv("OPENAI_API_KEY")
+        monkeypatch.setenv("OPENAI_BASE_URL", server.url)
+        code, out, err = run(*judge)
+        assert code == 0 and " 0 calls, 14 verdicts from the cache" in f" {out}".replace("\n", " ")
+        assert "sk-test" not in (tmp_path / "judge_cache.sqlite").read_bytes().decode("latin-1") + out + err
+
+    def test_settings_of_the_judge(self, result, course, tmp_path, monkeypatch, policy):
+        """They are sent, written into every result, and part of what a verdict is kept under."""
+        monkeypatch.setenv("OPENAI_API_KEY", "sk-test")
+        path = policy(win=1, tie=9)
+        (tmp_path / "rubric.md").write_text("Judge by rhyme.")
+        settings = ("--reasoning_effort", "none", "--max_output_tokens", "220", "--instructions", "rubric.md")
+        expected = {"kind": "openai", "model": "gpt-5.4", "instructions": None, "reasoning_effort": None}
+        with LoopbackServer() as server:
+            options = (*OPENAI, "--base_url", server.url)
+            commands = {
+                "judge": ("--candidate", path, *course["judging"], "--out", "judge.json"),
+                "grade": ("submission", *course["all"], "--out", "grade.json"),
+                "tournament": (path, *course["judging"], "--out", "."),
+            }
+            # Under the defaults one row is asked about, in both orders, and then it is in the cache.
+            for command, flags in commands.items():
+                assert result(command, *flags, *options)["judge"] == {**expected, "max_output_tokens": 2048}
+            assert len(server.calls) == 2 and "reasoning" not in server.calls[0].body
+            # Every setting that is added to those before it asks anew, and the three commands share its verdicts.
+            for count in (2, 4, 6):
+                for command, flags in commands.items():
+                    result(command, *flags, *options, *settings[:count])
+                assert len(server.calls) == 2 + count
+        told = {"reasoning_effort": "none", "max_output_tokens": 220, "instructions": "rubric.md"}
+        for command in commands:
+            assert json.loads((tmp_path / f"{command}.json").read_text())["judge"] == {**expected, **told}
+        body = server.calls[-1].body
+        assert (body["reasoning"], body["max_output_tokens"]) == ({"effort": "none"}, 220)
+        assert body["instructions"] == "Judge by rhyme."
+
+    def test_your_own_function_as_the_judge(self, result, course, tmp_path):
+        """Of ten responses, three are longer than the base's: 3 of 10. It is asked again when its file has changed.
+
+        With an identity of None, its verdicts cost nothing and are not kept.
+        """
+        longer = (
+            "def own(prompt, a, b):\n    open('asked', 'a').write('.')\n    return 'A' if len(a) > len(b) else 'B'\n"
+        )
+        (tmp_path / "mine.py").write_text(longer)
+        (tmp_path / "free.py").write_text(f"{longer}own.identity = None\n")
+        rows = enumerate(response_rows(plan(win=10)))
+        rows = [{**row, "response_text": "x" * 500 if number < 3 else "x"} for number, row in rows]
+        judge = ("judge", "--candidate", write_policy(tmp_path, "own", rows), *course["judging"], "--judge")
+
+        def judged(source: str) -> tuple[float, int]:
+            (candidate,) = result(*judge, f"{source}.py:own")["candidates"]
+            return candidate["win_rate"]["half"]["rate"], (tmp_path / "asked").stat().st_size
+
+        estimates = {name: result(*judge, f"{name}.py:own", "--estimate") for name in ("mine", "free")}
+        totals = [(one["total"]["calls"], one["total"]["dollars"]) for one in estimates.values()]
+        assert totals == [(20, None), (20, 0)]
+        assert estimates["mine"]["notes"] == ["this judge does not say what it costs"]
+        assert judged("free") == (pytest.approx(0.3), 20) and not (tmp_path / "judge_cache.sqlite").exists()
+        for asked in (40, 40):
+            assert judged("mine") == (pytest.approx(0.3), asked)
+        (tmp_path / "mine.py").write_text(longer.replace(">", "<"))
+        os.utime(tmp_path / "mine.py", ns=(1, 1))
+        assert judged("mine") == (pytest.approx(0.7), 60)
+
+    def test_a_reward_model_as_the_judge(self, result, course, tmp_path, tiny_model_path, policy):
+        """Each row's outcome is the sign of the difference of the rewards."""
+        folder = save_full_model(tiny_model_path, tmp_path / "reward")
+        options = ("--judge", "reward_model", "--model", folder)
+        found = result("judge", "--candidate", policy(**MIXED), *course["judging"], *options)
+        systems = [response_rows(plan(**MIXED)), response_rows(plan(tie=10))]
+        prompts = [[{"role": "user", "content": row["prompt_text"]}] for row in systems[0]]
+        own, other = (RewardModel(folder).score(prompts, [row["response_text"] for row in r]) for r in systems)
+        # Equal texts have equal rewards, up to rounding in batches of different width.
+        credits = [0.5 if abs(gap) < 1e-5 else float(gap > 0) for gap in (own - other).tolist()]
+        assert credits[5:8] == [0.5] * 3 and set(credits) == {0.0, 0.5, 1.0}
+        assert found["candidates"][0]["win_rate"]["half"]["rate"] == pytest.approx(sum(credits) / 10)
+
+    def test_an_interrupt(self, run, course, monkeypatch, policy):
+        """Before the first verdict: none of 20 is there, which it says."""
+
+        def interrupt(self, questions):
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(JudgingRun, "ask_all", interrupt)
+        openai = (*OPENAI, "--base_url", "http://127.0.0.1:9/v1")
+        for options, words in ((openai, ["0 of 20 verdicts", "judge_cache.sqlite"]), ((), ["no verdict is kept"])):
+            code, _, err = run("judge", "--candidate", policy(win=10), *course["judging"], *options)
+            assert code == 130
+            assert_one_line(err, ["interrupted: ", *words])
+
+    def test_the_courses_own_files(self, result, wildchat, tmp_path):
+        """The base as its own candidate, its answers doubled: a judge that prefers longer ones has it win all 128."""
+        base = wildchat / "public_test_gen_base_responses_128.jsonl"
+        rows = [{**row, "response_text": row["response_text"] * 2} for row in read_rows(base)]
+        flags = ["--candidate", write_rows(tmp_path / "aot.jsonl", rows), "--base_jsonl", base]
+        flags += ["--prompts_jsonl", wildchat / "public_test_gen_prompts_128.jsonl", *OPENAI]
+        with LoopbackServer() as server:
+            figures = result("judge", *flags, "--base_url", server.url)["candidates"][0]["win_rate"]
+        assert (figures["agreed"]["rate"], figures["agreed"]["n"]) == (1.0, 128)
+
+
+class TestGrade:
+    def test_table_and_problems(self, run, course, tmp_path, policy):
+        """Of ipo 5 wins, 3 ties and 2 losses: 7 of 10 rows count. Ties in both orders agree, and without a bias."""
+        policy(win=8, loss=2)
+        policy("ipo", **MIXED)
+        bad = response_rows(plan(win=10))
+        bad[4]["row_id"] = "elsewhere"
+        path = write_policy(Path("submission"), "dpo", bad)
+        write_scores(Path("submission"), [1.0, 2.0, 3.0, -1.0])
+        code, out, _ = run("grade", "submission", *course["all"], "--out", "grades.json")
+        assert code == 2, "a file that is there cannot be used"
+        lines = {line.split()[0]: line for line in out.splitlines() if line.strip()}
+        for method, words in {
+            "aot": ["PASS", "0.800", "0.72"],
+            "reward_model": ["PASS", "0.750"],
+            "ipo": ["PASS", "0.714  [0.359, 0.918]  n 7 of 10"],
+            "dpo": ["FAIL", "2 bad rows"],
+            "gspo": ["FAIL", "missing"],
+        }.items():
+            assert_one_line(lines[method], words)
+        assert lines["ipo"].split()[-2:] == ["1.000", "0.000"]
+        assert out.splitlines()[0].split("  ")[-2:] == ["agreement", "position bias"]
+        assert lines["gspo"].split()[-3:] == ["-", "-", "-"], "no chance, agreement or bias of a missing file"
+        assert f"cannot be graded: {path}: row_id elsewhere: line 5: foreign" in out
+        assert f"cannot be graded: {path}: row_id row-blue: missing" in out
+        assert "3 of 9 passed; part two, by either file: FAIL" in out
+        assert len(json.loads((tmp_path / "grades.json").read_text())["grades"]) == 9
+
+    def test_exit_codes(self, run, course, policy):
+        """Eight of nine files are missing, one method fails: 0. A NaN among the scores: 2, as in packing."""
+        policy(win=2, loss=8)
+        code, out, _ = run("grade", "submission", *course["all"])
+        assert code == 0 and "0 of 9 passed" in out
+        write_scores(Path("submission"), [1.0, 2.0, float("nan"), -1.0])
+        code, out, _ = run("grade", "submission", *course["all"], "--json")
+        assert code == 2 and "row_id pair-2: chosen_score: Input should be a finite number, got nan" in out
+        grades = {row["method"]: row for row in json.loads(out)["grades"]}
+        assert grades["aot"]["figure"] == 0.2, "the other file is graded all the same"
+        assert run("pack", "submission", *course["prompts_jsonl"], *course["prefs_jsonl"])[0] == 2
+        assert "exit    0 whatever the grades" in run("grade", "--help")[1]
+
+    def test_an_empty_file_and_one_of_many_problems(self, run, course):
+        """Ten rows that are all foreign, and so ten missing: twenty problems, of which five are shown, in one line."""
+        empty = write_policy(Path("submission"), "aot", [])
+        foreign = [{**row, "row_id": f"other-{row['row_id']}"} for row in response_rows(plan(win=10))]
+        path = write_policy(Path("submission"), "dpo", foreign)
+        code, out, _ = run("grade", "submission", *course["all"])
+        assert code == 2 and f"cannot be graded: {empty}: the file is empty\n" in out
+        assert out.count(str(path)) == 1 and "; and 15 more" in out
+        line = one_line_error(run("judge", "--candidate", empty, *course["judging"]))
+        assert line == f"error: {empty}: the file is empty"
+        line = one_line_error(run("judge", "--candidate", path, *course["judging"]))
+        assert line.count(str(path)) == 1 and line.count("row_id") == 5 and line.endswith("; and 15 more")
+
+    def test_tokens_are_counted_by_a_tokenizer(self, run, result, course, tiny_model_path, policy):
+        """Bytes are tokens here: three words of w letters, two commas, two spaces and a full stop have 3 w + 5.
+
+        26 for captain, 23 for banana, carrot and castle, 20 for beach and black; four over the limit are let pass.
+        Even three letters are over a limit of 9: nothing is left to judge.
+        """
+        policy(win=10)
+        grade = ("grade", "submission", *course["all"])
+        options = ("--tokenizer", tiny_model_path, "--json", "--max_new_tokens")
+        for limit, over in ((22, []), (19, ["captain"]), (18, ["banana", "captain", "carrot", "castle"])):
+            grades = json.loads(run(*grade, *options, limit)[1])["grades"]
+            aot = next(one for one in grades if one["method"] == "aot")
+            assert [line.split("row-")[1].split(":")[0] for line in aot["problems"]] == over
+            assert aot["passed"] is not bool(over)
+        line = one_line_error(run(*grade, "--estimate", *options, 9))
+        assert "holds no policy's file that could be judged" in line
+        write_policy(Path("submission"), "dpo", response_rows(plan(win=10))[1:])
+        estimates = result(*grade, *OPENAI, "--estimate")["estimates"]
+        assert {name: row["calls"] for name, row in estimates.items()} == {"aot": 20}, "and not dpo, a row short"
+
+    def test_the_courses_thresholds(self):
+        thresholds = json.loads((REPOSITORY / "public_eval" / "thresholds.json").read_text())
+        expected = {"reward_model": 0.74, "dpo": 0.68, "ipo": 0.55, "aot": 0.72, "grpo": 0.68, "drgrpo": 0.64}
+        assert thresholds == {**expected, "gspo": 0.60, "offline_best": 0.83, "online_best": 0.75}
+
+
 class TestTournament:
-    def test_files_and_table(self, run, course, tmp_path):
+    def test_files_and_table(self, run, course, tmp_path, policy):
         """Nine points of ten against the base: 1000 + 400 log10(9) = 1382."""
-        good = write_policy(tmp_path, "good", response_rows(plan(win=8, tie=2)))
-        code, out, _ = run("tournament", good, *course["judging"], "--out", "t")
-        assert code == 0
-        assert out.splitlines()[2].split()[:2] == ["good", "1382"]
+        code, out, _ = run("tournament", policy("good", win=8, tie=2), *course["judging"], "--out", "t")
+        assert code == 0 and out.splitlines()[2].split()[:2] == ["good", "1382"]
         # Nine points of ten, with an interval.
         assert re.search(r"0\.900  \[0\.\d{3}, \d\.\d{3}\]$", out.splitlines()[2])
         saved = json.loads((tmp_path / "t" / "tournament.json").read_text())
-        assert [row["name"] for row in saved["ratings"]][0] == "good"
+        assert saved["ratings"][0]["name"] == "good"
         assert out.split("column")[1].splitlines()[4].split() == ["good", "-", "0.900"]
 
-    def test_estimate(self, run, course, tmp_path):
+    def test_estimate(self, run, result, course, policy):
         """Nothing is asked about the five rows on which both are right in the same words."""
-        good = write_policy(tmp_path, "good", response_rows(plan(win=10)))
-        even = write_policy(tmp_path, "even", response_rows(plan(win=5, loss=5)))
-        options = ("--judge", "openai", "--model", "gpt-5.4", "--estimate", "--json")
-        _, out, _ = run("tournament", good, even, *course["judging"], *options)
-        calls = {name: row["calls"] for name, row in json.loads(out)["estimates"].items()}
+        files = policy("good", win=10), policy("even", win=5, loss=5)
+        estimates = result("tournament", *files, *course["judging"], *OPENAI, "--estimate")["estimates"]
+        calls = {name: row["calls"] for name, row in estimates.items()}
         assert calls == {"base - good": 20, "base - even": 20, "good - even": 10}
-        path = write_policy(tmp_path, "base", response_rows(plan(win=10)))
-        assert "the base takes part anyway" in one_line_error(run("tournament", path, *course["judging"]))
+        line = one_line_error(run("tournament", policy("base", win=10), *course["judging"]))
+        assert "the base takes part anyway" in line
 
 
 class TestCompareStages:
@@ -175,9 +414,8 @@ class TestCompareStages:
         save_tiny_model(tmp_path / "other", seed=1)
         return {"base": tiny_model_path, "ppo": str(tmp_path / "other")}
 
-    def test_figures_recomputed(self, run, course, models, tmp_path, monkeypatch):
+    def test_figures_recomputed(self, result, course, models, tmp_path, monkeypatch):
         """Reward and length anew from the samples, and KL from the tokens, one row at a time and without padding."""
-
         original, generations = rollouts.generate_responses, []
 
         def remember(*arguments, **keywords):
@@ -185,28 +423,24 @@ class TestCompareStages:
             return generations[-10:]
 
         monkeypatch.setattr(rollouts, "generate_responses", remember)
-
         reward_model = save_full_model(models["base"], tmp_path / "reward")
         named = [f"{name}={path}" for name, path in models.items()]
-        options = ("--reward_model", reward_model, "--max_new_tokens", "5", "--out", "stages", "--json")
-        code, out, err = run("stages", *named, *course["prompts_jsonl"], *options)
-        assert code == 0, err
-        base, ppo = json.loads(out)["models"]
-        assert json.loads((tmp_path / "stages" / "comparison.json").read_text()) == json.loads(out)
+        options = ("--reward_model", reward_model, "--max_new_tokens", "5", "--out", "stages")
+        found = result("stages", *named, *course["prompts_jsonl"], *options)
+        assert json.loads((tmp_path / "stages" / "comparison.json").read_text()) == found
+        base, ppo = found["models"]
         assert (base["kl"], base["kl_note"]) == (None, "the reference itself")
         samples = read_rows(tmp_path / "stages" / "samples_ppo.jsonl")
         assert len(samples) == ppo["n"] == 10
         lengths = torch.tensor([float(row["generated_num_tokens"]) for row in samples])
-        assert ppo["tokens"]["mean"] == pytest.approx(float(lengths.mean()))
-        assert ppo["tokens"]["std"] == pytest.approx(float(lengths.std()))
         messages = [[{"role": "user", "content": row["prompt_text"]}] for row in samples]
-        rewards = RewardModel(reward_model).score(
-            messages, [row["response_text"] for row in samples], finished=[row["finished"] for row in samples]
-        )
-        assert ppo["reward"]["mean"] == pytest.approx(float(rewards.mean()), abs=1e-5)
-        assert ppo["reward"]["std"] == pytest.approx(float(rewards.std()), abs=1e-5)
+        texts, finished = ([row[name] for row in samples] for name in ("response_text", "finished"))
+        rewards = RewardModel(reward_model).score(messages, texts, finished=finished)
+        for name, values in (("tokens", lengths), ("reward", rewards)):
+            for key, expected in (("mean", values.mean()), ("std", values.std())):
+                assert ppo[name][key] == pytest.approx(float(expected), abs=1e-5)
         own, reference = (AutoModelForCausalLM.from_pretrained(models[name]).double() for name in ("ppo", "base"))
-        k1, k3 = [], []
+        totals = {"k1": [], "k3": []}
         for generation in generations[10:]:
             chosen = torch.tensor(generation.response_ids)[:, None]
             with torch.no_grad():
@@ -214,10 +448,9 @@ class TestCompareStages:
                     token_log_probs(model, generation.prompt_ids, generation.response_ids).gather(1, chosen)
                     for model in (own, reference)
                 )
-            k1.append(float((p - q).sum()))
-            k3.append(float((torch.exp(q - p) - 1 - (q - p)).sum()))
-        totals = {"k1": k1, "k3": k3}[ppo["kl"]["estimator"]]
-        assert ppo["kl"]["mean"] == pytest.approx(sum(totals) / 10, rel=1e-4)
+            totals["k1"].append(float((p - q).sum()))
+            totals["k3"].append(float((torch.exp(q - p) - 1 - (q - p)).sum()))
+        assert ppo["kl"]["mean"] == pytest.approx(sum(totals[ppo["kl"]["estimator"]]) / 10, rel=1e-4)
         assert ppo["kl"]["n"] == 10
 
     def test_other_temperature_has_no_kl(self, run, course, models):
