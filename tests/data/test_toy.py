@@ -5,8 +5,21 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.support.files import read_rows
+from tools.toy_benchmark import (
+    MATH_ROWS,
+    PREFERENCE_ROWS,
+    PROMPT_ROWS,
+    build_math,
+    build_preferences,
+    build_prompts,
+    respond,
+)
+from tools.toy_model import new_model, pretrain, train_tokenizer
+from tools.toy_prompts import prompt_pool
 from trl_ext.toy import DATA_DIR, MODEL_DIR, kind_of, score, score_parts
 
 LIST = "List four animals. Use commas."
@@ -28,31 +41,20 @@ GOOD = {
     ADD: "<think>7+8=15 4+3+1=8</think> <answer>85</answer>",
 }
 KINDS = dict(zip(GOOD, ("list", "starts", "sentence", "ask", "sort", "say", "describe", "add"), strict=True))
-PREFERENCE_ROWS = {"train": 2000, "validation": 200, "test": 400}
-PROMPT_ROWS = {"train": 1500, "validation": 200, "test": 400}
-MATH_ROWS = {"train": 400, "validation": 200, "test": 200}
-
-
-def read(name: str) -> list[dict]:
-    return read_rows(DATA_DIR / f"{name}.jsonl")
 
 
 @pytest.fixture(scope="module")
 def splits() -> dict[str, list[dict]]:
-    return {path.stem: read(path.stem) for path in sorted(DATA_DIR.glob("*.jsonl"))}
+    return {path.stem: read_rows(path) for path in sorted(DATA_DIR.glob("*.jsonl"))}
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    from transformers import AutoTokenizer
-
     return AutoTokenizer.from_pretrained(MODEL_DIR)
 
 
 @pytest.fixture(scope="module")
 def model():
-    from transformers import AutoModelForCausalLM
-
     return AutoModelForCausalLM.from_pretrained(MODEL_DIR).eval()
 
 
@@ -145,15 +147,6 @@ def test_a_cut_response_is_not_graded_as_if_it_had_ended(prompt, expected):
     assert score_parts(prompt, GOOD[prompt], finished=False)["unfinished"] == -0.2
 
 
-def test_running_on_to_the_limit_never_pays():
-    # 0.6 - 0.075 * 6 surplus + 0.2 separators = 0.35; cut: less 0.2
-    response = "cat, dog, fox, bear, wolf, lion, goat, horse, mouse, tiger"
-    assert score(LIST, response) == pytest.approx(0.35)
-    assert score(LIST, response, finished=False) == pytest.approx(0.15)
-    for prompt, good in GOOD.items():
-        assert score(prompt, " ".join([good] * 4), finished=False) < score(prompt, good)
-
-
 @pytest.mark.parametrize("response", ["", "  \n", "🙂", "...", "日本語 " * 30])
 def test_empty_and_foreign_text_scores_at_most_its_ending(response):
     for prompt in GOOD:
@@ -174,50 +167,34 @@ def test_score_is_the_sum_of_its_parts_within_the_interval():
 
 @pytest.mark.parametrize("prompt", ["", "Write a poem.", "List four dragons. Use commas.", "user: " + LIST])
 def test_an_unknown_prompt_is_refused(prompt):
-    with pytest.raises(ValueError, match="unknown prompt .*pass the text of the user message alone"):
-        score(prompt, "cat")
-    with pytest.raises(ValueError, match="unknown prompt"):
-        kind_of(prompt)
+    for function in (kind_of, lambda prompt: score(prompt, "cat")):
+        with pytest.raises(ValueError, match="unknown prompt .*pass the text of the user message alone"):
+            function(prompt)
 
 
-def test_splits_have_their_sizes(splits):
-    expected = {f"{name}_prefs": count for name, count in PREFERENCE_ROWS.items()}
-    expected |= {f"{name}_gen": count for name, count in PROMPT_ROWS.items()}
-    expected |= {f"{name}_math": count for name, count in MATH_ROWS.items()}
+def test_splits_have_their_sizes_and_no_prompt_is_in_two(splits):
+    sizes = {"prefs": PREFERENCE_ROWS, "gen": PROMPT_ROWS, "math": MATH_ROWS}
+    expected = {f"{split}_{kind}": count for kind, rows in sizes.items() for split, count in rows.items()}
     assert {name: len(rows) for name, rows in splits.items()} == expected
-
-
-def test_prompts_of_pretraining_train_validation_and_test_are_disjoint(splits):
-    from tools.toy_prompts import prompt_pool
-
     pools = {"pretrain": {prompt for prompts in prompt_pool("pretrain").values() for prompt in prompts}}
     for name, rows in splits.items():
         pools.setdefault(name.split("_")[0], set()).update(row["prompt_text"] for row in rows)
     assert sum(map(len, pools.values())) == len(set.union(*pools.values()))
 
 
-@pytest.mark.parametrize("name", PREFERENCE_ROWS)
-def test_labels_agree_with_the_true_order_nine_times_in_ten(splits, name):
-    rows = splits[f"{name}_prefs"]
-    gaps = [
-        score(row["prompt_text"], row["chosen_text"]) - score(row["prompt_text"], row["rejected_text"]) for row in rows
-    ]
-    told = [gap > 0 for gap in gaps if gap != 0]
-    assert 0.88 <= sum(told) / len(told) <= 0.95
-    # Confidence must tell the sure labels from the unsure ones.
-    middle = sorted(row["avg_confidence"] for row in rows)[len(rows) // 2]
-    sure = [gap > 0 for gap, row in zip(gaps, rows, strict=True) if gap != 0 and row["avg_confidence"] > middle]
-    assert sum(sure) / len(sure) > sum(told) / len(told) + 0.03
-
-
 def test_tokenizer_is_lossless_on_composed_text(tokenizer):
-    texts = [*GOOD, *GOOD.values(), "naïve ÅÉ ñ", "نص עברית हिन्दी", "👩‍👩‍👧 🙂🏽"]
-    texts += ["\t a  b \r\n\n c ", " don 't , no ."]
-    generator = random.Random(0)
+    texts = [
+        *GOOD,
+        *GOOD.values(),
+        "naïve ÅÉ ñ",
+        "نص עברית हिन्दी",
+        "👩‍👩‍👧 🙂🏽",
+        "\t a  b \r\n\n c ",
+        " don 't , no .",
+    ]
     # Latin, Greek and Cyrillic, Chinese, Korean, emoji
-    blocks = ((0x20, 0x17F), (0x3B1, 0x44F), (0x4E00, 0x9FFF), (0xAC00, 0xD7A3), (0x1F300, 0x1F64F))
-    characters = [chr(code) for block in blocks for code in range(*block)]
-    texts += ["".join(generator.choices(characters, k=40)) for _ in range(200)]
+    for block in ((0x20, 0x17F), (0x3B1, 0x44F), (0x4E00, 0x9FFF), (0xAC00, 0xD7A3), (0x1F300, 0x1F64F)):
+        texts.append("".join(map(chr, range(*block))))
     for text in texts:
         assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
@@ -226,8 +203,7 @@ def test_tokenizer_splits_digits_and_has_nonzero_end_and_pad(tokenizer):
     assert len(tokenizer) == 1024
     assert tokenizer.convert_ids_to_tokens(tokenizer("47+385")["input_ids"]) == ["4", "7", "+", "3", "8", "5"]
     assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|endoftext|>")
-    assert 0 not in (tokenizer.eos_token_id, tokenizer.pad_token_id)
-    assert tokenizer.eos_token_id != tokenizer.pad_token_id
+    assert 0 != tokenizer.eos_token_id != tokenizer.pad_token_id != 0
 
 
 @pytest.mark.parametrize("response", ["cat, dog.", "\n\n leading newlines", " 7", "<answer>", "\n", "é"])
@@ -242,8 +218,6 @@ def test_the_prompt_is_a_prefix_of_the_conversation_and_the_completion_ends_at_t
 
 
 def test_model_is_a_small_imperfect_base(model, tokenizer, splits):
-    from tools.toy_benchmark import respond
-
     assert model.config.model_type == "qwen2" and model.config.max_position_embeddings == 2048
     assert (model.generation_config.eos_token_id, model.generation_config.pad_token_id) == (1, 2)
     assert model.num_parameters() == 403_680
@@ -253,28 +227,21 @@ def test_model_is_a_small_imperfect_base(model, tokenizer, splits):
     assert 0.4 <= sum(scores) / 64 <= 0.65
 
 
-def test_building_rows_twice_gives_the_same_rows(model, tokenizer):
-    from tools.toy_benchmark import build_math, build_preferences, build_prompts
-
+def test_building_rows_twice_gives_the_same_rows(model, tokenizer, splits):
     first, second = (build_preferences(model, tokenizer, "train", 12, seed=3) for _ in range(2))
     assert first == second and len(first) == 12
     assert build_preferences(model, tokenizer, "train", 12, seed=4) != first
     assert build_prompts(model, tokenizer, "test", 8) == build_prompts(model, tokenizer, "test", 8)
-    assert build_math("train", 400) == read("train_math")
+    assert all(build_math(pool, count) == splits[f"{pool}_math"] for pool, count in MATH_ROWS.items())
 
 
 @pytest.mark.slow
 def test_training_the_model_twice_gives_the_same_weights():
-    import torch
-
-    from tools.toy_model import new_model, pretrain, train_tokenizer
-
     torch.set_num_threads(1)
-    weights = []
+    models = []
     for _ in range(2):
         tokenizer = train_tokenizer()
-        model = new_model(tokenizer)
-        pretrain(model, tokenizer, steps=5)
-        weights.append((tokenizer.get_vocab(), model.state_dict()))
-    assert weights[0][0] == weights[1][0]
-    assert all(torch.equal(value, weights[1][1][name]) for name, value in weights[0][1].items())
+        models.append(new_model(tokenizer))
+        pretrain(models[-1], tokenizer, steps=5)
+    first, second = (model.state_dict() for model in models)
+    assert all(torch.equal(value, second[name]) for name, value in first.items())
