@@ -45,15 +45,16 @@ def one_line_error(result: tuple[int, str, str]) -> str:
     return lines[0]
 
 
+def response(row_id, text="fine", tokens=3, prompt_text=None):
+    prompt_text = prompt_text or f"Say {row_id} twice."
+    shown = {"row_id": row_id, "prompt_text": prompt_text}
+    return {**shown, "response_text": text, "generated_num_tokens": tokens}
+
+
 def response_rows(plan):
     """A row for each word, by what the planned answer should bring against the base."""
     return [
-        {
-            "row_id": f"row-{word}",
-            "prompt_text": f"Say {word} three times.",
-            "response_text": ANSWERS[kind].format(word),
-            "generated_num_tokens": 9,
-        }
+        response(f"row-{word}", ANSWERS[kind].format(word), 9, f"Say {word} three times.")
         for word, kind in zip(WORDS, plan, strict=True)
     ]
 
@@ -64,16 +65,13 @@ def plan(win=0, tie=0, loss=0, empty=0):
 
 def write_assets(folder):
     """Ten prompts, the base's answers (two of three words), and four pairs; returns the keywords that name them."""
-    prompts = [
-        {"row_id": f"row-{word}", "prompt_messages": [{"role": "user", "content": f"Say {word} three times."}]}
-        for word in WORDS
-    ]
+    prompts = {f"row-{word}": f"Say {word} three times." for word in WORDS}
     pairs = [
         {"row_id": f"pair-{i}", "prompt_text": "Say cat.", "chosen_text": "cat", "rejected_text": f"dog {i}"}
         for i in range(4)
     ]
     return {
-        "prompts_jsonl": str(write_rows(folder / "prompts.jsonl", prompts)),
+        "prompts_jsonl": str(write_prompts(folder / "prompts.jsonl", prompts)),
         "base_jsonl": str(write_rows(folder / "base.jsonl", response_rows(plan(tie=10)))),
         "prefs_jsonl": str(write_rows(folder / "prefs.jsonl", pairs)),
     }
@@ -88,17 +86,8 @@ def write_policy(folder, name, rows):
     return write_rows(folder / "policy_generations" / f"{name}.jsonl", rows)
 
 
-def response(row_id, text="fine", tokens=3, prompt_text=None):
-    return {
-        "row_id": row_id,
-        "prompt_text": prompt_text or f"Say {row_id} twice.",
-        "response_text": text,
-        "generated_num_tokens": tokens,
-    }
-
-
 def write_prompts(path, texts):
-    return write_rows(
-        path,
-        [{"row_id": f"p{i}", "prompt_messages": [{"role": "user", "content": t}]} for i, t in enumerate(texts)],
-    )
+    """Prompts by row_id; those of a list are called p0, p1 and so on."""
+    named = texts if isinstance(texts, dict) else {f"p{number}": text for number, text in enumerate(texts)}
+    rows = [{"row_id": name, "prompt_messages": [{"role": "user", "content": text}]} for name, text in named.items()]
+    return write_rows(path, rows)

@@ -64,7 +64,6 @@ class JudgingRun:
     answers: dict[str, dict[str, Any]] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
     usage: Usage = Usage()
-    _unsaved: list[dict[str, Any]] = field(default_factory=list)
     _failures_in_a_row: int = 0
     _failed_rows: set[str] = field(default_factory=set)
     _stopped: bool = False
@@ -155,10 +154,7 @@ class JudgingRun:
         answered = [(q, *outcome) for q, outcome in outcomes if not isinstance(outcome, JudgeError)]
         records = [_as_record(*answer) for answer in answered]
         if self.cache is not None:
-            # If a write fails, it is tried once more when the run ends.
-            self._unsaved += records
-            self.cache.add(self._unsaved)
-            self._unsaved = []
+            self.cache.add(records)
         for (question, _, usage), record in zip(answered, records, strict=True):
             self._record(question, record, usage)
         for question, error in outcomes:
