@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from itertools import islice
 
 import pytest
@@ -34,13 +33,8 @@ CASES = {
     "sentences": (
         {"count": 2},
         ["It rains. We stay.\n", "It rains! “Stay here.” ", "We like fruit, e.g. apples. Dr. Lee and J. Bach agree."]
-        + [
-            "It costs 3.50 dollars... Do you pay?!",
-            "It rains. We stay",
-            "**It rains.** We stay.",
-            "So did I. We left.",
-        ]
-        + ["1. It rains.\n2. We stay.", "A title\nA sentence.", "We ate apples, pears, etc.\nThen we slept."],
+        + ["It costs 3.50 dollars... Do you pay?!", "**It rains.** We stay.", "So did I. We left.", "A title\nA text"]
+        + ["It rains. We stay", "1. It rains.\n2. We stay.", "We ate apples, pears, etc.\nThen we slept."],
         ["It rains.", "It rains. We stay. We sleep.", "One\n\nTwo\n\nThree", "It rains, e.g. here."],
     ),
     "paragraphs": (
@@ -160,13 +154,11 @@ def read(split: str) -> list[dict]:
 
 
 @pytest.mark.parametrize("split", PROMPT_ROWS)
-def test_rebuilding_gives_the_committed_rows(split):
+def test_rebuilding_gives_the_committed_rows_and_each_can_be_met(split):
     rows = read(split)
     assert rows == [*islice(build_rows(split), PROMPT_ROWS[split])]
     for one in rows:
-        assert re.fullmatch("[0-9a-f]{32}", one["row_id"])
-        assert one["prompt_messages"] == [{"role": "user", "content": one["prompt_text"]}]
-        assert one["prompt_text"].startswith(one["topic"]) and "{" not in one["prompt_text"]
+        assert score_row(one, write(one)) == 1.0, (one["prompt_text"], write(one))
 
 
 def test_no_topic_and_no_prompt_is_in_two_splits():
@@ -192,27 +184,14 @@ def write(asked: dict) -> str:
     return ("\n" if "numbered" in wanted else "\n\n" if "paragraphs" in wanted else " ").join(pieces)
 
 
-@pytest.mark.parametrize("split", PROMPT_ROWS)
-def test_every_prompt_has_a_response_that_meets_it_all(split):
-    for asked in read(split):
-        assert score_row(asked, write(asked)) == 1.0, (asked["prompt_text"], write(asked))
-
-
 # ---- The pairs ----
 
 
-def sampled(*rewards: float, cut: tuple[int, ...] = (), tokens: tuple[int, ...] = (), row_id: str = "a") -> list[dict]:
+def sampled(*rewards: float, cut: tuple[int, ...] = (), tokens: tuple[int, ...] = (20,) * 4) -> list[dict]:
     """Samples of one prompt; those in `cut` reached the token limit."""
-    return [
-        {
-            "row_id": row_id,
-            "response_text": f"text {number}",
-            "generated_num_tokens": tokens[number] if tokens else 20,
-            "reward": reward,
-            "finished": number not in cut,
-        }
-        for number, reward in enumerate(rewards)
-    ]
+    names = ("row_id", "response_text", "generated_num_tokens", "reward", "finished")
+    rows = [("a", number, tokens[number], reward, number not in cut) for number, reward in enumerate(rewards)]
+    return [dict(zip(names, row, strict=True)) for row in rows]
 
 
 @pytest.mark.parametrize(
@@ -226,9 +205,7 @@ def sampled(*rewards: float, cut: tuple[int, ...] = (), tokens: tuple[int, ...] 
     ids=["widest differences", "ties", "a cut response is left out", "length does not tell the chosen response"],
 )
 def test_samples_are_paired_by_their_difference(samples, expected):
-    numbers = {sample["response_text"]: number for number, sample in enumerate(samples)}
-    pairs = pair_up(samples)
-    assert [tuple(numbers[one["response_text"]] for one in pair) for pair in pairs] == expected
+    assert [tuple(one["response_text"] for one in pair) for pair in pair_up(samples)] == expected
 
 
 @pytest.mark.parametrize(("split", "least"), [("train", 800), ("validation", 50), ("test", 100)])

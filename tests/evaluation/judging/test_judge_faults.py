@@ -45,21 +45,6 @@ def environment(monkeypatch):
     monkeypatch.setattr("openai._base_client.INITIAL_RETRY_DELAY", 0.01)
 
 
-def first_time(fault: Fault, every: int = 1):
-    """The fault on the first attempt at a question, for one of `every` questions."""
-
-    def faults(question, attempt):
-        number = int(question[0].split()[-1])
-        return fault if attempt == 0 and number % every == 0 else None
-
-    return faults
-
-
-def for_row(number: int, fault: Fault):
-    """The fault on every attempt at one row's questions."""
-    return lambda question, attempt: fault if question[0] == f"user: question {number}" else None
-
-
 class TestServer:
     @pytest.mark.parametrize("api", ["responses", "chat"])
     @pytest.mark.parametrize(
@@ -75,7 +60,7 @@ class TestServer:
     )
     def test_a_passing_fault_is_not_seen_in_the_verdicts(self, fault, api):
         """Every question fails once: eight requests for four verdicts. Answers without a verdict count as calls."""
-        with LoopbackServer(faults=first_time(fault)) as server:
+        with LoopbackServer(faults=lambda question, attempt: fault if attempt == 0 else None) as server:
             result = judge_pairs(judge_of(server, api=api), *pairs(2))
         assert [row["outcome"] for row in result.verdicts] == expected_outcomes(2)
         assert set(server.asked.values()) == {2}
@@ -105,7 +90,7 @@ class TestServer:
     def test_a_lasting_fault_is_an_error_and_neither_win_nor_loss(self, fault, attempts, words, tmp_path):
         """One of ten rows cannot be judged. Of the other nine the candidate wins 0, 1, 3, 4, 6, 7: six of nine."""
         cache = tmp_path / "cache.sqlite"
-        with LoopbackServer(faults=for_row(9, fault)) as server:
+        with LoopbackServer(faults=lambda question, _: fault if question[0].endswith(" 9") else None) as server:
             result = judge_pairs(judge_of(server, max_retries=2, timeout=0.5), *pairs(10), cache=cache)
         assert_one_line(result.outcomes[9].error, words)
         summary = win_rate(result.outcomes)
@@ -121,10 +106,7 @@ class TestServer:
             (Fault("status", status=401), ["401 Unauthorized", "set OPENAI_API_KEY"]),
             (Fault("status", status=402), ["402 Payment Required", "no credit"]),
             (Fault("status", status=404), ["404 Not Found", "check the name of the model"]),
-            (
-                Fault("status", status=429, code="insufficient_quota", retry_after="7200"),
-                ["429", "no credit", "run again"],
-            ),
+            (Fault("status", 429, code="insufficient_quota", retry_after="7200"), ["429", "no credit", "run again"]),
             (Fault("status", status=429, retry_after="7200"), ["4 failures in a row", "429 Too Many Req"]),
         ],
     )
@@ -161,11 +143,8 @@ class TestServer:
 
     def test_failures_with_answers_between_them_are_of_the_rows(self):
         """Every second row fails, as many as may: two failures in a row, six times over, and the run ends as usual."""
-
-        def faults(question, attempt):
-            return Fault("status", status=500) if int(question[0].split()[-1]) % 2 else None
-
-        with LoopbackServer(faults=faults) as server:
+        fault = Fault("status", status=500)
+        with LoopbackServer(faults=lambda question, _: fault if int(question[0].split()[-1]) % 2 else None) as server:
             judge = judge_of(server, max_retries=0)
             result = judge_pairs(judge, *pairs(12), max_concurrency=1, max_error_fraction=0.5)
         assert (result.usage.calls, result.usage.errors) == (24, 12)
@@ -177,11 +156,11 @@ class TestServer:
         One question at a time: rows 0, 2 and 3 and the first order of row 4 are answered, 2 + 2 + 2 + 1 = 7 calls;
         row 1 takes 2 * 3 and the second order of row 4 takes 3. A cache keeps what was answered for the next run.
         """
-        refused = {("user: question 1", "cccc", "bb"), ("user: question 1", "bb", "cccc")}
-        refused |= {("user: question 4", "bb", "cccc")}
+        texts = ("cccc", "bb"), ("bb", "cccc"), ("bb", "cccc")
+        refused = {(f"user: question {row}", *shown) for row, shown in zip((1, 1, 4), texts, strict=True)}
         cache = tmp_path / "cache.sqlite"
 
-        def faults(question, attempt):
+        def faults(question, _):
             return Fault("refusal") if question in refused else None
 
         with LoopbackServer(faults=faults) as server, pytest.raises(TooManyErrors) as caught:
