@@ -113,12 +113,10 @@ class TestGenerate:
     def test_an_adapter(self, tiny_model_path, prompts_file, tmp_path):
         """A LoRA whose output is far from zero answers as its merged model does, and not as its base."""
         base = AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.float32)
-        settings = {"r": 4, "target_modules": ["q_proj", "v_proj", "up_proj"], "task_type": "CAUSAL_LM"}
-        adapted = get_peft_model(base, LoraConfig(**settings))
+        adapted = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM"))
         randomize(adapted, "lora_", seed=3, scale=0.5)
         adapted.save_pretrained(tmp_path / "adapter")
-        merged = adapted.merge_and_unload()
-        merged.save_pretrained(tmp_path / "merged")
+        adapted.merge_and_unload().save_pretrained(tmp_path / "merged")
         AutoTokenizer.from_pretrained(tiny_model_path).save_pretrained(tmp_path / "merged")
         options = {"prompts_jsonl": prompts_file, "max_new_tokens": 6}
         texts = []
