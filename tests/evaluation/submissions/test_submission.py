@@ -148,27 +148,7 @@ class TestGenerate:
         assert asked == ["runz/nosuch"]
 
 
-@pytest.fixture(scope="module")
-def assets(tiny_model_path, prompts_file):
-    folder = prompts_file.parent
-    pairs = [
-        {"row_id": f"q{i}", "prompt_text": text, "chosen_text": "yes" + "!" * i, "rejected_text": "no"}
-        for i, text in enumerate(TEXTS)
-    ]
-    return {
-        "model": tiny_model_path,
-        "reward_model": save_full_model(tiny_model_path, folder / "reward"),
-        "prompts": prompts_file,
-        "prefs": write_rows(folder / "prefs.jsonl", pairs),
-    }
-
-
 class TestBuildScoreAndPack:
-    def build(self, assets, out):
-        data = {"prompts_jsonl": assets["prompts"], "prefs_jsonl": assets["prefs"], "max_new_tokens": 4}
-        models = {"aot": assets["model"], "offline_best": assets["model"]}
-        return build_submission(models, out, reward_model=assets["reward_model"], **data)
-
     def test_a_name_that_is_no_files_is_refused_before_a_model_is_loaded(self, tmp_path):
         for name in ("../x", "a\\b", "", "..", "a\nb"):
             models = {"aot": tmp_path / "no_model", name: tmp_path / "no_model"}
@@ -176,69 +156,56 @@ class TestBuildScoreAndPack:
             assert_refused(lambda models=models: build_submission(models, tmp_path / "out"), *words)
         assert not (tmp_path / "out").exists()
 
-    def test_layout_and_scores(self, assets, tmp_path, monkeypatch):
-        files = self.build(assets, tmp_path)
-        assert [str(file.relative_to(tmp_path)) for file in files] == [
-            "policy_generations/aot.jsonl",
-            "part2/offline_best.jsonl",
-            "reward_model/public_test_pref_scores.jsonl",
-        ]
-        model = AutoModelForSequenceClassification.from_pretrained(assets["reward_model"]).eval()
-        tokenizer = AutoTokenizer.from_pretrained(assets["reward_model"])
-        for index, row in enumerate(read_rows(files[2])):
-            assert row["row_id"] == f"q{index}"
-            for name, text in (("chosen_score", "yes" + "!" * index), ("rejected_score", "no")):
-                messages = [{"role": "user", "content": TEXTS[index]}, {"role": "assistant", "content": text}]
+    def test_files_scores_and_archive(self, tiny_model_path, prompts_file, tmp_path, monkeypatch):
+        folder, archive = tmp_path / "submission", tmp_path / "s.zip"
+        reward_model = save_full_model(tiny_model_path, tmp_path / "reward")
+        texts = {"chosen_text": "yes", "rejected_text": "no"}
+        pairs = [{"row_id": f"q{number}", "prompt_text": text, **texts} for number, text in enumerate(TEXTS)]
+        data = {"prompts_jsonl": prompts_file, "prefs_jsonl": write_rows(tmp_path / "prefs.jsonl", pairs)}
+        data["max_new_tokens"] = 4
+        models = {"aot": tiny_model_path, "offline_best": tiny_model_path}
+        files = build_submission(models, folder, reward_model=reward_model, **data)
+        names = ["policy_generations/aot", "part2/offline_best", "reward_model/public_test_pref_scores"]
+        names = [f"{name}.jsonl" for name in names]
+        assert [str(file.relative_to(folder)) for file in files] == names
+        model = AutoModelForSequenceClassification.from_pretrained(reward_model).eval()
+        tokenizer = AutoTokenizer.from_pretrained(reward_model)
+        for row, pair in zip(read_rows(files[2]), pairs, strict=True):
+            assert row["row_id"] == pair["row_id"]
+            for side in ("chosen", "rejected"):
+                messages = [{"role": "user", "content": pair["prompt_text"]}]
+                messages.append({"role": "assistant", "content": pair[f"{side}_text"]})
                 ids = tokenizer(tokenizer.apply_chat_template(messages, tokenize=False))["input_ids"]
                 with torch.no_grad():
                     expected = float(model(torch.tensor([ids])).logits)
-                assert row[name] == pytest.approx(expected, abs=1e-4)
+                assert row[f"{side}_score"] == pytest.approx(expected, abs=1e-4)
         # What is there is not computed again.
         before = files[2].read_bytes()
         monkeypatch.setattr(RewardModel, "score", lambda *a, **k: pytest.fail("scored again"))
-        score_submission_file(assets["reward_model"], files[2], prefs_jsonl=assets["prefs"])
+        score_submission_file(reward_model, files[2], prefs_jsonl=data["prefs_jsonl"])
         assert files[2].read_bytes() == before
-
-    def test_pack(self, assets, tmp_path):
-        folder, archive = tmp_path / "submission", tmp_path / "s.zip"
-        self.build(assets, folder)
-        options = {"prompts_jsonl": assets["prompts"], "prefs_jsonl": assets["prefs"], "max_new_tokens": 4}
-        packed = pack_submission(folder, archive, **options)
+        packed = pack_submission(folder, archive, **data)
         with zipfile.ZipFile(archive) as file:
-            assert file.namelist() == [
-                "part2/offline_best.jsonl",
-                "policy_generations/aot.jsonl",
-                "reward_model/public_test_pref_scores.jsonl",
-            ]
-            for name in file.namelist():
-                assert file.read(name) == (folder / name).read_bytes()
-        assert packed["missing"] == [
-            *(f"policy_generations/{name}.jsonl" for name in ("dpo", "ipo", "grpo", "drgrpo", "gspo")),
-            "part2/online_best.jsonl",
-        ]
-        again, empty = partial(pack_submission, folder, archive, **options), tmp_path / "empty"
-        empty.mkdir()
+            assert file.namelist() == sorted(names)
+            assert all(file.read(name) == (folder / name).read_bytes() for name in names)
+        absent = [f"policy_generations/{name}.jsonl" for name in ("dpo", "ipo", "grpo", "drgrpo", "gspo")]
+        assert packed["missing"] == [*absent, "part2/online_best.jsonl"]
+        again, empty = partial(pack_submission, folder, archive, **data), partial(pack_submission, tmp_path, "x.zip")
         assert_refused(again, "s.zip", "replace it with --overwrite", error=FileExistsError)
-        assert_refused(
-            lambda: pack_submission(empty, tmp_path / "x.zip"), "no file", "reward_model/", error=FileNotFoundError
-        )
-        assert pack_submission(folder, archive, **options, overwrite=True)["sha256"] == packed["sha256"]
+        assert_refused(empty, "no file", "reward_model/", error=FileNotFoundError)
+        assert again(overwrite=True)["sha256"] == packed["sha256"]
 
     def test_what_is_packed_is_what_can_be_graded(self, tmp_path):
         """One text of 60 words beside a row that says 9 tokens: over the 48 of the embedded prompts by its own count.
 
         Packing and grading name the same row in the same words, by the embedded tokenizer.
         """
-        prompts = load_prompts()
-        rows = [response(row["row_id"], "word", 9, row["prompt_text"]) for row in prompts]
+        rows = [response(row["row_id"], "word", 9, row["prompt_text"]) for row in load_prompts()]
         rows[7]["response_text"] = "word, " * 60
         counted = token_counter("toy")(rows[7]["response_text"])
         path = write_rows(tmp_path / "submission" / "policy_generations" / "aot.jsonl", rows)
-        message = (
-            f"{path}: row_id {rows[7]['row_id']}: over the token budget: the text has {counted} tokens, at most 48"
-        )
         (grade,) = grade_submission(tmp_path / "submission", {"aot": 0.5}).grades
-        assert [problem.startswith(message) for problem in grade.problems] == [True]
-        with pytest.raises(ValueError) as refused:
-            pack_submission(tmp_path / "submission", tmp_path / "s.zip", ["aot"])
-        assert str(refused.value) == grade.problems[0]
+        (problem,) = grade.problems
+        words = f"row_id {rows[7]['row_id']}: over the token budget: the text has {counted} tokens, at most 48"
+        assert problem.startswith(f"{path}: {words}")
+        assert_refused(lambda: pack_submission(tmp_path / "submission", tmp_path / "s.zip", ["aot"]), problem)
