@@ -28,7 +28,7 @@ from trl_ext.rewards import parse_gsm8k_response
 from trl_ext.rewards.verified import completion_text
 from trl_ext.rollouts import generate_responses
 from trl_ext.toy import MAX_NEW_TOKENS, score
-from trl_ext.toy.traces import addition_trace
+from trl_ext.toy.prompts import addition_trace
 from trl_ext.trainers import SFTConfig, SFTTrainer
 from trl_ext.trainers.policies import remember_base
 

@@ -1,4 +1,4 @@
-"""The instructions of the embedded benchmark: their grammar, and the parts of a prompt."""
+"""The instructions of the embedded benchmark: their grammar, the parts of a prompt, and worked additions."""
 
 from __future__ import annotations
 
@@ -70,3 +70,13 @@ def parse(prompt: str) -> Task:
 def kind_of(prompt: str) -> str:
     """Return the kind of a prompt, such as `list`; raise `ValueError` if the prompt is unknown."""
     return parse(prompt).kind
+
+
+def addition_trace(prompt: str) -> str:
+    """The response to an addition, digit by digit: `<think>7+8=15 4+3+1=8</think> <answer>85</answer>` for 47 + 38."""
+    first, second = parse(prompt).numbers
+    ones = first % 10 + second % 10
+    carried = f"+{ones // 10}" if ones >= 10 else ""
+    tens = first // 10 + second // 10 + ones // 10
+    steps = f"{first % 10}+{second % 10}={ones} {first // 10}+{second // 10}{carried}={tens}"
+    return f"<think>{steps}</think> <answer>{first + second}</answer>"
