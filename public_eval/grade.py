@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from public_eval import THRESHOLDS
+from trl_ext.data.rows import SHOWN_PROBLEMS
 from trl_ext.evaluation.command_line import format_interval, format_table, one_line_errors, print_json
 from trl_ext.evaluation.submissions.assets import load_base, load_prompts, load_thresholds
 from trl_ext.evaluation.submissions.commands import (
@@ -25,7 +26,7 @@ from trl_ext.evaluation.submissions.commands import (
     usage_line,
 )
 from trl_ext.evaluation.submissions.grading import FileGrade, SubmissionGrade, grade_submission
-from trl_ext.evaluation.submissions.rows import SHOWN_PROBLEMS, in_one_line
+from trl_ext.evaluation.submissions.rows import in_one_line
 from trl_ext.evaluation.submissions.submission import REWARD_MODEL, PublicData, submission_file
 from trl_ext.files import write_json
 

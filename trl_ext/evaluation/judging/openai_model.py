@@ -114,11 +114,8 @@ class OpenAIModel:
             settings["max_output_tokens"] = self.max_output_tokens
         if self.base_url or os.environ.get("OPENAI_BASE_URL"):
             settings["server"] = "own"
-        return {
-            "kind": "openai",
-            "model": self.model,
-            **{name: value for name, value in settings.items() if value is not None},
-        }
+        told = {name: value for name, value in settings.items() if value is not None}
+        return {"kind": "openai", "model": self.model, **told}
 
     def complete(
         self, instructions: str, question: str, schema: Mapping[str, Any], read: Callable[[str], Any]

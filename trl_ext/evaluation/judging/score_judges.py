@@ -18,16 +18,12 @@ Shown = tuple[Messages | str, str, bool]
 
 
 class ScoreJudge:
-    """Prefers the response with the higher score. Scores that differ by no more than `tolerance` are a tie."""
+    """Prefers the response with the higher of `scores`. Those that differ by no more than `tolerance` are a tie."""
 
     uses_finished = True
     sequential = True
     identity = None
     tolerance = 0.0
-
-    def scores(self, responses: Sequence[Shown]) -> list[float]:
-        """The score of each response."""
-        raise NotImplementedError
 
     def judge(self, prompt, response_a, response_b, *, finished_a=True, finished_b=True) -> Verdict:
         first, second = self.scores([(prompt, response_a, finished_a), (prompt, response_b, finished_b)])

@@ -50,11 +50,8 @@ def add_prompt_arguments(parser: argparse.ArgumentParser, *, base: bool = True) 
     parser.add_argument("--prompts_jsonl", help="the course's prompts (default: the embedded ones)")
     if base:
         parser.add_argument("--base_jsonl", help="the base's responses to them (default: the embedded ones)")
-    parser.add_argument(
-        "--max_new_tokens",
-        type=at_least_one,
-        help="most tokens of a response (default: 256; 48 for the embedded prompts)",
-    )
+    limit = "most tokens of a response (default: 256; 48 for the embedded prompts)"
+    parser.add_argument("--max_new_tokens", type=at_least_one, help=limit)
 
 
 def add_check_arguments(parser: argparse.ArgumentParser) -> None:

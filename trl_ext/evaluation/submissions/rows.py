@@ -16,7 +16,6 @@ from trl_ext.files import brief
 # A text may not tokenize back into the same tokens; a count from the text may be off by this many.
 RECOUNT_SLACK = 4
 EMPTY_FILE = "the file is empty"
-SHOWN_PROBLEMS = 5
 
 
 class ResponseRow(BaseModel, strict=True):
@@ -141,9 +140,6 @@ def read_responses(
     Returns:
         Responses in the order of the prompts, and problems. If a problem is fatal, responses may be missing. An empty
         response is a non-fatal problem.
-
-    Raises:
-        FileNotFoundError: the file does not exist.
     """
     rows, problems = read_rows(path, ResponseRow, [row["row_id"] for row in prompts])
     responses = []
@@ -167,9 +163,6 @@ def read_pair_scores(
 
     Returns:
         The chosen and the rejected scores of the good rows in the order of `row_ids`, and problems, all of them fatal.
-
-    Raises:
-        FileNotFoundError: the file does not exist.
     """
     rows, problems = read_rows(path, ScoreRow, row_ids)
     good = [rows[row_id] for row_id in row_ids if row_id in rows]
@@ -180,7 +173,6 @@ def read_human_labels(path: str | Path, row_ids: Sequence[str]) -> dict[str, Sys
     """Read `row_id, outcome` of the prompts that a person has judged; outcomes by row_id.
 
     Raises:
-        FileNotFoundError: the file does not exist.
         ValueError: the file is empty, or a row is foreign, a duplicate or wrong.
     """
     rows, problems = read_rows(path, HumanLabel, row_ids, complete=False)

@@ -216,7 +216,7 @@ def build_submission(
 
     Raises:
         ValueError: a policy's name is not a valid file name; nothing was loaded.
-        ValueError, FileNotFoundError, FileExistsError: see the two functions named above.
+        FileNotFoundError, FileExistsError: see the two functions named above.
     """
     written = {"overwrite": overwrite, "progress": progress}
     places = {name: Path(out) / submission_file(name) for name in policies}
@@ -234,8 +234,7 @@ class PublicData:
     """The data against which the files of a submission are checked, both in packing and in grading.
 
     Attributes:
-        prompts: prompts from `load_prompts`.
-        pairs: pairs from `load_pairs`.
+        prompts, pairs: from `load_prompts` and `load_pairs`.
         max_new_tokens: maximum number of tokens in a response.
         count_tokens: counts the tokens of a text, to check the lengths in the rows; None for no check.
     """
