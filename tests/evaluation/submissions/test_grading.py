@@ -18,7 +18,7 @@ from tests.support.public_evaluation import (
     write_scores,
 )
 from tests.support.refusals import assert_refused
-from trl_ext.evaluation import JudgeError, Judgement, grade_submission
+from trl_ext.evaluation import JudgeError, grade_submission
 from trl_ext.evaluation.statistics.paired import chance_below
 from trl_ext.evaluation.submissions.assets import load_base, load_pairs, load_prompts, load_thresholds, token_counter
 from trl_ext.evaluation.submissions.grading import SubmissionGrade
@@ -305,13 +305,6 @@ class TestPolicies:
         grade = only(grade_submission(folder, {"aot": 0.5}, judge=fails, max_error_fraction=0.2, **assets))
         assert (grade.figure, grade.n) == (1.0, 8)
         assert grade.details["win_rate"]["n_errors"] == 2
-        # A judge that calls comparisons about cats unfit.
-
-        def longer(prompt, a, b):
-            return Judgement("A" if len(a) > len(b) else "B", usable="cat " not in prompt[0]["content"])
-
-        grade = only(grade_submission(folder, {"aot": 0.5}, judge=longer, **assets))
-        assert (grade.figure, grade.n, grade.half["rate"]) == (1.0, 9, 1.0)
 
 
 class TestRewardModels:
