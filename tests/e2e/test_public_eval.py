@@ -281,6 +281,15 @@ class TestJudge:
         assert credits[5:8] == [0.5] * 3 and set(credits) == {0.0, 0.5, 1.0}
         assert found["candidates"][0]["win_rate"]["half"]["rate"] == pytest.approx(sum(credits) / 10)
 
+    def test_an_interrupt(self, run, course, monkeypatch, policy):
+        def interrupt(*_):
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr("trl_ext.evaluation.judging.run.JudgingRun.ask_all", interrupt)
+        code, _, err = run("judge", "--candidate", policy(win=10), *course["judging"])
+        assert code == 130
+        assert_one_line(err, ["interrupted: ", "no verdict is kept"])
+
     def test_the_courses_own_files(self, result, wildchat, tmp_path):
         """The base as its own candidate, its answers doubled: a judge that prefers longer ones has it win all 128."""
         base = wildchat / "public_test_gen_base_responses_128.jsonl"

@@ -165,9 +165,8 @@ class TestServer:
 
         with LoopbackServer(faults=faults) as server, pytest.raises(TooManyErrors) as caught:
             judge_pairs(judge_of(server), *pairs(10), max_error_fraction=0.1, max_concurrency=1)
-        assert_one_line(
-            str(caught.value), ["2 of 10 rows", "max_error_fraction", "row_id r1", "I cannot judge this. (3 attempts)"]
-        )
+        words = ["2 of 10 rows", "max_error_fraction", "row_id r1", "I cannot judge this. (3 attempts)"]
+        assert_one_line(str(caught.value), words)
         result = caught.value.result
         errors = [outcome.error for outcome in result.outcomes]
         assert [error is None for error in errors] == [True, False, True, True, False] + [False] * 5
@@ -182,18 +181,15 @@ class TestServer:
         assert result.usage.cached + result.usage.calls == kept(cache) == 20
         assert [row["outcome"] for row in result.verdicts] == expected_outcomes(10)
 
-    @pytest.mark.parametrize("max_concurrency", [1, 8])
-    def test_replies_that_are_all_unusable_end_the_run_at_once(self, max_concurrency, tmp_path):
+    @pytest.mark.parametrize("open_at_once", [1, 8])
+    def test_replies_that_are_all_unusable_end_the_run_at_once(self, open_at_once):
         """Of 610 rows, four questions in a row or as many as are open, with three requests for each."""
-        cache, questions = tmp_path / "cache.sqlite", max(4, max_concurrency)
-        with (
-            LoopbackServer(faults=lambda question, attempt: Fault("not_the_api")) as server,
-            pytest.raises(JudgeUnavailable, match=f"stopped after {questions} failures in a row") as caught,
-        ):
-            judge_pairs(judge_of(server, api="chat"), *pairs(610), cache=cache, max_concurrency=max_concurrency)
-        assert "a server that speaks only the Responses API needs --api responses" in str(caught.value)
-        assert len(server.calls) <= 3 * (questions + max_concurrency)
-        assert kept(cache) == 0
+        questions = max(4, open_at_once)
+        words = f"stopped after {questions} failures in a row", "speaks only the Responses API needs --api responses"
+        with LoopbackServer(faults=lambda *_: Fault("not_the_api")) as server:
+            judge = partial(judge_pairs, judge_of(server, api="chat"), max_concurrency=open_at_once)
+            assert_refused(lambda: judge(*pairs(610)), *words, error=JudgeUnavailable)
+        assert len(server.calls) <= 3 * (questions + open_at_once)
 
     @pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
     @pytest.mark.parametrize("answers", [0, 2])
@@ -232,10 +228,8 @@ class TestKey:
         with LoopbackServer(faults=[None, *[fault] * 50]) as server:
             judge = judge_of(server, max_retries=0, timeout=0.5)
             judge.judge("q", "a", "b")
-            for call in (
-                lambda: judge.judge("q", "aa", "b"),
-                lambda: judge_pairs(judge, *pairs(1), cache=cache, max_error_fraction=0),
-            ):
+            several = partial(judge_pairs, judge, *pairs(1), cache=cache, max_error_fraction=0)
+            for call in (partial(judge.judge, "q", "aa", "b"), several):
                 with pytest.raises(Exception) as caught:
                     call()
                 error = caught.value
@@ -259,17 +253,12 @@ class TestKey:
             "judge = OpenAIJudge(base_url=sys.argv[1], max_retries=0)\n"
             "judge_pairs(judge, *pairs(4), cache=sys.argv[2], max_error_fraction=0)\n"
         )
-        environment = {**os.environ, "OPENAI_API_KEY": KEY, "OPENAI_LOG": "debug"}
-        faults = [None, None, *[Fault("status", status=401, echo_key=True)] * 9]
-        with LoopbackServer(faults=faults) as server:
-            run = subprocess.run(
-                [sys.executable, "-c", program, server.url, str(tmp_path / "cache.sqlite")],
-                env=environment, cwd=REPOSITORY, capture_output=True, text=True,
-            )  # fmt: skip
+        environment, cache = {**os.environ, "OPENAI_API_KEY": KEY, "OPENAI_LOG": "debug"}, tmp_path / "cache.sqlite"
+        with LoopbackServer(faults=[None, None, *[Fault("status", status=401, echo_key=True)] * 9]) as server:
+            code, options = [sys.executable, "-c", program, server.url, cache], {"capture_output": True, "text": True}
+            run = subprocess.run(code, env=environment, cwd=REPOSITORY, **options)
         assert run.returncode == 1 and "JudgeUnavailable" in run.stderr and "[key]" in run.stderr
-        assert kept(tmp_path / "cache.sqlite") == 2
-        for text in (run.stdout, run.stderr, (tmp_path / "cache.sqlite").read_bytes().decode("latin-1")):
-            assert KEY not in text
+        assert kept(cache) == 2 and KEY not in run.stdout + run.stderr + cache.read_bytes().decode("latin-1")
 
 
 class TestCache:
@@ -319,12 +308,9 @@ class TestCache:
             self._database.execute("PRAGMA max_page_count = 4")
 
         monkeypatch.setattr(VerdictCache, "__init__", open_small)
-        with (
-            LoopbackServer(latency=0.01) as server,
-            pytest.raises(CacheError, match=f"{cache}: database or disk is full: check the disk") as caught,
-        ):
-            judge_pairs(judge_of(server), *pairs(12), cache=cache, max_concurrency=4)
-        assert "\n" not in str(caught.value)
+        with LoopbackServer(latency=0.01) as server:
+            run = partial(judge_pairs, judge_of(server), *pairs(12), cache=cache, max_concurrency=4)
+            assert_refused(run, f"{cache}: database or disk is full: check the disk", error=CacheError)
         monkeypatch.undo()
         assert 3 <= kept(cache) <= len(server.calls) < 24
         with LoopbackServer() as again:
