@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, Field, ValidationError
@@ -98,7 +97,14 @@ def read_reply(reply: Any, api: Literal["responses", "chat"]) -> Reply:
     text, problem = _read_responses(reply) if api == "responses" else _read_chat(reply)
     if problem is None and not text.strip():
         problem = "the answer is empty"
-    return Reply(text, problem, _read_tokens(reply.get("usage") or {}))
+    usage = reply.get("usage") or {}
+    details = usage.get("input_tokens_details") or usage.get("prompt_tokens_details") or {}
+    tokens = {
+        "input_tokens": usage.get("input_tokens") or usage.get("prompt_tokens") or 0,
+        "cached_input_tokens": details.get("cached_tokens") or 0,
+        "output_tokens": usage.get("output_tokens") or usage.get("completion_tokens") or 0,
+    }
+    return Reply(text, problem, tokens)
 
 
 def _read_responses(reply: Any) -> tuple[str, str | None]:
@@ -127,13 +133,3 @@ def _incomplete(reason: str | None) -> str:
     if reason in ("length", "max_output_tokens"):
         return "the answer was cut at max_output_tokens: raise it"
     return f"the answer is incomplete: {reason}"
-
-
-def _read_tokens(usage: Mapping[str, Any]) -> dict[str, int]:
-    """Token counts under the Responses API's names, from either API's."""
-    details = usage.get("input_tokens_details") or usage.get("prompt_tokens_details") or {}
-    return {
-        "input_tokens": usage.get("input_tokens") or usage.get("prompt_tokens") or 0,
-        "cached_input_tokens": details.get("cached_tokens") or 0,
-        "output_tokens": usage.get("output_tokens") or usage.get("completion_tokens") or 0,
-    }

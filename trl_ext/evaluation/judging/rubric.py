@@ -117,9 +117,8 @@ class RubricReward:
         values: list[list[float | None]] = [[] for _ in texts]
         for (index, _), answer in zip(questions, answers, strict=True):
             values[index].append(answer)
-        if log_metric is not None:
-            for name in ("calls", "cached", "errors"):
-                log_metric(f"{self.__name__}/{name}", float(getattr(self.usage, name)))
+        for name in ("calls", "cached", "errors") if log_metric else ():
+            log_metric(f"{self.__name__}/{name}", float(getattr(self.usage, name)))
         return [self._reward(own, found) for own, found in zip(rubrics, values, strict=True)]
 
     def _questions(self, prompt: Any, text: str, rubric: Sequence[tuple[str, float]]) -> list[str]:
