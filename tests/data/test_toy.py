@@ -97,15 +97,6 @@ def test_a_good_answer_of_each_kind_scores_one(prompt):
         (SORT, "2 4 9 7 5", 0.5),
         # a long run-on is worth nothing: 0.3 + 0.6 - 0.1 * 9
         (SORT, "2 4 7 9 1 1 1 1 1 1 1 1 1", 0.0),
-    ],
-)
-def test_partial_credit_for_items_and_order(prompt, response, expected):
-    assert score(prompt, response) == pytest.approx(expected, abs=1e-8)
-
-
-@pytest.mark.parametrize(
-    ("prompt", "response", "expected"),
-    [
         # fox and river 0.4, no "quiet"; fluency 0.25; capital 0.05; full stop 0.1
         (SENTENCE, "The fox slept near the river.", 0.8),
         # the three words 0.6; start-noun, noun-adjective and adjective-noun, noun-end: 2 of 4 permitted, so no
@@ -133,7 +124,7 @@ def test_partial_credit_for_items_and_order(prompt, response, expected):
         (ADD, "<think>7+8=15</think><answer>85</answer>", 0.0),
     ],
 )
-def test_partial_credit_for_sentences_and_sums(prompt, response, expected):
+def test_partial_credit(prompt, response, expected):
     assert score(prompt, response) == pytest.approx(expected, abs=1e-8)
 
 

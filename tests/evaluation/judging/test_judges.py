@@ -345,13 +345,12 @@ class TestEstimate:
 
     def test_what_is_cached_costs_nothing_and_tells_the_length_of_answers(self, tmp_path):
         """Of four rows one is new; the verdicts that are there had 80 tokens each."""
-        rows, cache = prompt_rows(4), tmp_path / "cache.sqlite"
+        cached = prompt_rows(3), ["cc"] * 3, ["b"] * 3, tmp_path / "cache.sqlite"
         with LoopbackServer() as server:
-            judge = judge_of(server)
-            judge_pairs(judge, rows[:3], ["cc"] * 3, ["b"] * 3, cache=cache)
-        result = estimate(judge, rows, ["cc"] * 4, ["b"] * 4, cache=cache)
+            judge_pairs(judge_of(server), *cached[:3], cache=cached[3])
+        assert estimate(judge_of(server), *cached, price_in=1, price_out=1).dollars == 0.0
+        result = estimate(judge_of(server), prompt_rows(4), ["cc"] * 4, ["b"] * 4, cached[3])
         assert (result.calls, result.cached, result.output_tokens) == (2, 6, 160)
-        assert estimate(judge, rows[:3], ["cc"] * 3, ["b"] * 3, cache=cache, price_in=1, price_out=1).dollars == 0.0
 
     def test_without_prices(self):
         """No answer is longer than the limit. A free judge costs 0, and one that does not say, None."""
