@@ -358,8 +358,8 @@ class TestGrade:
     def test_tokens_are_counted_by_a_tokenizer(self, run, result, course, tiny_model_path, policy):
         """Bytes are tokens here: three words of w letters, two commas, two spaces and a full stop have 3 w + 5.
 
-        26 for captain, 23 for banana, carrot and castle, 20 for beach and black; four over the limit are let pass.
-        Even three letters are over a limit of 9: nothing is left to judge.
+        26 for captain, 23 for banana, carrot and castle; four over the limit are let pass. Even three letters are over
+        a limit of 9: nothing is left to judge.
         """
         policy(win=10)
         grade = ("grade", "submission", *course["all"])
