@@ -1,7 +1,7 @@
-"""A judge's server on this machine: speaks OpenAI's Responses and Chat Completions APIs, and fails as told.
+"""A judge's server on this machine, which fails as told, and pairs to judge against it.
 
-It prefers the longer response, and the one shown first of two that are equally long. In a test,
-`with LoopbackServer() as server:` runs it in threads.
+It speaks OpenAI's Responses and Chat Completions APIs. It prefers the longer response, and the one shown first of two
+that are equally long. In a test, `with LoopbackServer() as server:` runs it in threads.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
+
+from trl_ext.evaluation import OpenAIJudge, VerdictCache
 
 Question = tuple[str, str, str]
 
@@ -210,3 +213,25 @@ def _reply_body(call: Call, chat: bool, kind: str, key: str) -> dict:
         "output": [{"type": "reasoning", "id": "rs_1", "summary": []}, message],
         "usage": {"input_tokens": 900, "input_tokens_details": {"cached_tokens": 400}, "output_tokens": 80},
     }
+
+
+def prompt_rows(count: int) -> list[dict]:
+    return [{"row_id": f"r{i}", "prompt": [{"role": "user", "content": f"question {i}"}]} for i in range(count)]
+
+
+def pairs(count: int) -> tuple[list[dict], list[str], list[str]]:
+    """Rows with the candidate's and the base's responses; the candidate's is longer, and wins, in two of three."""
+    return prompt_rows(count), ["c" * (1 if i % 3 == 2 else 4) for i in range(count)], ["bb"] * count
+
+
+def expected_outcomes(count: int) -> list[str]:
+    return ["base" if i % 3 == 2 else "candidate" for i in range(count)]
+
+
+def judge_of(server: LoopbackServer, **arguments) -> OpenAIJudge:
+    return OpenAIJudge(**{"base_url": server.url, "instructions": "Judge well.", "timeout": 10.0, **arguments})
+
+
+def kept(path: Path) -> int:
+    with VerdictCache(path) as cache:
+        return len(cache)

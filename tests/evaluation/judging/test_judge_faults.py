@@ -18,8 +18,7 @@ from functools import partial
 import pytest
 
 from tests.support import REPOSITORY
-from tests.support.judging import expected_outcomes, judge_of, kept, pairs
-from tests.support.loopback import Fault, LoopbackServer
+from tests.support.loopback import Fault, LoopbackServer, expected_outcomes, judge_of, kept, pairs
 from tests.support.refusals import assert_one_line, assert_refused
 from trl_ext.evaluation import (
     CacheError,
@@ -248,7 +247,7 @@ class TestKey:
         """Its output, with the SDK's own debug log and a traceback, and all files that it leaves."""
         program = (
             "import sys\n"
-            "from tests.support.judging import pairs\n"
+            "from tests.support.loopback import pairs\n"
             "from trl_ext.evaluation import OpenAIJudge, judge_pairs\n"
             "judge = OpenAIJudge(base_url=sys.argv[1], max_retries=0)\n"
             "judge_pairs(judge, *pairs(4), cache=sys.argv[2], max_error_fraction=0)\n"

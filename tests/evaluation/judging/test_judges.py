@@ -10,8 +10,7 @@ import pytest
 import torch
 
 import trl_ext.evaluation
-from tests.support.judging import judge_of, kept, prompt_rows
-from tests.support.loopback import LoopbackServer, read_question
+from tests.support.loopback import LoopbackServer, judge_of, kept, prompt_rows, read_question
 from tests.support.loopback import answer as loopback_answer
 from tests.support.refusals import assert_refused
 from trl_ext.evaluation import (
@@ -119,21 +118,18 @@ class TestOpenAIJudge:
             assert body["reasoning_effort"] == "low" and body["max_completion_tokens"] == 77
         assert schema["strict"] is True and schema["schema"] == SCHEMA
 
-    def test_defaults_of_the_server_are_left_alone(self):
+    def test_defaults_and_instructions_from_a_file(self, tmp_path):
+        """The server's defaults are left alone, and no verdict of a stand-in counts as the model's."""
         with LoopbackServer() as server:
             OpenAIJudge(base_url=server.url).judge("q", "a", "b")
         [call] = server.calls
         assert not {"temperature", "reasoning", "reasoning_effort"} & set(call.body)
-        assert "`best`" in call.body["instructions"], "the package's rubric"
-        assert call.authorization == "Bearer none"
-
-    def test_instructions_from_a_file(self, tmp_path):
+        assert "`best`" in call.body["instructions"] and call.authorization == "Bearer none"
         path = tmp_path / "rubric.md"
         path.write_text("Judge by rhyme.")
         identity = OpenAIJudge(instructions=path).identity
         assert identity["instructions"] == "Judge by rhyme."
-        own = OpenAIJudge(instructions=path, base_url="http://localhost:1/v1").identity
-        assert own == {**identity, "server": "own"}, "no verdicts of a stand-in"
+        assert OpenAIJudge(instructions=path, base_url=server.url).identity == {**identity, "server": "own"}
 
     def test_refusals(self, tmp_path, monkeypatch):
         (tmp_path / "empty.md").write_text(" \n")
