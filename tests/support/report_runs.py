@@ -33,7 +33,6 @@ def write_policy(
     seed: int = 0,
     gain: float = 0.25,
     kl: float = 1.5,
-    timed: bool = True,
 ) -> Path:
     """A policy's run of four prompts: of n outcomes, w wins and t ties, rates of (w + t / 2) / n and w / (n - t)."""
     folder.mkdir(parents=True)
@@ -65,8 +64,7 @@ def write_policy(
         for step in (0, 20, 40)
     ]
     training = [{"step": step, "loss": 0.7 - step / 100, "grad_norm": 1.25} for step in (10, 20, 30, 40)]
-    metrics = sorted(held_out + training, key=lambda row: row["step"])
-    write_rows(folder / "metrics.jsonl", [{**row, "seconds": row["step"] * 3.5} if timed else row for row in metrics])
+    write_rows(folder / "metrics.jsonl", sorted(held_out + training, key=lambda row: row["step"]))
     shared = {"base_generated_num_tokens": 6, "base_finished": True, "score": 0.625, "base_score": 0.5}
     shared |= {"reward/judge-rm": 1.75, "base_reward/judge-rm": 1.5}
     rows = zip(PROMPTS, responses, BASE, outcomes, strict=True)
@@ -116,9 +114,8 @@ def write_reward_model(folder: Path) -> Path:
         "true_order": {"n": 7, "ties": 1, "accuracy": 0.714, "low": 0.36, "high": 0.92, "label_agreement": 0.857},
     }
     (folder / "results.json").write_text(json.dumps(results))
-    logged = [(10, 4.0, 0.66, 0.6), (20, 7.5, 0.62, 0.63)]
-    names = ("step", "seconds", "loss", "accuracy")
-    write_rows(folder / "metrics.jsonl", [dict(zip(names, row, strict=True)) for row in logged])
+    logged = [{"step": 10, "loss": 0.66, "accuracy": 0.6}, {"step": 20, "loss": 0.62, "accuracy": 0.63}]
+    write_rows(folder / "metrics.jsonl", logged)
     mistake = {"prompt_text": HOSTILE, "chosen_text": HOSTILE, "rejected_text": "fine", "row_id": "r"}
     scores = {"chosen_score": -1.5, "rejected_score": 2.25, "margin": -3.75}
     write_rows(folder / "reward_mistakes.jsonl", [{**mistake, **scores}])
@@ -136,7 +133,7 @@ def write_example(folder: Path) -> Path:
         ("gamma", "grpo <b> (beta 0.02)", ("rook rook", "Kindly, hi.", "2 1", ""), (LOSS, WIN, LOSS, WIN), 0.375, 2.5),
     ):
         given = {"objective": objective, "responses": responses, "outcomes": outcomes, "gain": gain, "kl": kl}
-        write_policy(folder / name, timed=name != "gamma", **given)
+        write_policy(folder / name, **given)
     write_reward_model(folder / "rm")
     return folder
 
@@ -191,7 +188,7 @@ class Page(HTMLParser):
         return [attributes["id"] for _, attributes in self.tags if "id" in attributes]
 
     def charts(self, title: str) -> list[ElementTree.Element]:
-        """The drawings of a title, over steps and then over seconds; of a chart of dots, its rows and its axis."""
+        """The drawings of a title."""
         found = re.findall(r"<figure><figcaption>(.*?)</figcaption>(.*?)</figure>", self.source, re.S)
         return [svg for name, body in found if name == title for svg in ElementTree.fromstring(f"<f>{body}</f>")]
 

@@ -19,8 +19,8 @@ from trl_ext.files import write_text
 
 MAX_PROMPTS = 1000
 # Columns for which the terminal has no room.
-UNPRINTED = ("model", "data", "steps", "n without ties", "win rate, ties dropped", "accuracy on held-out pairs")
-UNPRINTED += ("n of the KL", "n pairs", "training (s)", "labels, true order", "mean margin", "Brier")
+UNPRINTED = ("model", "n without ties", "win rate, ties dropped", "accuracy on held-out pairs")
+UNPRINTED += ("n of the KL", "n pairs", "labels, true order", "mean margin", "Brier")
 
 
 def write_report(
@@ -41,8 +41,8 @@ def write_report(
         pictures: PNG pictures by title, which follow these tables in the HTML.
 
     Returns:
-        The summary as JSON-ready rows: `policies`, `reward_models`, `methods` (over seeds), `incomplete` runs, and
-        `problems`, the unreadable parts of a `file` of a `run`.
+        The summary as JSON-ready rows: `policies`, `reward_models`, `incomplete` runs, and `problems`, the unreadable
+        parts of a `file` of a `run`.
 
     Raises:
         FileNotFoundError: a folder does not exist.
@@ -95,9 +95,7 @@ def _print_summary(summary: dict[str, list[dict[str, Any]]]) -> None:
     for task in by_task(summary):
         tables = task_tables(task)
         ends = f": {task.title}" if task.end else ""
-        found += [
-            (tables[name].title + ends, tables[name]) for name in ("tasks", "policies", "methods", "reward-models")
-        ]
+        found += [(tables[name].title + ends, tables[name]) for name in ("tasks", "policies", "reward-models")]
     found = [
         (title, table) for title, table in [*found, *((table.title, table) for table in faults(summary))] if table.rows
     ]

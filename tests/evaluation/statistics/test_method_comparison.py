@@ -230,6 +230,6 @@ def test_runs_of_another_precision_are_named(tmp_path):
         write_json(tmp_path / name / "results.json", {"run": run})
         write_rows(tmp_path / name / "generations.jsonl", [])
         runs.append(read_method_run(tmp_path / name, name, 0))
-    assert inequalities({}, runs) == ["Not all runs have the same device: cpu and cuda."]
+    assert inequalities(runs) == ["Not all runs have the same device: cpu and cuda."]
     runs[1].settings["bf16"] = True
-    assert "Not all runs have the same precision: bfloat16 and float32." in inequalities({}, runs)
+    assert "Not all runs have the same precision: bfloat16 and float32." in inequalities(runs)

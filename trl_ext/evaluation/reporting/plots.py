@@ -12,8 +12,6 @@ from trl_ext.evaluation.statistics.intervals import wilson_interval
 from trl_ext.files import replacing
 
 STEPS = "optimizer step"
-# Panels of more curves share a legend.
-CURVES_OF_A_LEGEND = 6
 # Draws one panel into a given axis.
 Draw = Callable[[Any], None]
 # Panel title -> label of each curve -> metric name in the run's metrics.
@@ -69,7 +67,7 @@ def plot_run(
         panels: title -> label of each curve -> metric name.
 
     Raises:
-        ImportError: matplotlib is missing; the message names the extra to install.
+        ImportError: matplotlib is missing.
     """
     if any("ensemble_std" in row for row in metrics):
         panels = {**panels, **_ENSEMBLE_PANEL}
@@ -101,7 +99,7 @@ def plot_reward_run(
         title: title above the panels.
 
     Raises:
-        ImportError: matplotlib is missing; the message names the extra to install.
+        ImportError: matplotlib is missing.
     """
     drawn = curve_panels(REWARD_PANELS, metrics)
     if pairs is not None:
@@ -117,26 +115,18 @@ def run_title(run: Mapping[str, Any]) -> str:
     return f"{objective}, model {model}, data {Path(data).name if Path(data).is_absolute() else data}"
 
 
-def curve_panels(
-    panels: Mapping[str, Mapping[str, str]], metrics: Sequence[Mapping[str, Any]], x_label: str = STEPS
-) -> list[Draw]:
+def curve_panels(panels: Mapping[str, Mapping[str, str]], metrics: Sequence[Mapping[str, Any]]) -> list[Draw]:
     """The functions that draw the panels; a panel needs a curve: some metric that was logged twice."""
     times = Counter(name for row in metrics for name, value in row.items() if value is not None)
     return [
-        partial(_draw_curves, title=title, curves=curves, metrics=metrics, x_label=x_label)
+        partial(_draw_curves, title=title, curves=curves, metrics=metrics)
         for title, curves in panels.items()
         if any(times[name] > 1 for name in curves.values())
     ]
 
 
 def save_panels(drawn: Sequence[Draw], path: str | Path, title: str = "") -> None:
-    """Draw panels, in two rows if there are more than three, as a PNG with a title; an empty list writes no file.
-
-    Panels share one legend, beside them, if one has more than six curves.
-
-    Raises:
-        ImportError: matplotlib is missing; the message names the extra to install.
-    """
+    """Draw panels, in two rows if there are more than three, as a PNG with a title; an empty list writes no file."""
     if not drawn:
         return
     rows = 1 if len(drawn) < 4 else 2
@@ -145,12 +135,6 @@ def save_panels(drawn: Sequence[Draw], path: str | Path, title: str = "") -> Non
         draw(axis)
     for axis in axes[len(drawn) :]:
         axis.set_axis_off()
-    if max(len(axis.get_legend_handles_labels()[1]) for axis in axes) > CURVES_OF_A_LEGEND:
-        for axis in axes:
-            if axis.get_legend():
-                axis.get_legend().remove()
-        figure.set_figwidth(figure.get_figwidth() + 3)
-        share_legend(figure, axes, loc="outside right upper")
     save_figure(figure, path, title)
 
 
@@ -188,22 +172,20 @@ def distances(value: float, low: float, high: float) -> list[list[float]]:
     return [[max(value - low, 0)], [max(high - value, 0)]]
 
 
-def _draw_curves(
-    axis, title: str, curves: Mapping[str, str], metrics: Sequence[Mapping[str, Any]], x_label: str
-) -> None:
+def _draw_curves(axis, title: str, curves: Mapping[str, str], metrics: Sequence[Mapping[str, Any]]) -> None:
     """Draw metrics over steps into one panel, with the band from `_low` to `_high` if these were logged."""
     axis.set_title(title)
-    axis.set_xlabel(x_label)
+    axis.set_xlabel(STEPS)
     for index, (label, name) in enumerate(curves.items()):
         points = [(row["step"], row[name]) for row in metrics if row.get(name) is not None]
         if points:
-            # Curves keep their colours where another has no points; there are ten colours.
-            style = {"color": f"C{index % 10}", "linestyle": "-" if index < 10 else "--"}
-            axis.plot(*zip(*points, strict=True), marker="." if len(points) < 30 else None, label=label, **style)
+            # Curves keep their colours where another has no points.
+            marker = "." if len(points) < 30 else None
+            axis.plot(*zip(*points, strict=True), marker=marker, label=label, color=f"C{index}")
         band = [(row["step"], row[f"{name}_low"], row[f"{name}_high"]) for row in metrics if f"{name}_low" in row]
         if band:
             axis.fill_between(*zip(*band, strict=True), color=axis.lines[-1].get_color(), alpha=0.15)
-    axis.locator_params(axis="x", nbins=8, integer=all(isinstance(row["step"], int) for row in metrics))
+    axis.locator_params(axis="x", nbins=8, integer=True)
     axis.grid(alpha=0.3)
     axis.legend(frameon=False)
 
@@ -211,7 +193,7 @@ def _draw_curves(
 def _draw_overoptimization(axis, learned: Sequence[str], metrics: Sequence[dict[str, Any]]) -> None:
     """Held-out rewards on the left axis and the true score on the right axis."""
     curves = {name.removeprefix("eval_rewards/").removesuffix("/mean"): name for name in learned}
-    _draw_curves(axis, "Learned reward and true score, held out", curves, metrics, STEPS)
+    _draw_curves(axis, "Learned reward and true score, held out", curves, metrics)
     axis.set_ylabel("reward")
     scores = [(row["step"], row["eval_score"]) for row in metrics if row.get("eval_score") is not None]
     if scores:

@@ -43,7 +43,6 @@ class Run:
         metrics: rows of `metrics.jsonl`, by step; non-finite values are None.
         generations, mistakes: rows of `generations.jsonl` and `reward_mistakes.jsonl`.
         problems: the parts that could not be read, each as `file` and `problem`.
-        sampled: number of responses in the last table of `samples/`, to held-out prompts during training; 0 if none.
     """
 
     label: str
@@ -53,7 +52,6 @@ class Run:
     generations: list[Response] = field(default_factory=list)
     mistakes: list[Mistake] = field(default_factory=list)
     problems: Faults = field(default_factory=list)
-    sampled: int = 0
 
     @property
     def trains_reward_model(self) -> bool:
@@ -165,13 +163,7 @@ def _read_run(label: str, folder: Path) -> Run:
         generations=_read_rows(folder / "generations.jsonl", Response, problems),
         mistakes=_read_rows(folder / "reward_mistakes.jsonl", Mistake, problems),
         problems=problems,
-        sampled=_sampled(folder / "samples"),
     )
-
-
-def _sampled(folder: Path) -> int:
-    *_, last = [None, *sorted(folder.glob("step_*.jsonl"))]
-    return 0 if last is None else sum(1 for line in last.read_bytes().splitlines() if line.strip())
 
 
 def _read_metrics(path: Path, problems: Faults) -> list[dict[str, Any]]:
