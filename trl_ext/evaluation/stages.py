@@ -13,13 +13,12 @@ from trl_ext.evaluation.command_line import (
     at_least_one,
     format_interval,
     format_table,
-    markdown_table,
     one_line_errors,
     print_json,
 )
 from trl_ext.evaluation.statistics.intervals import mean_interval
 from trl_ext.evaluation.submissions.assets import MAX_PROMPT_TOKENS, default_max_new_tokens, load_prompts
-from trl_ext.files import write_json, write_json_lines, write_text
+from trl_ext.files import write_json, write_json_lines
 
 DESCRIPTION = """\
 The stages of a training, such as base, SFT and PPO, on the same prompts: mean and standard deviation of a reward
@@ -27,7 +26,7 @@ model's reward, approximate KL to one of them, and length; one response per prom
 
 cost    one generation per model and prompt, and one forward pass each under the model, the reference and the reward
         model. No network but for models on the hub. Two policies and the reward model are in memory at once.
-writes  comparison.json, comparison.md and, for each model, samples_NAME.jsonl into --out.
+writes  comparison.json and, for each model, samples_NAME.jsonl into --out.
 """
 HEADER = ("model", "n", "reward  95% interval", "std", "KL to reference (nats per response)", "tokens", "std", "ended")
 
@@ -42,16 +41,10 @@ class StageComparison:
             reason in `kl_note`; `tokens` with `mean` and `std`; and `finished`, the share of responses that were not
             truncated.
         samples: for each model, a row for each prompt: prompt, response, length and reward.
-        settings: how responses were sampled, the reference and the reward model.
     """
 
     rows: list[dict[str, Any]]
     samples: dict[str, list[dict[str, Any]]]
-    settings: dict[str, Any]
-
-    def to_dict(self) -> dict[str, Any]:
-        """The figures without the samples, ready for JSON."""
-        return {"models": self.rows, "settings": self.settings}
 
 
 def compare_stages(
@@ -171,16 +164,7 @@ def compare_stages(
             }
             for row, generation, reward in zip(prompts, generations, rewards, strict=True)
         ]
-    settings = {
-        "reference": reference,
-        "reward_model": None if reward_model is None else str(reward_model),
-        "prompts": "toy" if prompts_jsonl is None else str(prompts_jsonl),
-        "temperature": temperature,
-        "max_prompt_tokens": max_prompt_tokens,
-        "max_new_tokens": limit,
-        "seed": seed,
-    }
-    return StageComparison(rows=rows, samples=samples, settings=settings)
+    return StageComparison(rows, samples)
 
 
 def mean_and_std(values: Sequence[float]) -> dict[str, float]:
@@ -235,22 +219,24 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     with one_line_errors():
         options = vars(parser.parse_args(arguments))
-        out, as_json = Path(options.pop("out")), options.pop("json")
-        comparison = compare_stages(_named(options.pop("models")), **options, progress=True)
-        rows = [_table_row(row) for row in comparison.rows]
-        write_json(out / "comparison.json", comparison.to_dict())
-        write_text(out / "comparison.md", f"{markdown_table(HEADER, rows)}\n{_how(comparison)}\n")
+        models = _named(options["models"])
+        settings = {name: value for name, value in options.items() if name not in ("models", "out", "json")}
+        settings["reference"] = settings["reference"] or next(iter(models))
+        settings["max_new_tokens"] = settings["max_new_tokens"] or default_max_new_tokens(settings["prompts_jsonl"])
+        comparison = compare_stages(models, **settings, progress=True)
+        found, out = {"models": comparison.rows, "settings": settings}, Path(options["out"])
+        write_json(out / "comparison.json", found)
         for name, samples in comparison.samples.items():
             write_json_lines(out / f"samples_{name}.jsonl", samples)
-    if as_json:
-        print_json(comparison.to_dict())
+    if options["json"]:
+        print_json(found)
         return
-    print(format_table(HEADER, rows))
+    print(format_table(HEADER, [_table_row(row) for row in comparison.rows]))
     for row in comparison.rows:
-        if row["kl_note"] and row["name"] != comparison.settings["reference"]:
+        if row["kl_note"]:
             print(f"{row['name']}: no KL: {row['kl_note']}")
-    names = ", ".join(["comparison.json", "comparison.md", *(f"samples_{name}.jsonl" for name in comparison.samples)])
-    print(f"{_how(comparison)}\nin {out}: {names}")
+    names = ", ".join(["comparison.json", *(f"samples_{name}.jsonl" for name in comparison.samples)])
+    print(f"in {out}: {names}")
 
 
 def _named(models: list[str]) -> dict[str, str]:
@@ -276,16 +262,6 @@ def _table_row(row: dict) -> tuple:
         tokens["mean"],
         tokens["std"],
         row["finished"],
-    )
-
-
-def _how(comparison: StageComparison) -> str:
-    """The reference, and how responses were decoded."""
-    settings = comparison.settings
-    sampled = f"sampled at temperature {settings['temperature']:g}, seed {settings['seed']}"
-    return (
-        f"Reference: {settings['reference']}. Decoding: {sampled if settings['temperature'] else 'greedy'}, one "
-        f"response per prompt, at most {settings['max_new_tokens']} tokens."
     )
 
 
