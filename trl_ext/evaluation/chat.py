@@ -1,14 +1,11 @@
-"""Talk to a trained model in the terminal, side by side with the model it was trained from."""
+"""Talk to a trained model in the terminal, beside the model that it was trained from."""
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
-import shutil
 import sys
-import textwrap
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -21,8 +18,6 @@ from trl_ext.evaluation.command_line import CommandParser, at_least_one, one_lin
 from trl_ext.files import read_yaml
 from trl_ext.models.loading import DTYPES, find_policy, load_policy
 
-# Narrower columns are hard to read.
-NARROWEST = 30
 DESCRIPTION = """\
 Talk to a trained model, beside the model that it was trained from. Each line that you type, or that comes through a
 pipe, is a question. Both models are asked with the conversation so far, each with its own answers; `new` begins
@@ -156,7 +151,7 @@ def questions(options: argparse.Namespace) -> Iterator[str]:
 
 
 def talk(speakers: list[Speaker], asked: Iterator[str], options: argparse.Namespace) -> None:
-    """Answer the questions one after another, and print the answers side by side or as JSON."""
+    """Answer the questions one after another, and print the answers below one another or as JSON."""
     for number, question in enumerate(asked):
         if question == "new" and options.prompt is None:
             for speaker in speakers:
@@ -166,22 +161,8 @@ def talk(speakers: list[Speaker], asked: Iterator[str], options: argparse.Namesp
         if options.json:
             print(json.dumps({"prompt": question, "answers": answers}, ensure_ascii=False), flush=True)
         else:
-            texts = {answer["model"]: answer["text"] or "(empty)" for answer in answers}
-            print(f"> {question}\n{side_by_side(texts)}", flush=True)
-
-
-def side_by_side(texts: dict[str, str], width: int | None = None) -> str:
-    """Texts in columns under their names, wrapped to the terminal; one below the other if it is narrow."""
-    width = width or shutil.get_terminal_size().columns
-    column = (width - 2 * (len(texts) - 1)) // len(texts)
-    if len(texts) > 1 and column < NARROWEST:
-        return "\n".join(side_by_side({name: text}, width) for name, text in texts.items())
-    wrapped = [
-        [line for part in f"{name}:\n{text.strip()}".splitlines() for line in textwrap.wrap(part, column) or [""]]
-        for name, text in texts.items()
-    ]
-    rows = itertools.zip_longest(*wrapped, fillvalue="")
-    return "\n".join("  ".join(cell.ljust(column) for cell in row).rstrip() for row in rows) + "\n"
+            texts = (f"{answer['model']}: {answer['text'].strip() or '(empty)'}\n" for answer in answers)
+            print(f"> {question}", *texts, sep="\n", flush=True)
 
 
 if __name__ == "__main__":

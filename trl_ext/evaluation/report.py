@@ -20,7 +20,7 @@ from trl_ext.files import write_text
 MAX_PROMPTS = 1000
 # Columns for which the terminal has no room.
 UNPRINTED = ("model", "n without ties", "win rate, ties dropped", "accuracy on held-out pairs")
-UNPRINTED += ("n of the KL", "n pairs", "labels, true order", "mean margin", "Brier")
+UNPRINTED += ("n of the KL", "n pairs", "labels, true order", "mean margin", "Brier", "may be on the Pareto front")
 
 
 def write_report(
@@ -93,18 +93,16 @@ def _print_summary(summary: dict[str, list[dict[str, Any]]]) -> None:
     """Print the columns that fit a terminal, task by task; the files contain all of them."""
     found = []
     for task in by_task(summary):
-        tables = task_tables(task)
-        ends = f": {task.title}" if task.end else ""
-        found += [(tables[name].title + ends, tables[name]) for name in ("tasks", "policies", "reward-models")]
-    found = [
-        (title, table) for title, table in [*found, *((table.title, table) for table in faults(summary))] if table.rows
-    ]
-    if not found:
+        tables, ends = task_tables(task), f": {task.title}" if task.end else ""
+        found += [(table.title + ends, table) for table in map(tables.get, ("tasks", "policies", "reward-models"))]
+    found += [(table.title, table) for table in faults(summary)]
+    if not any(table.rows for _, table in found):
         print(f"{NOT_EVALUATED}\n")
     for title, table in found:
-        shown = [index for index, name in enumerate(table.columns) if name not in UNPRINTED]
-        rows = [[" ".join(row[index].text.split()) for index in shown] for row in table.rows]
-        print(f"{title}\n{format_table([table.columns[index] for index in shown], rows)}\n")
+        if table.rows:
+            shown = [index for index, name in enumerate(table.columns) if name not in UNPRINTED]
+            rows = [[" ".join(row[index].text.split()) for index in shown] for row in table.rows]
+            print(f"{title}\n{format_table([table.columns[index] for index in shown], rows)}\n")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from trl_ext.evaluation.reporting.curves import panels
 from trl_ext.evaluation.reporting.generations import generations
 from trl_ext.evaluation.reporting.runs import Run
 from trl_ext.evaluation.reporting.summary import Row, Task, by_task
-from trl_ext.evaluation.reporting.tables import FRONT_RULE, NOT_EVALUATED, Table, faults, task_tables
+from trl_ext.evaluation.reporting.tables import NOT_EVALUATED, Table, faults, task_tables
 
 # With more runs than this, the page initially shows one run of each method.
 MANY_RUNS = 12
@@ -55,7 +55,6 @@ def render_page(
         pictures={title: base64.b64encode(png).decode() for title, png in (pictures or {}).items()},
         faults=faults(summary),
         has_generations=bool(shown["prompts"]),
-        front_rule=FRONT_RULE,
         not_evaluated=NOT_EVALUATED,
     )
     return environment.get_template("report.html").render(

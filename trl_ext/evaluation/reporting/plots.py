@@ -38,14 +38,13 @@ ONLINE_PANELS = {
         "tokens clipped": "clip_ratio/region_mean",
     },
     "Gradient norm": {"train": "grad_norm"},
+    "Disagreement of the ensemble (std)": {"rollouts": "ensemble_std"},
 }
 REWARD_PANELS = {
     "Loss": {"train": "loss", "held out": "eval_loss"},
     "Accuracy": {"train": "accuracy", "held out": "eval_accuracy"},
     "Margin (chosen minus rejected)": {"train": "margin", "held out": "eval_margin"},
 }
-# Drawn if an ensemble logs it.
-_ENSEMBLE_PANEL = {"Disagreement of the ensemble (std)": {"rollouts": "ensemble_std"}}
 
 
 def plot_run(
@@ -69,8 +68,6 @@ def plot_run(
     Raises:
         ImportError: matplotlib is missing.
     """
-    if any("ensemble_std" in row for row in metrics):
-        panels = {**panels, **_ENSEMBLE_PANEL}
     learned = sorted(
         {name for row in metrics for name in row if name.startswith("eval_rewards/") and name.endswith("/mean")}
     )
@@ -208,13 +205,10 @@ def _draw_win_rates(axis, win_rate: dict[str, Any]) -> None:
     for position, rule in enumerate(rules.values()):
         interval = win_rate[rule]
         rate, n = interval["rate"], interval["n"]
-        if n == 0:
-            axis.annotate("every comparison is a tie", (position, 0.5), ha="center", va="bottom")
-            continue
-        axis.errorbar(position, rate, yerr=distances(rate, interval["low"], interval["high"]), fmt="o", capsize=6)
-        # Place it above the dashed line, which it may cross, and below the frame.
-        beside = {"xytext": (10, 0), "textcoords": "offset points", "va": "center", "zorder": 2.2}
-        axis.annotate(f"{rate:.3f} (n = {n})", (position, rate), bbox={"color": "white", "pad": 1}, **beside)
+        if n:
+            axis.errorbar(position, rate, yerr=distances(rate, interval["low"], interval["high"]), fmt="o", capsize=6)
+        text = f"  {rate:.3f} (n = {n})" if n else "every comparison is a tie"
+        axis.annotate(text, (position, rate if n else 0.5), va="bottom")
     axis.set_xticks(range(len(rules)), list(rules))
     axis.axhline(0.5, color="grey", linestyle="--", linewidth=1)
     axis.set_xlim(-0.5, len(rules))

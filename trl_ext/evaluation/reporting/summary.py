@@ -76,6 +76,7 @@ def policy_row(run: Run) -> Row:
         "kl": _figure(results.kl),
         "pair_accuracy": _pair_accuracy(run),
         "identical": _identical(run),
+        "on_front": [],
         "tokens": {source: texts[source].mean_tokens if source in texts else None for source in ("base", "policy")},
     }
 

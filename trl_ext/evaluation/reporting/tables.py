@@ -7,17 +7,12 @@ from dataclasses import dataclass
 
 from trl_ext.evaluation.reporting.results import Scores
 from trl_ext.evaluation.reporting.runs import Run
-from trl_ext.evaluation.reporting.summary import DECIMALS, Row, Task, by_task, trade_offs
+from trl_ext.evaluation.reporting.summary import Row, Task, by_task
 from trl_ext.files import markdown_line
 
 MISTAKES_SHOWN = 10
 NOTHING = "-"
 NOT_EVALUATED = "These runs have no figures of held-out rows: their data has no held-out split, or none was asked for."
-FRONT_RULE = (
-    "A run may be on the Pareto front unless the intervals of another run of the same model and data dominate its "
-    "own: the other's 95% interval of the reward lies entirely at or above the run's, and its interval of the KL "
-    "entirely at or below."
-)
 # Column -> diagnostic and its decimals.
 _OF_RESPONSES = {
     "tokens": ("mean_tokens", 1),
@@ -81,7 +76,6 @@ def task_tables(task: Task) -> dict[str, Table]:
         _tasks(policies),
         _policies(policies),
         _settings("policies", policies),
-        _trade_offs(policies),
         _diversity(task.policies),
         _kinds(task.policies),
         _reward_models(models),
@@ -136,6 +130,7 @@ def run_figures(row: Row) -> dict[str, Cell]:
         "accuracy on held-out pairs": estimate(row["pair_accuracy"]),
         "n pairs": count((row["pair_accuracy"] or {}).get("n")),
         "tokens": figure(row["tokens"]["policy"], 1),
+        "may be on the Pareto front": _text("; ".join(row["on_front"])),
     }
 
 
@@ -204,23 +199,6 @@ def _settings(name: str, rows: Sequence[Row]) -> Table:
     ]
     note = "Steps are the optimizer's; times are of the wall clock."
     return _table(f"{name}-settings", f"Settings and times of the {name.replace('-', ' ')}", note, cells)
-
-
-def _trade_offs(policies: Sequence[Row]) -> Table:
-    """Reward against KL, one row per run and kind of reward, and whether it is on the Pareto front."""
-    fronts = {row["run"]: row["on_front"] for row in policies}
-    cells = [
-        {
-            "reward": _text(name),
-            "run": _text(point["run"]),
-            "KL to the base (nats per response)": estimate(point["kl"], DECIMALS["kl"]),
-            "figure": estimate(point["reward"], DECIMALS["reward"]),
-            "may be on the Pareto front": _text("yes" if name in fronts[point["run"]] else "no"),
-        }
-        for name, points in trade_offs(policies).items()
-        for point in sorted(points, key=lambda point: point["kl"]["value"])
-    ]
-    return _table("trade-offs", "Reward against KL", FRONT_RULE, cells)
 
 
 def _diversity(runs: Sequence[Run]) -> Table:
