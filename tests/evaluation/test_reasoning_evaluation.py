@@ -19,8 +19,8 @@ from trl_ext.evaluation.reasoning import (
     majority_at_k,
     pass_at_k,
     summarize_reasoning,
+    vote_of,
 )
-from trl_ext.evaluation.reasoning.samples import vote_of
 from trl_ext.rollouts import (
     Generation,
     SamplingSettings,

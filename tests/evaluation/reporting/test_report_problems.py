@@ -19,7 +19,7 @@ from trl_ext.evaluation import (
     wilson_interval,
     write_report,
 )
-from trl_ext.evaluation.reasoning.summary import summarize_reasoning
+from trl_ext.evaluation.reasoning import summarize_reasoning
 from trl_ext.evaluation.report import main
 from trl_ext.evaluation.reporting.runs import find_runs
 from trl_ext.rollouts import Generation
@@ -131,13 +131,13 @@ class TestDamage:
 
 
 class TestFindingRuns:
-    def test_labels_are_the_shortest_ends_that_differ(self, tmp_path):
+    def test_labels_are_paths_below_the_common_folder(self, tmp_path):
         """Links are followed, also to the folder that holds the link, and a run counts once."""
         for path in ("one/aot", "two/aot", "two/dpo", "two/aot-10", "two/aot-9", "two/checkpoint-5/x", "two/.hidden"):
             (tmp_path / path).mkdir(parents=True)
             (tmp_path / path / "results.json").write_text('{"run": {}}')
         runs, incomplete = find_runs([tmp_path, tmp_path / "two"])
-        assert [run.label for run in runs] == ["one/aot", "two/aot", "aot-9", "aot-10", "dpo"]
+        assert [run.label for run in runs] == ["one/aot", "two/aot", "two/aot-9", "two/aot-10", "two/dpo"]
         assert incomplete == []
         for link, target in {"linked": "../two/aot-9", "aot/up": "..", "three": "aot"}.items():
             (tmp_path / "one" / link).symlink_to(target)

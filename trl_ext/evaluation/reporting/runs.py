@@ -6,7 +6,6 @@ import fnmatch
 import math
 import os
 import re
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,7 +36,7 @@ class Run:
     """A finished run, with the readable parts of its files.
 
     Attributes:
-        label: the end of its path that distinguishes it from the other runs.
+        label: its path below the folder that holds all runs.
         folder: its folder.
         results: its `results.json`.
         metrics: rows of `metrics.jsonl`, by step; non-finite values are None.
@@ -135,13 +134,9 @@ def _natural(path: Path) -> list[tuple[int, int | str]]:
 
 
 def _labels(folders: Sequence[Path]) -> dict[Path, str]:
-    """The shortest end of each path that no other path has."""
-    labels = {folder: str(folder) for folder in folders}
-    for length in range(max((len(folder.parts) for folder in folders), default=0), 0, -1):
-        ends = {folder: "/".join(folder.parts[-length:]) for folder in folders}
-        times = Counter(ends.values())
-        labels |= {folder: end for folder, end in ends.items() if times[end] == 1}
-    return labels
+    """The path of each folder below what all have in common."""
+    common = os.path.commonpath([folder.parent for folder in folders]) if folders else ""
+    return {folder: folder.relative_to(common).as_posix() for folder in folders}
 
 
 def _read_run(label: str, folder: Path) -> Run:
