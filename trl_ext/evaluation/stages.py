@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,21 +74,17 @@ def compare_stages(
         max_prompt_tokens: longer prompts lose their beginning.
         max_new_tokens: maximum length of a response; None for 256, or 48 for the embedded prompts.
         temperature: sampling temperature. The KL can be estimated only at 1, and is omitted otherwise.
-        batch_size: prompts per batch.
-        seed: seed of the sampling.
-        dtype: type of the policies' weights.
+        batch_size, seed, dtype: prompts per batch, seed of the sampling, and type of the policies' weights.
         progress: whether to show progress bars.
 
     Raises:
         FileNotFoundError: a model or the file of prompts does not exist.
-        ValueError: there is no model, the reference is not one of them, or an argument is out of range.
+        ValueError: the reference is not one of the models, or an argument is out of range.
     """
     from trl_ext.models import resolve_model_path
     from trl_ext.models.loading import find_policy, load_policy, require_on_hub
 
-    if not models:
-        raise ValueError("give at least one model as name=folder")
-    reference = next(iter(models)) if reference is None else reference
+    reference = next(iter(models), None) if reference is None else reference
     if reference not in models:
         raise ValueError(f"the reference {reference!r} is none of the models: {', '.join(models)}")
     if temperature < 0:
@@ -135,7 +132,7 @@ def compare_stages(
         elif tokenizer.get_vocab() != reference_model[1].get_vocab():
             note = "its tokenizer is not the reference's"
         else:
-            kl = _divergence(name, (policy, tokenizer), reference_model, generations, batch_size, progress)
+            kl = _divergence(policy, reference_model[0], generations, batch_size, tokenizer.pad_token_id or 0)
         rewards = [None] * len(generations)
         if scorer is not None:
             texts, finished = [one.text for one in generations], [one.finished for one in generations]
@@ -174,26 +171,16 @@ def mean_and_std(values: Sequence[float]) -> dict[str, float]:
     return {"mean": statistics.fmean(values), "std": deviation, "low": low, "high": high}
 
 
-def _divergence(name, own, reference, generations, batch_size, progress) -> dict[str, Any]:
-    """The KL of a model from the reference on its own samples; `own` and `reference` are (model, tokenizer)."""
+def _divergence(policy, reference, generations, batch_size: int, pad_token_id: int) -> dict[str, Any]:
+    """The KL of a model from the reference on its own samples."""
     from trl_ext.evaluation.methods.preferences import approximate_kl
     from trl_ext.models import score_responses
     from trl_ext.rollouts.generation import recorded_log_probs
 
-    def score(model, tokenizer, who: str) -> list:
-        return score_responses(
-            model,
-            [generation.prompt_ids for generation in generations],
-            [generation.response_ids for generation in generations],
-            batch_size=batch_size,
-            pad_token_id=tokenizer.pad_token_id or 0,
-            progress=f"{name}: scoring under {who}" if progress else None,
-        )
-
-    own_log_probs = recorded_log_probs(generations)
-    if own_log_probs is None:
-        own_log_probs = score(*own, "itself")
-    return approximate_kl(own_log_probs, score(*reference, "the reference"))
+    rows = [one.prompt_ids for one in generations], [one.response_ids for one in generations]
+    score = partial(score_responses, batch_size=batch_size, pad_token_id=pad_token_id)
+    own = recorded_log_probs(generations)
+    return approximate_kl(score(policy, *rows) if own is None else own, score(reference, *rows))
 
 
 # ---- The command ----
@@ -252,13 +239,13 @@ def _named(models: list[str]) -> dict[str, str]:
 
 
 def _table_row(row: dict) -> tuple:
-    reward, kl, tokens = row["reward"], row["kl"], row["tokens"]
+    reward, kl, tokens = row["reward"] or {}, row["kl"] or {}, row["tokens"]
     return (
         row["name"],
         row["n"],
-        "-" if reward is None else format_interval(reward["mean"], reward["low"], reward["high"]),
-        reward and reward["std"],
-        "-" if kl is None else format_interval(kl["mean"], kl["low"], kl["high"], digits=2),
+        format_interval(reward.get("mean"), reward.get("low"), reward.get("high")),
+        reward.get("std"),
+        format_interval(kl.get("mean"), kl.get("low"), kl.get("high"), digits=2),
         tokens["mean"],
         tokens["std"],
         row["finished"],
