@@ -30,8 +30,7 @@ class GenerationSettings:
         max_prompt_tokens: longer prompts lose their beginning; None for no limit.
         max_new_tokens: maximum length of a response.
         temperature: temperature for the responses that are compared and shown; 0 for greedy decoding.
-        batch_size: prompts per batch.
-        seed: seed of the sampling.
+        batch_size, seed: prompts per batch, and seed of the sampling.
         num_kl_prompts: the divergence is estimated on the first so many prompts; None for all.
     """
 

@@ -24,7 +24,7 @@ from tests.support.report_runs import (
     write_reward_model,
     write_two_tasks,
 )
-from trl_ext.evaluation import plot_reward_run, plot_run, write_report
+from trl_ext.evaluation import plot_run, write_report
 from trl_ext.evaluation.report import main
 from trl_ext.evaluation.reporting import plots
 from trl_ext.evaluation.reporting.curves import panels, thin
@@ -402,10 +402,10 @@ class TestCharts:
         4 of 5 right: centre (.8 + z^2/10) / (1 + z^2/5) = 1.1841/1.7683 = .6697, half-width
         1.96 sqrt(.16 / 5 + z^2 / 100) / 1.7683 = 1.96 * .2653 / 1.7683 = .2941: [.376, .964].
         """
-        pairs = json.loads((write_reward_model(tmp_path / "rm") / "results.json").read_text())["pairs"]
+        results = json.loads((write_reward_model(tmp_path / "rm") / "results.json").read_text())
         made, figure = [], plots.new_figure
         monkeypatch.setattr(plots, "new_figure", lambda *size: made.append(figure(*size)) or made[-1])
-        plot_reward_run([], pairs, [], tmp_path / "report.png")
+        plot_run([], results, tmp_path / "report.png")
         ((_, (axis,)),) = made
         lines = [one for lines in axis.collections if hasattr(lines, "get_segments") for one in lines.get_segments()]
         assert axis.get_title().startswith("Reliability"), "what has no data has no panel"

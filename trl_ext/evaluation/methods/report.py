@@ -22,13 +22,11 @@ from trl_ext.evaluation.statistics.crossed import compare_with_baseline, crossed
 from trl_ext.files import write_json, write_text
 
 _WHAT_IT_SAYS = (
-    "Intervals are 95% and speak of other prompts and other seeds alike (crossed random effects, t quantiles mixed "
-    "as by Cochran and Cox). Differences are taken prompt by prompt and seed by seed; their intervals "
-    "are of one comparison each, and the verdict goes by p-values that are adjusted for all comparisons (Holm). "
-    "With two or three seeds, intervals are wide, and a verdict on many methods whose seeds differ much is a little "
-    "less certain than it says."
+    "Intervals are 95% and cover other prompts and other seeds (crossed random effects, t quantiles mixed as by "
+    "Cochran and Cox). Differences are paired by prompt and seed; each interval is of one comparison, and the verdict "
+    "follows p-values adjusted for all comparisons (Holm). With two or three seeds, verdicts on many methods whose "
+    "seeds differ much are a little too certain."
 )
-
 _UNTUNED = "This comparison searched no settings: a verdict is on the methods with the settings that they were given."
 
 
@@ -112,7 +110,6 @@ def render(summary: Mapping[str, Any]) -> str:
     parts = [title, markdown_table(*method_table(summary))]
     if summary["comparisons"]:
         parts += [f"## Against {summary['baseline']}", markdown_table(*difference_table(summary))]
-        parts.append("\n".join(f"- {sentence(one, summary)}" for one in summary["comparisons"]))
     if summary["notes"]:
         parts += ["## To keep in mind", "\n".join(f"- {note}" for note in summary["notes"])]
     return "\n\n".join(part.strip() for part in [*parts, _WHAT_IT_SAYS]) + "\n"
@@ -140,22 +137,6 @@ def difference_table(summary: Mapping[str, Any]) -> tuple[list[str], list[list[A
             + [_p(one["p_value"]), _p(one["adjusted_p_value"]), one["verdict"]]
         )
     return header, rows
-
-
-def sentence(one: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
-    """A comparison in words."""
-    method, baseline, difference = one["method"], summary["baseline"], one["difference"]
-    metric = _metric(summary)
-    if one["verdict"] != "cannot tell":
-        size = abs(difference["mean"])
-        p_value = _p(one["adjusted_p_value"])
-        return f"**{method} has a {one['verdict']} {metric} than {baseline}**, by {size:.4f} (p {p_value})."
-    told = f"**Whether {method} or {baseline} has the higher {metric}, these runs cannot tell**"
-    if difference["standard_error"] is None:
-        if difference["seeds"] < 2:
-            return f"{told}: one seed says nothing of how seeds differ."
-        return f"{told}: their values differ by {difference['mean']:+.4f} everywhere, which leaves nothing to test."
-    return f"{told}: the difference is {difference['mean']:+.4f} {_range(difference, '+.4f')}."
 
 
 def _notes(by_method: Mapping[str, Mapping[int, Any]], shared: Mapping[str, Sequence[int]]) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,9 +11,6 @@ from typing import Any
 from trl_ext.evaluation.statistics.intervals import wilson_interval
 from trl_ext.files import replacing
 
-STEPS = "optimizer step"
-# Draws one panel into a given axis.
-Draw = Callable[[Any], None]
 # Panel title -> label of each curve -> metric name in the run's metrics.
 PREFERENCE_PANELS = {
     "Loss": {"train": "loss", "held out": "eval_loss"},
@@ -52,8 +49,9 @@ def plot_run(
     results: dict[str, Any],
     path: str | Path,
     panels: dict[str, dict[str, str]] = PREFERENCE_PANELS,
+    margins: Sequence[float] = (),
 ) -> None:
-    """Draw the panels' metrics over steps, and the win rates with their intervals, as a PNG.
+    """Draw the panels' metrics over steps, and the results with their intervals, as a PNG.
 
     If the run evaluated reward functions on held-out prompts, a first panel shows them with the true score. It reveals
     a learned reward that rises while the score falls. A panel without a curve of two points is omitted. Without any
@@ -61,9 +59,10 @@ def plot_run(
 
     Args:
         metrics: rows of a run's `metrics.jsonl`.
-        results: its `results.json`.
+        results: its `results.json`, of which the win rates, or the calibration on held-out pairs, are drawn.
         path: output file; replaced atomically.
         panels: title -> label of each curve -> metric name.
+        margins: chosen minus rejected score of each held-out pair of a reward model.
 
     Raises:
         ImportError: matplotlib is missing.
@@ -72,58 +71,18 @@ def plot_run(
         {name for row in metrics for name in row if name.startswith("eval_rewards/") and name.endswith("/mean")}
     )
     drawn = [partial(_draw_overoptimization, learned=learned, metrics=metrics)] if learned else []
-    drawn += curve_panels(panels, metrics)
-    if results.get("win_rate"):
-        drawn.append(partial(_draw_win_rates, win_rate=results["win_rate"]))
-    save_panels(drawn, path, run_title(results.get("run", {})))
-
-
-def plot_reward_run(
-    metrics: Sequence[dict[str, Any]],
-    pairs: dict[str, Any] | None,
-    margins: Sequence[float],
-    path: str | Path,
-    *,
-    title: str = "",
-) -> None:
-    """Draw a reward model's run as a PNG; panels without data are omitted.
-
-    Args:
-        metrics: rows of the run's `metrics.jsonl`.
-        pairs: `reward_metrics` of the held-out pairs; None if there are none.
-        margins: chosen minus rejected score of each held-out pair.
-        path: output file; replaced atomically.
-        title: title above the panels.
-
-    Raises:
-        ImportError: matplotlib is missing.
-    """
-    drawn = curve_panels(REWARD_PANELS, metrics)
-    if pairs is not None:
-        drawn.append(partial(_draw_reliability, pairs=pairs))
-    if len(margins):
-        drawn.append(partial(_draw_margins, margins=margins))
-    save_panels(drawn, path, title)
-
-
-def run_title(run: Mapping[str, Any]) -> str:
-    """A description of the run; a dataset's path is reduced to its last part."""
-    objective, model, data = (str(run.get(name, "")) for name in ("objective", "model", "dataset"))
-    return f"{objective}, model {model}, data {Path(data).name if Path(data).is_absolute() else data}"
-
-
-def curve_panels(panels: Mapping[str, Mapping[str, str]], metrics: Sequence[Mapping[str, Any]]) -> list[Draw]:
-    """The functions that draw the panels; a panel needs a curve: some metric that was logged twice."""
-    times = Counter(name for row in metrics for name, value in row.items() if value is not None)
-    return [
+    logged = Counter(name for row in metrics for name, value in row.items() if value is not None)
+    drawn += [
         partial(_draw_curves, title=title, curves=curves, metrics=metrics)
         for title, curves in panels.items()
-        if any(times[name] > 1 for name in curves.values())
+        if any(logged[name] > 1 for name in curves.values())
     ]
-
-
-def save_panels(drawn: Sequence[Draw], path: str | Path, title: str = "") -> None:
-    """Draw panels, in two rows if there are more than three, as a PNG with a title; an empty list writes no file."""
+    if results.get("win_rate"):
+        drawn.append(partial(_draw_win_rates, win_rate=results["win_rate"]))
+    if results.get("pairs"):
+        drawn.append(partial(_draw_reliability, pairs=results["pairs"]))
+    if len(margins):
+        drawn.append(partial(_draw_margins, margins=margins))
     if not drawn:
         return
     rows = 1 if len(drawn) < 4 else 2
@@ -132,7 +91,13 @@ def save_panels(drawn: Sequence[Draw], path: str | Path, title: str = "") -> Non
         draw(axis)
     for axis in axes[len(drawn) :]:
         axis.set_axis_off()
-    save_figure(figure, path, title)
+    save_figure(figure, path, run_title(results.get("run", {})))
+
+
+def run_title(run: Mapping[str, Any]) -> str:
+    """A description of the run; a dataset's path is reduced to its last part."""
+    objective, model, data = (str(run.get(name, "")) for name in ("objective", "model", "dataset"))
+    return f"{objective}, model {model}, data {Path(data).name if Path(data).is_absolute() else data}"
 
 
 def new_figure(rows: int, columns: int):
@@ -172,7 +137,7 @@ def distances(value: float, low: float, high: float) -> list[list[float]]:
 def _draw_curves(axis, title: str, curves: Mapping[str, str], metrics: Sequence[Mapping[str, Any]]) -> None:
     """Draw metrics over steps into one panel, with the band from `_low` to `_high` if these were logged."""
     axis.set_title(title)
-    axis.set_xlabel(STEPS)
+    axis.set_xlabel("optimizer step")
     for index, (label, name) in enumerate(curves.items()):
         points = [(row["step"], row[name]) for row in metrics if row.get(name) is not None]
         if points:

@@ -220,8 +220,8 @@ def _diversity(runs: Sequence[Run]) -> Table:
 
 def _kinds(runs: Sequence[Run]) -> Table:
     """The true score of each policy, over all prompts and by kind of prompt."""
-    scored = [run for run in runs if run.results.score is not None]
-    kinds = sorted({kind for run in scored for kind in run.results.score.by_kind})
+    scored = [(run, run.results.score) for run in runs if run.results.score is not None]
+    kinds = sorted({kind for _, score in scored for kind in score.by_kind})
 
     def cell(scores: Scores | None) -> Cell:
         if scores is None or scores.policy is None:
@@ -230,16 +230,13 @@ def _kinds(runs: Sequence[Run]) -> Table:
         return Cell(f"{scores.policy:.3f}{gain}", scores.policy)
 
     cells = [
-        {
-            "run": _text(run.label),
-            "all prompts": cell(run.results.score),
-            **{f"kind: {kind}": cell(run.results.score.by_kind.get(kind)) for kind in kinds},
-        }
-        for run in scored
+        {"run": _text(run.label), "all prompts": cell(score)}
+        | {f"kind: {kind}": cell(score.by_kind.get(kind)) for kind in kinds}
+        for run, score in scored
         if kinds
     ]
-    name = scored[0].score_name.capitalize() if scored else ""
-    return _table("kinds", f"{name} by kind of prompt", "In parentheses the gain over the base.", cells)
+    title = f"{runs[0].score_name.capitalize() if runs else ''} by kind of prompt"
+    return _table("kinds", title, "In parentheses the gain over the base.", cells)
 
 
 def _mistakes(runs: Sequence[Run]) -> Table:
