@@ -44,15 +44,16 @@ def test_the_three_categories():
 def test_graders():
     row = {"row_id": "a", "answer": "10", "numbers": [4, 6]}
     right = "x </think> <answer> 10 </answer>"
-    assert grader()(right, row) == {"reward": 1.0, "format_reward": 1.0, "answer_reward": 1.0}
-    assert grader("question_only")("\\boxed{10}", row)["reward"] == 1
-    assert grader("question_only")(right, row)["format_reward"] == 0
-    assert grader("gsm8k")("no tags, but 10", row) == {"reward": 1.0, "format_reward": 1.0, "answer_reward": 1.0}
-    assert grader("gsm8k")("no number", row)["format_reward"] == 0
-    countdown = grader("countdown")
-    assert countdown("x </think> <answer> 4 + 6 </answer>", row)["reward"] == 1
-    assert countdown("x </think> <answer> 10 </answer>", row)["reward"] == 0, "the numbers must be used"
-    assert_refused(lambda: countdown("x", {"row_id": "b", "answer": "10"}), "numbers None")
+    for reward, response, found in (
+        ("r1_zero", right, 1),
+        ("question_only", "\\boxed{10}", 1),
+        ("question_only", right, 0),
+        ("gsm8k", "no tags, but 10", 1),
+        ("countdown", "x </think> <answer> 4 + 6 </answer>", 1),
+        ("countdown", right, 0),
+    ):
+        assert grader(reward)(response, row)["reward"] == found, (reward, response)
+    assert_refused(lambda: grader("countdown")("x", {"row_id": "b", "answer": "10"}), "numbers None")
     assert_refused(lambda: grader("r1-zero"), "r1-zero", "did you mean")
 
 
