@@ -46,13 +46,11 @@ def write_report(
 
     Raises:
         FileNotFoundError: a folder does not exist.
-        ValueError: there is no finished run, `out` does not end in `.html`, or `max_prompts` is below 0.
+        ValueError: there is no finished run, or `out` does not end in `.html`.
     """
     out = Path(out)
     if out.suffix != ".html":
         raise ValueError(f"--out {out}: must end in .html, so that the Markdown beside it has a name of its own")
-    if max_prompts < 0:
-        raise ValueError(f"--max_prompts must be at least 0, got {max_prompts}")
     runs, incomplete = find_runs([run_folders] if isinstance(run_folders, (str, Path)) else run_folders)
     summary = summarize(runs, incomplete)
     page = render_page(runs, summary, max_prompts=max_prompts, stages=stages, pictures=pictures)
@@ -73,15 +71,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.add_argument(
             "--out", default="report.html", help="HTML file; the Markdown goes beside it (%(default)s)"
         )
-        parser.add_argument(
-            "--max_prompts",
-            type=int,
-            default=MAX_PROMPTS,
-            help="most prompts whose responses the HTML holds (%(default)s)",
-        )
         parser.add_argument("--json", action="store_true", help="print the summary as JSON, with every figure")
         given = parser.parse_args(arguments)
-        summary = write_report(given.folders, given.out, max_prompts=given.max_prompts)
+        summary = write_report(given.folders, given.out)
         if given.json:
             print_json(summary)
         else:

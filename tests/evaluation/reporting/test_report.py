@@ -571,7 +571,6 @@ def test_the_command_prints_a_table_and_names_the_files_or_prints_json(example, 
         (["nowhere"], ["no folder nowhere"]),
         (["."], ["no finished run in .", "begun: no results.json"]),
         ([".", "--out", "x.txt"], ["--out x.txt", ".html"]),
-        ([".", "--max_prompts", "-1"], ["--max_prompts", "-1"]),
     ],
 )
 def test_refusals(tmp_path, monkeypatch, capsys, arguments, words):
