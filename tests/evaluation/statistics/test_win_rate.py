@@ -136,25 +136,16 @@ class TestCompare:
         assert threads == {threading.get_ident()}
 
 
-class TestGroundTruthJudge:
-    def test_higher_score_wins(self):
-        judge = GroundTruthJudge(lambda prompt, response: float(response.count(prompt)))
-        outcomes = compare(judge, prompt_rows("x", "y", "z"), ["xx", "-", "z"], ["x", "y", "z"])
-        assert [(outcome.first, outcome.second) for outcome in outcomes] == [(C, C), (B, B), (T, T)]
-
-    def test_finished_flags_follow_their_response(self):
-        """A cut response scores 0 here. The candidate's is cut in the first row, the base's in the second."""
-        judge = GroundTruthJudge(lambda _, text, finished=True: float(len(text)) if finished else 0.0)
-        candidate, base = ["long answer", "long", "long answer"], ["short", "longer still", "short"]
-        flags = {"candidate_finished": [False, True, True], "base_finished": [True, False, True]}
-        outcomes = compare(judge, prompt_rows("p", "q", "r"), candidate, base, **flags)
-        assert [(outcome.first, outcome.second) for outcome in outcomes] == [(B, B), (C, C), (C, C)]
-
-    def test_default_is_the_toy_score(self):
-        [outcome] = compare(
-            GroundTruthJudge(), prompt_rows("Sort these numbers: 7 2 9 4."), ["2 4 7 9"], ["9 9 9 9 9 9"]
-        )
-        assert (outcome.first, outcome.second) == (C, C)
+def test_the_higher_known_score_wins():
+    """A cut response scores 0 here. The candidate's is cut in the third row, the base's in the fourth."""
+    judge = GroundTruthJudge(lambda prompt, text, finished=True: float(text.count(prompt)) if finished else 0.0)
+    prompts, candidate, base = ("x", "y", "z", "l", "l"), ("xx", "-", "z", "lll", "l"), ("x", "y", "z", "l", "lll")
+    flags = {"candidate_finished": [True] * 3 + [False, True], "base_finished": [True] * 4 + [False]}
+    outcomes = compare(judge, prompt_rows(*prompts), candidate, base, **flags)
+    assert [(one.first, one.second) for one in outcomes] == [(C, C), (B, B), (T, T), (B, B), (C, C)]
+    # By default it is the toy score.
+    [outcome] = compare(GroundTruthJudge(), prompt_rows("Sort these numbers: 7 2 9 4."), ["2 4 7 9"], ["9 9 9 9"])
+    assert (outcome.first, outcome.second) == (C, C)
 
 
 USER = [{"role": role, "content": role} for role in ("system", "user", "assistant")]
