@@ -43,14 +43,13 @@ class Tournament:
         `expected_high` are its 95% interval, which follows from the rating's, since the base's rating is fixed. The
         base has none.
         """
-        found = self.ratings
-        base = found.ratings[self.names.index(BASE)]
-        rows = []
-        for name, *figures in zip(self.names, found.ratings, found.low, found.high, strict=True):
-            expected = [None if name == BASE else expected_score(figure - base) for figure in figures]
-            row = {"name": name, **dict(zip(("rating", "low", "high"), figures, strict=True))}
-            names = ("expected_against_base", "expected_low", "expected_high")
-            rows.append({**row, **dict(zip(names, expected, strict=True))})
+        names = {"expected_against_base": "rating", "expected_low": "low", "expected_high": "high"}
+        columns = (self.names, self.ratings.ratings, self.ratings.low, self.ratings.high)
+        rows = [dict(zip(("name", "rating", "low", "high"), row, strict=True)) for row in zip(*columns, strict=True)]
+        base = next(row["rating"] for row in rows if row["name"] == BASE)
+        for row in rows:
+            is_base = row["name"] == BASE
+            row |= {name: None if is_base else expected_score(row[key] - base) for name, key in names.items()}
         return sorted(rows, key=lambda row: -row["rating"])
 
     def to_dict(self) -> dict[str, Any]:
