@@ -141,7 +141,7 @@ def _what_was_run(run: Run) -> Row:
         "data": what.dataset or "",
         "task": run.task,
         "steps": what.optimizer_steps,
-        **{name: getattr(what, name) or "" for name in ("objective", "model", "settings_digest", "device")},
+        **{name: getattr(what, name) or "" for name in ("objective", "model", "device")},
         **{name: getattr(what, name) for name in names},
     }
 

@@ -136,8 +136,7 @@ def run_figures(row: Row) -> dict[str, Cell]:
 
 def _tasks(rows: Sequence[Row]) -> Table:
     """One row per task, metric and run of `trl-ext evaluate` or lm-evaluation-harness."""
-    found = [(task, name, row) for row in rows for task, metrics in row["tasks"].items() for name in metrics]
-    order = list(dict.fromkeys((task, name) for task, name, _ in found))
+    metrics = dict.fromkeys((task, name) for row in rows for task, own in row["tasks"].items() for name in own)
     cells = [
         {
             "metric": _text(f"{task}: {name}"),
@@ -146,7 +145,9 @@ def _tasks(rows: Sequence[Row]) -> Table:
             "figure": estimate(row["tasks"][task][name]),
             "n": count((row["tasks"][task][name] or {}).get("n")),
         }
-        for task, name, row in sorted(found, key=lambda one: order.index(one[:2]))
+        for task, name in metrics
+        for row in rows
+        if name in row["tasks"].get(task, {})
     ]
     return _table("tasks", "Tasks", "Evaluations on tasks. Brackets hold 95% intervals.", cells)
 
