@@ -130,7 +130,7 @@ def run_figures(row: Row) -> dict[str, Cell]:
         "accuracy on held-out pairs": estimate(row["pair_accuracy"]),
         "n pairs": count((row["pair_accuracy"] or {}).get("n")),
         "tokens": figure(row["tokens"]["policy"], 1),
-        "may be on the Pareto front": _text("; ".join(row["on_front"])),
+        "may be on the Pareto front": _text("; ".join(row["on_front"]), prose=True),
     }
 
 
