@@ -56,11 +56,8 @@ def compare(monkeypatch, tmp_path):
 
 def fake_run(recipe: str, folder: Path, given: dict, **about) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    kind = {"sampled_responses": 640} if recipe == "grpo" else {"train_pairs": 200}
     run = {"objective": recipe, "model": "toy", "dataset": "toy", "seed": int(given["seed"]), "optimizer_steps": 10}
-    run |= {"training_seconds": 20.0, "settings_digest": recipe, "device": "cpu", "processes": 1, **kind, **about}
-    if "reward_model" in given:
-        run["reward_models"] = [given["reward_model"]]
+    run |= {"training_seconds": 20.0, "settings_digest": recipe, "device": "cpu", "processes": 1, **about}
     (folder / "results.json").write_text(json.dumps({"run": run}))
     (folder / "config.yaml").write_text("per_device_train_batch_size: 20\ngradient_accumulation_steps: 2\n")
     if recipe == "reward_model":
@@ -111,13 +108,7 @@ def test_methods_are_run_and_compared(compare, capsys):
     assert ipo["mean"] == pytest.approx(expected)
     assert [one["verdict"] for one in found["comparisons"]] == ["cannot tell", "higher"]
     assert found["comparisons"][1]["difference"]["mean"] == pytest.approx(grpo["mean"] - dpo["mean"])
-    # Ten steps of 40 pairs; 20 seconds, and 20 of the reward model's run.
-    spent = {"optimizer_steps": 10, "training_seconds": 20, "reward_seconds": 0}
-    assert dpo["budget"] == {"samples": 400, "unit": "pairs", **spent}
-    assert (grpo["budget"]["samples"], grpo["budget"]["reward_seconds"]) == (640, 20)
-    notes = " ".join(found["notes"])
-    assert "Samples are not of one kind (pairs: dpo, ipo; sampled responses: grpo)." in notes
-    assert "Unequal budgets, seconds of training, with reward models: 20 (dpo) to 40 (grpo)." in notes
+    assert (dpo["optimizer_steps"], dpo["training_seconds"]) == (10, 20)
     printed = capsys.readouterr().out
     assert [line.split(",")[0] for line in printed.splitlines() if line.startswith("===")] == [
         f"=== run {number} of 12" for number in range(1, 13)
@@ -125,36 +116,14 @@ def test_methods_are_run_and_compared(compare, capsys):
     header = next(line for line in printed.splitlines() if line.startswith("method"))
     column = header.index("score")
     assert f"{grpo['mean']:.3f}" == next(r for r in printed.splitlines() if r.startswith("grpo "))[column : column + 5]
-    assert f"grpo has a higher score than dpo, by {grpo['mean'] - dpo['mean']:.4f} (p " in printed
-    assert "Whether ipo or dpo has the higher score, these runs cannot tell: the difference is " in printed
-    assert {path.name for path in Path("runs/compare").iterdir()} >= {"compare.md", "compare.png", "report.html"}
+    against = next(row for row in printed.splitlines() if row.startswith("grpo ") and row.endswith("higher"))
+    assert f"{grpo['mean'] - dpo['mean']:+.4f}" in against
+    assert {path.name for path in Path("runs/compare").iterdir()} >= {"compare.md", "report.html"}
 
     # The second time nothing is left to run.
     compare.calls.clear()
     compare.main("--methods", "dpo,ipo,grpo", "--seeds", "0-2", "--max_steps", "10")
     assert not compare.calls and summary() == found
-
-
-@pytest.mark.parametrize(
-    ("rows", "steps", "settings", "expected"),
-    [
-        # 2 of the 63 steps of an epoch: 2 / 63 of 2,000 rows would be 63.
-        (2000, 2, {}, 64),
-        # An epoch of 62 steps of 32 and one of 16, twice, and two more steps.
-        (2000, 128, {}, 4064),
-        # Rows that fill no micro-batch are dropped, not those that fill no step: of 2,000 none.
-        (2000, 128, {"dataloader_drop_last": True}, 4064),
-        (100, 5, {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4}, 80),
-    ],
-)
-def test_rows_that_were_learned_from(rows, steps, settings, expected, tmp_path):
-    """On one process, in batches of 32 unless said otherwise."""
-    from trl_ext.evaluation.methods.runs import budget, read_method_run
-
-    fake_run("dpo", tmp_path, {"seed": "0"}, train_pairs=rows, optimizer_steps=steps)
-    known = {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 2, "dataloader_drop_last": False}
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(known | settings))
-    assert budget(read_method_run(tmp_path, "dpo", 0))["samples"] == expected
 
 
 def test_what_was_begun_is_taken_up(compare):

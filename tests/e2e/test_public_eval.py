@@ -451,5 +451,4 @@ class TestCompareStages:
         code, out, _ = run("stages", *named, *course["prompts_jsonl"], *options)
         assert code == 0
         assert "base: no KL: samples at temperature 0.0 give no estimate; sample at 1" in out
-        how = "Reference: ppo. Decoding: greedy, one response per prompt, at most 3 tokens.\n"
-        assert how in out and Path("stages/comparison.md").read_text().endswith(f"\n{how}")
+        assert "ppo: no KL: the reference itself" in out

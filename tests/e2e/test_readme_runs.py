@@ -99,9 +99,7 @@ def test_the_commands_of_the_readme_and_the_tour_run_in_order(tmp_path):
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert not [start for start in NOT_RUN if not any(line.startswith(start) for line in commands(pages))]
-    (talk,) = [
-        number for number, job in enumerate(jobs) if job["command"] == "trl-ext chat runs/aot-toy --single_turn"
-    ]
+    (talk,) = [number for number, job in enumerate(jobs) if job["command"] == "trl-ext chat runs/aot-toy"]
     assert (tmp_path / f"{talk:02d}.log").read_text().count("boat; wagon; ferry") == 2, "two updates change no word"
     report = (clone / "report.html").read_text()
     assert all(name in report for name in ("aot-toy", "dpo-toy", "simpo-toy"))

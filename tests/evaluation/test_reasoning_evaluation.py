@@ -19,23 +19,16 @@ from trl_ext.evaluation.reasoning import (
     majority_at_k,
     pass_at_k,
     summarize_reasoning,
+    vote_of,
 )
-from trl_ext.evaluation.reasoning.samples import vote_of
-from trl_ext.rollouts import (
-    Generation,
-    SamplingSettings,
-    TransformersEngine,
-)
+from trl_ext.rollouts import Generation, SamplingSettings, TransformersEngine
 
 # ---- Categories and samples ----
 
 
 def test_the_three_categories():
-    assert [category_of(*rewards) for rewards in ((1, 1), (1, 0), (0, 0))] == [
-        "correct",
-        "wrong_answer",
-        "wrong_format",
-    ]
+    names = [category_of(*rewards) for rewards in ((1, 1), (1, 0), (0, 0))]
+    assert names == ["correct", "wrong_answer", "wrong_format"]
     assert_refused(lambda: category_of(0, 1), "only be correct in the right form")
     rows = [{"category": "correct"}, {"category": "correct"}, {"category": "wrong_format"}]
     assert count_categories(rows) == {"correct": 2, "wrong_answer": 0, "wrong_format": 1}
@@ -44,15 +37,16 @@ def test_the_three_categories():
 def test_graders():
     row = {"row_id": "a", "answer": "10", "numbers": [4, 6]}
     right = "x </think> <answer> 10 </answer>"
-    assert grader()(right, row) == {"reward": 1.0, "format_reward": 1.0, "answer_reward": 1.0}
-    assert grader("question_only")("\\boxed{10}", row)["reward"] == 1
-    assert grader("question_only")(right, row)["format_reward"] == 0
-    assert grader("gsm8k")("no tags, but 10", row) == {"reward": 1.0, "format_reward": 1.0, "answer_reward": 1.0}
-    assert grader("gsm8k")("no number", row)["format_reward"] == 0
-    countdown = grader("countdown")
-    assert countdown("x </think> <answer> 4 + 6 </answer>", row)["reward"] == 1
-    assert countdown("x </think> <answer> 10 </answer>", row)["reward"] == 0, "the numbers must be used"
-    assert_refused(lambda: countdown("x", {"row_id": "b", "answer": "10"}), "numbers None")
+    for reward, response, found in (
+        ("r1_zero", right, 1),
+        ("question_only", "\\boxed{10}", 1),
+        ("question_only", right, 0),
+        ("gsm8k", "no tags, but 10", 1),
+        ("countdown", "x </think> <answer> 4 + 6 </answer>", 1),
+        ("countdown", right, 0),
+    ):
+        assert grader(reward)(response, row)["reward"] == found, (reward, response)
+    assert_refused(lambda: grader("countdown")("x", {"row_id": "b", "answer": "10"}), "numbers None")
     assert_refused(lambda: grader("r1-zero"), "r1-zero", "did you mean")
 
 
@@ -130,19 +124,12 @@ def test_many_subsets_are_sampled():
 # ---- Summaries ----
 
 
-def graded(row_id, category, tokens=10, sample=0, **more):
-    rewards = {"correct": (1.0, 1.0), "wrong_answer": (1.0, 0.0), "wrong_format": (0.0, 0.0)}[category]
+def graded(row_id, category, tokens=10, sample=0, answer=1, **more):
+    form, right = {"correct": (1.0, 1.0), "wrong_answer": (1.0, 0.0), "wrong_format": (0.0, 0.0)}[category]
     return {
-        "row_id": row_id,
-        "sample": sample,
-        "response_text": f"</think> <answer> {more.pop('answer', 1)} </answer>",
-        "generated_num_tokens": tokens,
-        "finished": True,
-        "category": category,
-        "reward": rewards[1],
-        "format_reward": rewards[0],
-        "answer_reward": rewards[1],
-        **more,
+        **{"row_id": row_id, "sample": sample, "response_text": f"</think> <answer> {answer} </answer>"},
+        **{"generated_num_tokens": tokens, "finished": True, "category": category},
+        **{"reward": right, "format_reward": form, "answer_reward": right, **more},
     }
 
 
@@ -176,14 +163,11 @@ def test_samples_of_a_problem_go_together():
     The interval is of three problems whose means are 1, 1/2 and 0, worked by hand in the test of `rate_interval`. Six
     independent responses would have had 0.19 to 0.81.
     """
+    categories = {"a": ("correct", "correct"), "b": ("correct", "wrong_answer"), "c": ("wrong_answer", "wrong_format")}
     rows = [
         graded(name, category, sample=sample, answer=sample)
-        for name, categories in (
-            ("a", ("correct", "correct")),
-            ("b", ("correct", "wrong_answer")),
-            ("c", ("wrong_answer", "wrong_format")),
-        )
-        for sample, category in enumerate(categories)
+        for name, own in categories.items()
+        for sample, category in enumerate(own)
     ]
     summary = summarize_reasoning(rows, (1, 2))
     assert (summary["n_prompts"], summary["n_samples"], summary["accuracy"]["n"]) == (3, 2, 3)
@@ -238,36 +222,27 @@ def uninterrupted(toy, additions, tmp_path_factory):
 
 def test_rows_of_a_run(uninterrupted, additions):
     rows, saved = uninterrupted
-    assert [(row["row_id"], row["sample"]) for row in rows] == [
-        (row["row_id"], sample) for row in additions[0] for sample in range(3)
-    ]
+    places = [(row["row_id"], sample) for row in additions[0] for sample in range(3)]
+    assert [(row["row_id"], row["sample"]) for row in rows] == places
     assert [json.loads(line) for line in saved.splitlines()] == rows
     for row in rows:
-        rewards = grader()(row["response_text"], row)
-        assert {name: row[name] for name in rewards} == rewards
-        assert row["category"] == category_of(rewards["format_reward"], rewards["answer_reward"])
-        if row["format_reward"]:
-            assert row["response_text"].endswith("</answer>") and row["finished"]
+        assert row.items() >= grader()(row["response_text"], row).items()
+        assert row["category"] == category_of(row["format_reward"], row["answer_reward"])
+        assert not row["format_reward"] or (row["response_text"].endswith("</answer>") and row["finished"])
     assert len({row["response_text"] for row in rows[:3]}) > 1, "samples of a problem differ"
 
 
-@pytest.mark.parametrize("calls", [0, 3])
-def test_an_interrupted_run_goes_on(calls, toy, additions, uninterrupted, tmp_path):
-    path = tmp_path / "rows.jsonl"
-    with pytest.raises(Interrupted):
-        run(toy, additions, calls, path=path)
-    assert len(path.read_bytes().splitlines() if path.exists() else []) == 7 * calls
-    assert run(toy, additions, path=path) == uninterrupted[0]
-    assert path.read_bytes() == uninterrupted[1]
-
-
-def test_torn_finished_and_damaged_files(toy, additions, uninterrupted, tmp_path):
+def test_interrupted_torn_finished_and_damaged_files(toy, additions, uninterrupted, tmp_path):
     """A line that was cut off while it was written, and what of its save is there, is made again."""
     rows, whole = uninterrupted
     path = tmp_path / "rows.jsonl"
-    path.write_bytes(whole[:-3000])
-    assert run(toy, additions, path=path) == rows
-    assert path.read_bytes() == whole
+    with pytest.raises(Interrupted):
+        run(toy, additions, 3, path=path)
+    assert len(path.read_bytes().splitlines()) == 7 * 3
+    for content in (path.read_bytes(), whole[:-3000]):
+        path.write_bytes(content)
+        assert run(toy, additions, path=path) == rows
+        assert path.read_bytes() == whole
     assert run(toy, additions, calls=0, path=path) == rows, "nothing is sampled"
     lines = whole.splitlines(keepends=True)
     for content, words in (

@@ -33,19 +33,6 @@ def test_wandb_offline(tmp_path, monkeypatch):
         assert len(table["data"]) == 3
 
 
-def test_tensorboard(tmp_path, monkeypatch):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "events"))
-    recipes.run(monkeypatch, "dpo", *ARGUMENTS, "--report_to=tensorboard", f"--output_dir={tmp_path / 'run'}")
-    events = EventAccumulator(str(next(tmp_path.glob("**/events.out.tfevents.*")).parent))
-    events.Reload()
-    texts = events.Tensors("samples/generation_table/text_summary")
-    assert [event.step for event in texts] == [0, 2, 4]
-    assert all(event.tensor_proto.string_val[0].count(b"\n") == 4 for event in texts), "header, rule, three rows"
-    assert [event.step for event in events.Scalars("train/kl")] == [0, 2, 4]
-
-
 def test_wandb_without_a_login_is_one_line(tmp_path):
     """It would otherwise end in the middle of the start, after the model and the data were prepared."""
     environment = {name: value for name, value in recipes.environment().items() if not name.startswith("WANDB")}

@@ -33,7 +33,6 @@ def write_policy(
     seed: int = 0,
     gain: float = 0.25,
     kl: float = 1.5,
-    timed: bool = True,
 ) -> Path:
     """A policy's run of four prompts: of n outcomes, w wins and t ties, rates of (w + t / 2) / n and w / (n - t)."""
     folder.mkdir(parents=True)
@@ -48,12 +47,8 @@ def write_policy(
         "win_rate": {
             rule: {"rate": rate, "low": rate - 0.11, "high": rate + 0.07, "n": n} for rule, (rate, n) in rates.items()
         },
-        "score": {
-            "policy": 0.5 + gain,
-            "base": 0.5,
-            "gain": interval(gain, 0.03),
-            "by_kind": {"say": {"policy": 0.625, "base": 0.5}},
-        },
+        "score": {"policy": 0.5 + gain, "base": 0.5, "gain": interval(gain, 0.03)}
+        | {"by_kind": {"say": {"policy": 0.625, "base": 0.5}}},
         "rewards": {"judge-rm": {"policy": 1.75, "base": 1.5, "gain": interval(gain, 0.125)}},
         "preferences": {"after": {"n": 8, "reference_corrected": ranked}},
         "kl": {**interval(kl, 0.2), "n": n},
@@ -65,28 +60,17 @@ def write_policy(
         for step in (0, 20, 40)
     ]
     training = [{"step": step, "loss": 0.7 - step / 100, "grad_norm": 1.25} for step in (10, 20, 30, 40)]
-    metrics = sorted(held_out + training, key=lambda row: row["step"])
-    write_rows(folder / "metrics.jsonl", [{**row, "seconds": row["step"] * 3.5} if timed else row for row in metrics])
+    write_rows(folder / "metrics.jsonl", sorted(held_out + training, key=lambda row: row["step"]))
     shared = {"base_generated_num_tokens": 6, "base_finished": True, "score": 0.625, "base_score": 0.5}
     shared |= {"reward/judge-rm": 1.75, "base_reward/judge-rm": 1.5}
-    rows = zip(PROMPTS, responses, BASE, outcomes, strict=True)
-    write_rows(
-        folder / "generations.jsonl",
-        [
-            {
-                "row_id": f"row-{index}",
-                "prompt_text": prompt,
-                "kind": kind,
-                "response_text": response,
-                "base_response_text": base,
-                "generated_num_tokens": 5 + index,
-                "finished": index != 2,
-                "outcome": outcome,
-                **shared,
-            }
-            for index, ((prompt, kind), response, base, outcome) in enumerate(rows)
-        ],
-    )
+    rows = [
+        {"row_id": f"row-{index}", "prompt_text": prompt, "kind": kind, "response_text": response, "outcome": outcome}
+        | {"base_response_text": base, "generated_num_tokens": 5 + index, "finished": index != 2, **shared}
+        for index, ((prompt, kind), response, base, outcome) in enumerate(
+            zip(PROMPTS, responses, BASE, outcomes, strict=True)
+        )
+    ]
+    write_rows(folder / "generations.jsonl", rows)
     return folder
 
 
@@ -103,22 +87,18 @@ def change(folder: Path, *keys: str | int, to) -> None:
 def write_reward_model(folder: Path) -> Path:
     folder.mkdir(parents=True)
     bins = [(0.5, 0.55, 3, 0.53, 0.333), (0.55, 0.6, 0, None, None), (0.95, 1.0, 5, 0.97, 0.8)]
+    names = ("low", "high", "n", "confidence", "accuracy")
+    pairs = {"n": 8, "accuracy": 0.625, "low": 0.31, "high": 0.86, "ties": 0, "margin": 0.44}
+    pairs |= {"nll": 0.61, "brier": 0.21, "ece": 0.18}
     run = {"objective": "Bradley-Terry", "model": "small", "dataset": "pairs", "weights": "checkpoint-20"}
     results = {
         "run": {**run, "optimizer_steps": 20, "seed": 7, "training_seconds": 8.1, "total_seconds": 9.2},
-        "pairs": {
-            **{"n": 8, "accuracy": 0.625, "low": 0.31, "high": 0.86, "ties": 0, "margin": 0.44},
-            **{"nll": 0.61, "brier": 0.21, "ece": 0.18},
-            "calibration": [
-                dict(zip(("low", "high", "n", "confidence", "accuracy"), row, strict=True)) for row in bins
-            ],
-        },
+        "pairs": {**pairs, "calibration": [dict(zip(names, row, strict=True)) for row in bins]},
         "true_order": {"n": 7, "ties": 1, "accuracy": 0.714, "low": 0.36, "high": 0.92, "label_agreement": 0.857},
     }
     (folder / "results.json").write_text(json.dumps(results))
-    logged = [(10, 4.0, 0.66, 0.6), (20, 7.5, 0.62, 0.63)]
-    names = ("step", "seconds", "loss", "accuracy")
-    write_rows(folder / "metrics.jsonl", [dict(zip(names, row, strict=True)) for row in logged])
+    logged = [{"step": 10, "loss": 0.66, "accuracy": 0.6}, {"step": 20, "loss": 0.62, "accuracy": 0.63}]
+    write_rows(folder / "metrics.jsonl", logged)
     mistake = {"prompt_text": HOSTILE, "chosen_text": HOSTILE, "rejected_text": "fine", "row_id": "r"}
     scores = {"chosen_score": -1.5, "rejected_score": 2.25, "margin": -3.75}
     write_rows(folder / "reward_mistakes.jsonl", [{**mistake, **scores}])
@@ -135,8 +115,7 @@ def write_example(folder: Path) -> Path:
         ("beta", "aot (beta 0.1)", ("robin", "Please, hi.", "2 1", "no"), (WIN, WIN, LOSS, TIE), 0.125, 2.5),
         ("gamma", "grpo <b> (beta 0.02)", ("rook rook", "Kindly, hi.", "2 1", ""), (LOSS, WIN, LOSS, WIN), 0.375, 2.5),
     ):
-        given = {"objective": objective, "responses": responses, "outcomes": outcomes, "gain": gain, "kl": kl}
-        write_policy(folder / name, timed=name != "gamma", **given)
+        write_policy(folder / name, objective=objective, responses=responses, outcomes=outcomes, gain=gain, kl=kl)
     write_reward_model(folder / "rm")
     return folder
 
@@ -186,12 +165,8 @@ class Page(HTMLParser):
     def data(self):
         return json.loads(self.texts["script"][0])
 
-    @property
-    def ids(self) -> list[str]:
-        return [attributes["id"] for _, attributes in self.tags if "id" in attributes]
-
     def charts(self, title: str) -> list[ElementTree.Element]:
-        """The drawings of a title, over steps and then over seconds; of a chart of dots, its rows and its axis."""
+        """The drawings of a title."""
         found = re.findall(r"<figure><figcaption>(.*?)</figcaption>(.*?)</figure>", self.source, re.S)
         return [svg for name, body in found if name == title for svg in ElementTree.fromstring(f"<f>{body}</f>")]
 

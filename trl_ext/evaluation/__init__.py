@@ -20,7 +20,7 @@ _NAMES_BY_MODULE = {
     ".methods.reward_models": "best_of_n reward_metrics reward_mistakes true_order_metrics",
     ".methods.tournament": "run_tournament",
     ".report": "write_report",
-    ".reporting.plots": "plot_reward_run plot_run",
+    ".reporting.plots": "plot_run",
     ".stages": "compare_stages",
     ".statistics.human_labels": "prediction_powered",
     ".statistics.intervals": "mean_with_interval wilson_interval",

@@ -19,8 +19,8 @@ from trl_ext.files import write_text
 
 MAX_PROMPTS = 1000
 # Columns for which the terminal has no room.
-UNPRINTED = ("model", "data", "steps", "n without ties", "win rate, ties dropped", "accuracy on held-out pairs")
-UNPRINTED += ("n of the KL", "n pairs", "training (s)", "labels, true order", "mean margin", "Brier")
+UNPRINTED = ("model", "n without ties", "win rate, ties dropped", "accuracy on held-out pairs")
+UNPRINTED += ("n of the KL", "n pairs", "labels, true order", "mean margin", "Brier", "may be on the Pareto front")
 
 
 def write_report(
@@ -41,18 +41,16 @@ def write_report(
         pictures: PNG pictures by title, which follow these tables in the HTML.
 
     Returns:
-        The summary as JSON-ready rows: `policies`, `reward_models`, `methods` (over seeds), `incomplete` runs, and
-        `problems`, the unreadable parts of a `file` of a `run`.
+        The summary as JSON-ready rows: `policies`, `reward_models`, `incomplete` runs, and `problems`, the unreadable
+        parts of a `file` of a `run`.
 
     Raises:
         FileNotFoundError: a folder does not exist.
-        ValueError: there is no finished run, `out` does not end in `.html`, or `max_prompts` is below 0.
+        ValueError: there is no finished run, or `out` does not end in `.html`.
     """
     out = Path(out)
     if out.suffix != ".html":
         raise ValueError(f"--out {out}: must end in .html, so that the Markdown beside it has a name of its own")
-    if max_prompts < 0:
-        raise ValueError(f"--max_prompts must be at least 0, got {max_prompts}")
     runs, incomplete = find_runs([run_folders] if isinstance(run_folders, (str, Path)) else run_folders)
     summary = summarize(runs, incomplete)
     page = render_page(runs, summary, max_prompts=max_prompts, stages=stages, pictures=pictures)
@@ -73,15 +71,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.add_argument(
             "--out", default="report.html", help="HTML file; the Markdown goes beside it (%(default)s)"
         )
-        parser.add_argument(
-            "--max_prompts",
-            type=int,
-            default=MAX_PROMPTS,
-            help="most prompts whose responses the HTML holds (%(default)s)",
-        )
         parser.add_argument("--json", action="store_true", help="print the summary as JSON, with every figure")
         given = parser.parse_args(arguments)
-        summary = write_report(given.folders, given.out, max_prompts=given.max_prompts)
+        summary = write_report(given.folders, given.out)
         if given.json:
             print_json(summary)
         else:
@@ -93,20 +85,16 @@ def _print_summary(summary: dict[str, list[dict[str, Any]]]) -> None:
     """Print the columns that fit a terminal, task by task; the files contain all of them."""
     found = []
     for task in by_task(summary):
-        tables = task_tables(task)
-        ends = f": {task.title}" if task.end else ""
-        found += [
-            (tables[name].title + ends, tables[name]) for name in ("tasks", "policies", "methods", "reward-models")
-        ]
-    found = [
-        (title, table) for title, table in [*found, *((table.title, table) for table in faults(summary))] if table.rows
-    ]
-    if not found:
+        tables, ends = task_tables(task), f": {task.title}" if task.end else ""
+        found += [(table.title + ends, table) for table in map(tables.get, ("tasks", "policies", "reward-models"))]
+    found += [(table.title, table) for table in faults(summary)]
+    if not any(table.rows for _, table in found):
         print(f"{NOT_EVALUATED}\n")
     for title, table in found:
-        shown = [index for index, name in enumerate(table.columns) if name not in UNPRINTED]
-        rows = [[" ".join(row[index].text.split()) for index in shown] for row in table.rows]
-        print(f"{title}\n{format_table([table.columns[index] for index in shown], rows)}\n")
+        if table.rows:
+            shown = [index for index, name in enumerate(table.columns) if name not in UNPRINTED]
+            rows = [[" ".join(row[index].text.split()) for index in shown] for row in table.rows]
+            print(f"{title}\n{format_table([table.columns[index] for index in shown], rows)}\n")
 
 
 if __name__ == "__main__":

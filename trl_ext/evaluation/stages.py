@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,12 @@ from trl_ext.evaluation.command_line import (
     at_least_one,
     format_interval,
     format_table,
-    markdown_table,
     one_line_errors,
     print_json,
 )
 from trl_ext.evaluation.statistics.intervals import mean_interval
 from trl_ext.evaluation.submissions.assets import MAX_PROMPT_TOKENS, default_max_new_tokens, load_prompts
-from trl_ext.files import write_json, write_json_lines, write_text
+from trl_ext.files import write_json, write_json_lines
 
 DESCRIPTION = """\
 The stages of a training, such as base, SFT and PPO, on the same prompts: mean and standard deviation of a reward
@@ -27,7 +27,7 @@ model's reward, approximate KL to one of them, and length; one response per prom
 
 cost    one generation per model and prompt, and one forward pass each under the model, the reference and the reward
         model. No network but for models on the hub. Two policies and the reward model are in memory at once.
-writes  comparison.json, comparison.md and, for each model, samples_NAME.jsonl into --out.
+writes  comparison.json and, for each model, samples_NAME.jsonl into --out.
 """
 HEADER = ("model", "n", "reward  95% interval", "std", "KL to reference (nats per response)", "tokens", "std", "ended")
 
@@ -42,16 +42,10 @@ class StageComparison:
             reason in `kl_note`; `tokens` with `mean` and `std`; and `finished`, the share of responses that were not
             truncated.
         samples: for each model, a row for each prompt: prompt, response, length and reward.
-        settings: how responses were sampled, the reference and the reward model.
     """
 
     rows: list[dict[str, Any]]
     samples: dict[str, list[dict[str, Any]]]
-    settings: dict[str, Any]
-
-    def to_dict(self) -> dict[str, Any]:
-        """The figures without the samples, ready for JSON."""
-        return {"models": self.rows, "settings": self.settings}
 
 
 def compare_stages(
@@ -80,21 +74,17 @@ def compare_stages(
         max_prompt_tokens: longer prompts lose their beginning.
         max_new_tokens: maximum length of a response; None for 256, or 48 for the embedded prompts.
         temperature: sampling temperature. The KL can be estimated only at 1, and is omitted otherwise.
-        batch_size: prompts per batch.
-        seed: seed of the sampling.
-        dtype: type of the policies' weights.
+        batch_size, seed, dtype: prompts per batch, seed of the sampling, and type of the policies' weights.
         progress: whether to show progress bars.
 
     Raises:
         FileNotFoundError: a model or the file of prompts does not exist.
-        ValueError: there is no model, the reference is not one of them, or an argument is out of range.
+        ValueError: the reference is not one of the models, or an argument is out of range.
     """
     from trl_ext.models import resolve_model_path
     from trl_ext.models.loading import find_policy, load_policy, require_on_hub
 
-    if not models:
-        raise ValueError("give at least one model as name=folder")
-    reference = next(iter(models)) if reference is None else reference
+    reference = next(iter(models), None) if reference is None else reference
     if reference not in models:
         raise ValueError(f"the reference {reference!r} is none of the models: {', '.join(models)}")
     if temperature < 0:
@@ -142,7 +132,7 @@ def compare_stages(
         elif tokenizer.get_vocab() != reference_model[1].get_vocab():
             note = "its tokenizer is not the reference's"
         else:
-            kl = _divergence(name, (policy, tokenizer), reference_model, generations, batch_size, progress)
+            kl = _divergence(policy, reference_model[0], generations, batch_size, tokenizer.pad_token_id or 0)
         rewards = [None] * len(generations)
         if scorer is not None:
             texts, finished = [one.text for one in generations], [one.finished for one in generations]
@@ -171,16 +161,7 @@ def compare_stages(
             }
             for row, generation, reward in zip(prompts, generations, rewards, strict=True)
         ]
-    settings = {
-        "reference": reference,
-        "reward_model": None if reward_model is None else str(reward_model),
-        "prompts": "toy" if prompts_jsonl is None else str(prompts_jsonl),
-        "temperature": temperature,
-        "max_prompt_tokens": max_prompt_tokens,
-        "max_new_tokens": limit,
-        "seed": seed,
-    }
-    return StageComparison(rows=rows, samples=samples, settings=settings)
+    return StageComparison(rows, samples)
 
 
 def mean_and_std(values: Sequence[float]) -> dict[str, float]:
@@ -190,26 +171,16 @@ def mean_and_std(values: Sequence[float]) -> dict[str, float]:
     return {"mean": statistics.fmean(values), "std": deviation, "low": low, "high": high}
 
 
-def _divergence(name, own, reference, generations, batch_size, progress) -> dict[str, Any]:
-    """The KL of a model from the reference on its own samples; `own` and `reference` are (model, tokenizer)."""
+def _divergence(policy, reference, generations, batch_size: int, pad_token_id: int) -> dict[str, Any]:
+    """The KL of a model from the reference on its own samples."""
     from trl_ext.evaluation.methods.preferences import approximate_kl
     from trl_ext.models import score_responses
     from trl_ext.rollouts.generation import recorded_log_probs
 
-    def score(model, tokenizer, who: str) -> list:
-        return score_responses(
-            model,
-            [generation.prompt_ids for generation in generations],
-            [generation.response_ids for generation in generations],
-            batch_size=batch_size,
-            pad_token_id=tokenizer.pad_token_id or 0,
-            progress=f"{name}: scoring under {who}" if progress else None,
-        )
-
-    own_log_probs = recorded_log_probs(generations)
-    if own_log_probs is None:
-        own_log_probs = score(*own, "itself")
-    return approximate_kl(own_log_probs, score(*reference, "the reference"))
+    rows = [one.prompt_ids for one in generations], [one.response_ids for one in generations]
+    score = partial(score_responses, batch_size=batch_size, pad_token_id=pad_token_id)
+    own = recorded_log_probs(generations)
+    return approximate_kl(score(policy, *rows) if own is None else own, score(reference, *rows))
 
 
 # ---- The command ----
@@ -235,22 +206,24 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     with one_line_errors():
         options = vars(parser.parse_args(arguments))
-        out, as_json = Path(options.pop("out")), options.pop("json")
-        comparison = compare_stages(_named(options.pop("models")), **options, progress=True)
-        rows = [_table_row(row) for row in comparison.rows]
-        write_json(out / "comparison.json", comparison.to_dict())
-        write_text(out / "comparison.md", f"{markdown_table(HEADER, rows)}\n{_how(comparison)}\n")
+        models = _named(options["models"])
+        settings = {name: value for name, value in options.items() if name not in ("models", "out", "json")}
+        settings["reference"] = settings["reference"] or next(iter(models))
+        settings["max_new_tokens"] = settings["max_new_tokens"] or default_max_new_tokens(settings["prompts_jsonl"])
+        comparison = compare_stages(models, **settings, progress=True)
+        found, out = {"models": comparison.rows, "settings": settings}, Path(options["out"])
+        write_json(out / "comparison.json", found)
         for name, samples in comparison.samples.items():
             write_json_lines(out / f"samples_{name}.jsonl", samples)
-    if as_json:
-        print_json(comparison.to_dict())
+    if options["json"]:
+        print_json(found)
         return
-    print(format_table(HEADER, rows))
+    print(format_table(HEADER, [_table_row(row) for row in comparison.rows]))
     for row in comparison.rows:
-        if row["kl_note"] and row["name"] != comparison.settings["reference"]:
+        if row["kl_note"]:
             print(f"{row['name']}: no KL: {row['kl_note']}")
-    names = ", ".join(["comparison.json", "comparison.md", *(f"samples_{name}.jsonl" for name in comparison.samples)])
-    print(f"{_how(comparison)}\nin {out}: {names}")
+    names = ", ".join(["comparison.json", *(f"samples_{name}.jsonl" for name in comparison.samples)])
+    print(f"in {out}: {names}")
 
 
 def _named(models: list[str]) -> dict[str, str]:
@@ -266,26 +239,16 @@ def _named(models: list[str]) -> dict[str, str]:
 
 
 def _table_row(row: dict) -> tuple:
-    reward, kl, tokens = row["reward"], row["kl"], row["tokens"]
+    reward, kl, tokens = row["reward"] or {}, row["kl"] or {}, row["tokens"]
     return (
         row["name"],
         row["n"],
-        "-" if reward is None else format_interval(reward["mean"], reward["low"], reward["high"]),
-        reward and reward["std"],
-        "-" if kl is None else format_interval(kl["mean"], kl["low"], kl["high"], digits=2),
+        format_interval(reward.get("mean"), reward.get("low"), reward.get("high")),
+        reward.get("std"),
+        format_interval(kl.get("mean"), kl.get("low"), kl.get("high"), digits=2),
         tokens["mean"],
         tokens["std"],
         row["finished"],
-    )
-
-
-def _how(comparison: StageComparison) -> str:
-    """The reference, and how responses were decoded."""
-    settings = comparison.settings
-    sampled = f"sampled at temperature {settings['temperature']:g}, seed {settings['seed']}"
-    return (
-        f"Reference: {settings['reference']}. Decoding: {sampled if settings['temperature'] else 'greedy'}, one "
-        f"response per prompt, at most {settings['max_new_tokens']} tokens."
     )
 
 

@@ -30,8 +30,7 @@ class GenerationSettings:
         max_prompt_tokens: longer prompts lose their beginning; None for no limit.
         max_new_tokens: maximum length of a response.
         temperature: temperature for the responses that are compared and shown; 0 for greedy decoding.
-        batch_size: prompts per batch.
-        seed: seed of the sampling.
+        batch_size, seed: prompts per batch, and seed of the sampling.
         num_kl_prompts: the divergence is estimated on the first so many prompts; None for all.
     """
 
@@ -41,26 +40,6 @@ class GenerationSettings:
     batch_size: int = 32
     seed: int = 0
     num_kl_prompts: int | None = None
-
-
-@dataclass(frozen=True)
-class _Sampled:
-    """What the policy generated at a step.
-
-    Attributes:
-        step: the trainer's step.
-        probe: its token log-probabilities of a fixed response, which tell it from the weights of another step that may
-            be loaded after training.
-        own: its responses.
-        policy_log_probs: token log-probabilities of responses sampled at temperature 1, under the policy.
-        base_log_probs: the same under the base.
-    """
-
-    step: int
-    probe: torch.Tensor
-    own: list[Generation]
-    policy_log_probs: list[torch.Tensor]
-    base_log_probs: list[torch.Tensor]
 
 
 class GenerationEvaluation:
@@ -95,8 +74,6 @@ class GenerationEvaluation:
         self.score_function = score_function
         self.reward_columns = reward_columns
         self._base_generations: list[Generation] = []
-        self._base_probe: torch.Tensor | None = None
-        self._sampled: _Sampled | None = None
         # Values that are the same in every comparison of so many prompts: rewards of the base's responses and of the
         # references.
         self._fixed_rewards: dict[int, dict[str, dict[str, list[float | None]]]] = {}
@@ -105,13 +82,11 @@ class GenerationEvaluation:
         """Generate for the first `count` prompts (None for all) and compare with the base.
 
         The summary's `kl` is estimated from additional responses to the same prompts, sampled at temperature 1.
-        The base's responses are generated once and kept. Those of a policy before its first step are the base's, and
-        a second comparison at a step uses the responses of the first. Every process must call this; all return the
-        same result.
+        The base's responses are generated once and kept. Those of a policy before its first step are the base's.
+        Every process must call this; all return the same result.
         """
         count = len(self.prompts) if count is None else min(count, len(self.prompts))
-        sampled = self._sample([row["prompt"] for row in self.prompts[:count]], progress)
-        own = sampled.own[:count]
+        own, kl = self._sample([row["prompt"] for row in self.prompts[:count]], progress)
         comparison = compare_generations(
             self.prompts[:count],
             own,
@@ -121,31 +96,20 @@ class GenerationEvaluation:
             score_function=self.score_function,
             rewards=self._rewards(own, count),
         )
-        comparison.summary["kl"] = approximate_kl(sampled.policy_log_probs[:count], sampled.base_log_probs[:count])
+        comparison.summary["kl"] = kl
         return comparison
 
-    def _sample(self, prompts: list, progress: bool) -> _Sampled:
-        """The policy's responses, to at least these prompts."""
-        temperature, step = self.settings.temperature, self.trainer.state.global_step
+    def _sample(self, prompts: list, progress: bool) -> tuple[list[Generation], dict[str, float]]:
+        """The policy's responses, and its divergence from the base."""
+        temperature = self.settings.temperature
         if missing := prompts[len(self._base_generations) :]:
             with base_policy(self.trainer) as base:
                 self._base_generations += self._generate(base, missing, temperature, "base responses", progress)
-        first = self._base_generations[:1]
-        if self._base_probe is None:
-            with base_policy(self.trainer) as base:
-                [self._base_probe] = self._score(base, first, "", False)
+        if self.trainer.state.global_step == 0 and self._is_base():
+            same = [torch.zeros(1)] * len(prompts)
+            return self._base_generations[: len(prompts)], approximate_kl(same, same)
         with trained_policy(self.trainer) as policy:
-            [probe] = self._score(policy, first, "", False)
-            if step == 0 and _same_bits(probe, self._base_probe):
-                same = [torch.zeros(1)] * len(prompts)
-                return _Sampled(step, probe, self._base_generations, same, same)
-            kept: list[Generation] = []
-            if self._sampled is not None and self._sampled.step == step and _same_bits(probe, self._sampled.probe):
-                if len(self._sampled.own) >= len(prompts):
-                    return self._sampled
-                # Sampled responses depend on the prompts that are sampled with them, greedy ones do not.
-                kept = self._sampled.own if temperature == 0 else []
-            own = kept + self._generate(policy, prompts[len(kept) :], temperature, "policy responses", progress)
+            own = self._generate(policy, prompts, temperature, "policy responses", progress)
             of_kl = prompts[: self.settings.num_kl_prompts]
             samples = self._generate(policy, of_kl, 1.0, "policy samples", progress)
             policy_log_probs = recorded_log_probs(samples)
@@ -153,8 +117,17 @@ class GenerationEvaluation:
                 policy_log_probs = self._score(policy, samples, "scoring under the policy", progress)
         with base_policy(self.trainer) as base:
             base_log_probs = self._score(base, samples, "scoring under the base", progress)
-        self._sampled = _Sampled(step, probe, own, policy_log_probs, base_log_probs)
-        return self._sampled
+        return own, approximate_kl(policy_log_probs, base_log_probs)
+
+    def _is_base(self) -> bool:
+        """Whether the policy gives the base's token log-probabilities to a response of the base, to the last bit."""
+        first = self._base_generations[:1]
+        with base_policy(self.trainer) as base:
+            [expected] = self._score(base, first, "", False)
+        with trained_policy(self.trainer) as policy:
+            [found] = self._score(policy, first, "", False)
+        # Last bits may differ between processes: all follow the first.
+        return broadcast_object_list([torch.equal(expected, found)])[0]
 
     def _rewards(self, own: list[Generation], count: int) -> dict[str, dict[str, list[float | None]]] | None:
         """Rewards by function name and by source: the policy's responses, the base's, and the dataset's references."""
@@ -162,22 +135,24 @@ class GenerationEvaluation:
             return None
         rows = self.prompts[:count]
         if count not in self._fixed_rewards:
-            fixed = {"base": self._reward(rows, [_response(one) for one in self._base_generations[:count]])}
+            fixed = {"base": self._reward(rows, self._base_generations[:count])}
             references = [row.get("reference_response_text") for row in rows]
             if all(references):
-                fixed["reference"] = self._reward(rows, [self._encode(text) for text in references])
+                fixed["reference"] = self._reward(rows, [self._as_generation(text) for text in references])
             self._fixed_rewards[count] = fixed
-        by_source = {"policy": self._reward(rows, [_response(one) for one in own]), **self._fixed_rewards[count]}
+        by_source = {"policy": self._reward(rows, own), **self._fixed_rewards[count]}
         return {name: {source: columns[name] for source, columns in by_source.items()} for name in by_source["policy"]}
 
-    def _encode(self, text: str) -> tuple[str, bool, list[int]]:
+    def _as_generation(self, text: str) -> Generation:
         tokenizer = self.trainer.processing_class
-        return text, True, [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+        ids = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+        return Generation([], ids, text, finished=True)
 
-    def _reward(self, rows: list[dict], responses: list[tuple[str, bool, list[int]]]) -> dict[str, list[float | None]]:
-        def score(items: list[tuple[dict, tuple[str, bool, list[int]]]]) -> list[dict[str, float | None]]:
-            texts, finished, ids = (list(values) for values in zip(*(item for _, item in items), strict=True))
-            columns = self.reward_columns([row for row, _ in items], texts, finished, ids)
+    def _reward(self, rows: list[dict], responses: list[Generation]) -> dict[str, list[float | None]]:
+        def score(items: list[tuple[dict, Generation]]) -> list[dict[str, float | None]]:
+            own_rows, own = zip(*items, strict=True)
+            finished, ids = [one.finished for one in own], [one.response_ids for one in own]
+            columns = self.reward_columns(list(own_rows), [one.text for one in own], finished, ids)
             return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
         scored = map_over_ranks(score, list(zip(rows, responses, strict=True)), self.trainer.accelerator)
@@ -249,12 +224,3 @@ def score_rows(trainer, model, rows: list[tuple[list[int], list[int]]], batch_si
         )
 
     return map_over_ranks(score, rows, trainer.accelerator)
-
-
-def _same_bits(probe: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors are equal on the first process, which all follow: their last bits may differ."""
-    return broadcast_object_list([torch.equal(probe, other)])[0]
-
-
-def _response(generation: Generation) -> tuple[str, bool, list[int]]:
-    return generation.text, generation.finished, generation.response_ids

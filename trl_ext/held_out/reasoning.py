@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,11 +65,9 @@ class ReasoningEvaluation:
             path: file in which the rows are kept; if it is complete, the rows are read from it.
             progress: label of the progress bar; None for no bar.
         """
-        settings = self.settings
+        trainer, settings = self.trainer, self.settings
         if decoding == "greedy":
             settings = dataclasses.replace(settings, temperature=0.0)
-        trainer = self.trainer
-        progress = progress if trainer.accelerator.is_main_process else None
         tokenizer = trainer.processing_class
         with trained_policy(trainer) as policy:
             return evaluate_reasoning(
@@ -78,21 +77,21 @@ class ReasoningEvaluation:
                 self.grade,
                 seed=trainer.args.seed,
                 path=path,
-                entropies=lambda generations: response_entropies(
+                entropies=partial(
+                    response_entropies,
                     policy,
-                    generations,
                     batch_size=trainer.args.per_device_eval_batch_size,
                     pad_token_id=tokenizer.pad_token_id,
                 ),
                 accelerator=trainer.accelerator,
-                progress=progress,
+                progress=progress if trainer.accelerator.is_main_process else None,
             )
 
     def base(self, *, progress: bool = False) -> dict[str, list[dict[str, Any]]]:
         """Responses of the policy before its first step, by decoding; the run folder keeps them for later."""
-        labels = {decoding: f"base, {decoding}" if progress else None for decoding in DECODINGS}
         return {
-            name: self.evaluate(name, path=self._base_path(name), progress=label) for name, label in labels.items()
+            name: self.evaluate(name, path=self._base_path(name), progress=f"base, {name}" if progress else None)
+            for name in DECODINGS
         }
 
     def base_is_known(self) -> bool:
@@ -162,13 +161,12 @@ def held_out_metrics(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     `eval_score_high`, and `eval_categories/correct`, `/wrong_answer` and `/wrong_format` count responses.
     """
     summary = summarize_reasoning(rows)
+    accuracy = summary["accuracy"]
     metrics = {
         "eval_n": summary["n_prompts"],
-        "eval_score": summary["accuracy"]["mean"],
-        "eval_score_low": summary["accuracy"]["low"],
-        "eval_score_high": summary["accuracy"]["high"],
+        **{"eval_score": accuracy["mean"], "eval_score_low": accuracy["low"], "eval_score_high": accuracy["high"]},
         "eval_rewards/format": summary["format_rate"]["mean"],
-        "eval_rewards/answer": summary["accuracy"]["mean"],
+        "eval_rewards/answer": accuracy["mean"],
         "eval_entropy": summary["mean_entropy"],
         "eval_completions/mean_length": summary["mean_tokens"],
         "eval_completions/mean_length_correct": summary["mean_tokens_correct"],

@@ -17,8 +17,8 @@ class GenerationTableCallback(TrainerCallback):
     """Generate and compare with the base, every `every` steps, before the first step and after the last.
 
     The metrics are logged with the trainer's metrics, under TRL's names for completions. The table is written to
-    `{output_dir}/samples/step_{step}.jsonl` and sent to the trackers in `report_to` that show tables (wandb, trackio)
-    or text (tensorboard), as `samples/generation_table` at its step. Earlier tables are kept.
+    `{output_dir}/samples/step_{step}.jsonl` and sent to the trackers in `report_to` that show tables (wandb, trackio),
+    as `samples/generation_table` at its step. Earlier tables are kept.
 
     Args:
         evaluation: what to generate for and how.
@@ -106,11 +106,3 @@ def _send_table(trainer, rows: list[dict[str, Any]], step: int) -> None:
             import trackio
 
             trackio.log({TABLE_NAME: trackio.Table(dataframe=pandas.DataFrame(values, columns=columns))}, step=step)
-        elif tracker == "tensorboard":
-            from transformers.integrations import TensorBoardCallback
-
-            callbacks = trainer.callback_handler.callbacks
-            writer = next(one.tb_writer for one in callbacks if isinstance(one, TensorBoardCallback))
-            cells = [[str(value).replace("|", "\\|").replace("\n", "<br>") for value in row] for row in values]
-            lines = ["| " + " | ".join(row) + " |" for row in (columns, ["---"] * len(columns), *cells)]
-            writer.add_text(TABLE_NAME, "\n".join(lines), step)

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from trl_ext.data.benchmark import known_score
-from trl_ext.evaluation import plot_reward_run, reward_metrics, reward_mistakes, true_order_metrics
+from trl_ext.evaluation import plot_run, reward_metrics, reward_mistakes, true_order_metrics
 from trl_ext.evaluation.command_line import format_table
 from trl_ext.evaluation.judging.protocol import last_user_text
+from trl_ext.evaluation.reporting.plots import REWARD_PANELS
 from trl_ext.files import write_json_lines
 from trl_ext.processes import warn_once_per_run
 from trl_ext.rollouts import end_processes
@@ -105,11 +106,10 @@ def main() -> None:
             true_score = known_score(arguments.dataset_name)
             found, margins = evaluate_scores(run.folder, held_out, scores, true_score, arguments.num_mistakes)
             results |= found
-        title = f"{described['objective']}, model {described['model']}, data {described['dataset']}"
         write_results(
             trainer,
             results,
-            lambda metrics, path: plot_reward_run(metrics, results["pairs"], margins, path, title=title),
+            lambda metrics, path: plot_run(metrics, results, path, REWARD_PANELS, margins),
             lambda: _show(results),
         )
     end_processes(trainer.accelerator)

@@ -1,21 +1,27 @@
-"""The report of runs: what it tells and draws is in a run's files, and no text of a model becomes markup."""
+"""The report of runs: it shows what is in the runs' files, names damage, and no text of a model becomes markup."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
+import html
 import json
 import re
-from html import escape
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from markupsafe import escape
 
 from tests.support.files import read_rows, write_rows
+from tests.support.refusals import assert_one_line
 from tests.support.report_runs import (
     BASE,
     HOSTILE,
+    LOSS,
     TIE,
+    WIN,
     Page,
     change,
     report,
@@ -24,15 +30,25 @@ from tests.support.report_runs import (
     write_reward_model,
     write_two_tasks,
 )
-from trl_ext.evaluation import plot_reward_run, plot_run, write_report
+from trl_ext.evaluation import (
+    GroundTruthJudge,
+    compare_generations,
+    plot_run,
+    reward_metrics,
+    true_order_metrics,
+    wilson_interval,
+    write_report,
+)
+from trl_ext.evaluation.reasoning import summarize_reasoning
 from trl_ext.evaluation.report import main
 from trl_ext.evaluation.reporting import plots
 from trl_ext.evaluation.reporting.curves import panels, thin
 from trl_ext.evaluation.reporting.page import embed
 from trl_ext.evaluation.reporting.runs import find_runs
-from trl_ext.evaluation.reporting.summary import over_seeds, pareto_front
+from trl_ext.evaluation.reporting.summary import pareto_front
 from trl_ext.evaluation.reporting.tables import estimate, figure
 from trl_ext.files import markdown_line
+from trl_ext.rollouts import Generation
 
 
 def numbers_in(value) -> set[float]:
@@ -58,160 +74,147 @@ def markdown(page, example) -> str:
     return (example.parent / "report.md").read_text(encoding="utf-8")
 
 
-class TestFigures:
-    def test_every_figure_of_a_table_is_in_the_runs_files(self, page, example):
-        """Derived are only how many of something there are, and whether a run is on the front."""
-        known = set()
-        for folder in example.iterdir():
-            known |= numbers_in(json.loads((folder / "results.json").read_text()))
-            for name in ("metrics.jsonl", "reward_mistakes.jsonl"):
-                if (folder / name).exists():
-                    known |= numbers_in(read_rows(folder / name))
-        cells = [cell for rows in page.tables.values() for row in rows for cell in row if cell[1] is not None]
-        assert len(cells) > 100
-        assert {value for _, value in cells if float(value) not in known} <= {"0.0", "1.0"}
-        for text, value in cells:
-            for shown in re.findall(r"-?\d+\.\d+", re.sub(r"^judge-rm|\([+-][\d.]+\)", "", text))[:1]:
-                digits = len(shown.partition(".")[2])
-                assert shown == f"{float(value):.{digits}f}", f"{text} is not {value}"
-
-    def test_the_tables_by_hand(self, page):
-        """Alpha: two wins, one tie, one loss: (2 + 1/2) / 4 = .625 and 2/3; .625 - .11 = .515, .625 + .07 = .695."""
-        for table, column, expected in (
-            ("policies", "run", ["alpha", "beta", "gamma"]),
-            ("policies", "win rate, ties as half", ["0.625 [0.515, 0.695]"]),
-            ("policies", "win rate, ties dropped", ["0.667 [0.557, 0.737]"]),
-            ("policies", "n without ties", ["3", "3", "4"]),
-            ("policies", "gain in true score", ["0.250 [0.220, 0.280]", "0.125 [0.095, 0.155]"]),
-            ("policies", "gain in learned reward", ["judge-rm 0.250 [0.125, 0.375]"]),
-            ("policies", "n", ["4", "4", "4"]),
-            ("policies", "KL to the base (nats per response)", ["1.50 [1.30, 1.70]"]),
-            ("trade-offs", "KL to the base (nats per response)", ["1.50 [1.30, 1.70]"]),
-            ("policies", "accuracy on held-out pairs", ["0.750 [0.410, 0.930]"]),
-            ("policies", "n pairs", ["8", "8", "8"]),
-            ("reward-models", "accuracy", ["0.625 [0.310, 0.860]"]),
-            ("reward-models", "accuracy, true order", ["0.714 [0.360, 0.920]"]),
-            ("kinds", "all prompts", ["0.750 (+0.250)", "0.625 (+0.125)", "0.875 (+0.375)"]),
-            ("kinds", "kind: say", ["0.625 (+0.125)"] * 3),
-        ):
-            assert page.column(table, column)[: len(expected)] == expected, (table, column)
-
-    def test_each_figure_has_its_n_and_identical_responses_are_said(self, tmp_path):
-        """Without win rates, the n of the gain; of the KL if it is another; the base's responses, to all but one."""
-        for name, responses in (("same", tuple(BASE)), ("other", (*BASE[:3], "no"))):
-            run = write_policy(tmp_path / "runs" / name, responses=responses)
-            for keys, to in {("win_rate",): None, ("score", "gain", "n"): 64, ("kl", "n"): 16}.items():
-                change(run, *keys, to=to)
-        _, page = report(tmp_path / "runs")
-        assert (page.column("policies", "n"), page.column("policies", "n of the KL")) == (["64"] * 2, ["16"] * 2)
-        says = "All 4 responses of same are identical to its base's."
-        assert [text.count("identical") for text in (page.source, (tmp_path / "report.md").read_text())] == [1, 1]
-        assert escape(says) in page.source
-
-    def test_markdown_has_the_tables(self, markdown):
-        headings = re.findall(r"^## (.*)$", markdown, re.M)
-        assert len(headings) == 8 and {"Policies", "Reward against KL", "Reward models"} < set(headings)
-        assert "| 0.625 \\[0.515, 0.695\\] |" in markdown
-        for block in re.findall(r"(?:^\|.*\n)+", markdown, re.M):
-            counts = {len(re.findall(r"(?<!\\)\|", line)) for line in block.splitlines()}
-            assert len(counts) == 1, "every row of a table has as many cells as its head"
+# ---- Figures ----
 
 
-class TestDerived:
-    def point(self, run: str, kl: float, reward: float, setting: str = "same", half_widths=(None, None)):
-        ends = [
-            {} if half is None else {"low": value - half, "high": value + half}
-            for value, half in zip((kl, reward), half_widths, strict=True)
-        ]
-        kl, reward = {"value": kl, **ends[0]}, {"value": reward, **ends[1]}
-        return {"run": run, "setting": setting, "kl": kl, "reward": reward}
+def test_every_figure_of_a_table_is_in_the_runs_files(page, example):
+    known = set()
+    for folder in example.iterdir():
+        known |= numbers_in(json.loads((folder / "results.json").read_text()))
+        if (folder / "reward_mistakes.jsonl").exists():
+            known |= numbers_in(read_rows(folder / "reward_mistakes.jsonl"))
+    cells = [cell for rows in page.tables.values() for row in rows for cell in row if cell[1] is not None]
+    assert len(cells) > 90
+    assert {float(value) for _, value in cells} <= known
+    for text, value in cells:
+        for shown in re.findall(r"-?\d+\.\d+", re.sub(r"^judge-rm|\([+-][\d.]+\)", "", text))[:1]:
+            digits = len(shown.partition(".")[2])
+            assert shown == f"{float(value):.{digits}f}", f"{text} is not {value}"
 
-    @pytest.mark.parametrize("intervals", [False, True])
-    @pytest.mark.parametrize(
-        ("points", "front"),
-        [
-            # b has more reward than c at less KL; d has as much as b at more; e has another base: nothing beats it.
-            ([("a", 1, 0.2), ("b", 2, 0.5), ("c", 3, 0.4), ("d", 2.5, 0.5), ("e", 9, 0.1, "other")], {"a", "b", "e"}),
-            ([("a", 1, 1), ("b", 1, 1)], {"a", "b"}),
-            # a and b both read 0.200 at KL 1.00, so both stay; c reads 0.199, below both; d reads 0.201 and 1.01.
-            (
-                [("a", 1.001, 0.2001), ("b", 1.002, 0.1999), ("c", 0.999, 0.1994), ("d", 1.006, 0.2009)],
-                {"a", "b", "d"},
-            ),
-        ],
+
+def test_the_tables_by_hand(page):
+    """Alpha: two wins, one tie, one loss: (2 + 1/2) / 4 = .625 and 2/3; .625 - .11 = .515, .625 + .07 = .695.
+
+    Gains .25, .125, .375 at KL 1.5, 2.5, 2.5, to .03 and .2: alpha has more than beta at less KL in any case. In the
+    learned reward, to .125, alpha's lowest gain of .125 is below beta's highest of .25, so that beta may be on the
+    front.
+    """
+    fronts = "win rate, ties as half; gain in judge-rm"
+    for table, column, expected in (
+        ("policies", "run", ["alpha", "beta", "gamma"]),
+        ("policies", "method", ["dpo", "aot", "grpo <b>"]),
+        ("policies", "win rate, ties as half", ["0.625 [0.515, 0.695]"]),
+        ("policies", "win rate, ties dropped", ["0.667 [0.557, 0.737]"]),
+        ("policies", "n without ties", ["3", "3", "4"]),
+        ("policies", "gain in true score", ["0.250 [0.220, 0.280]", "0.125 [0.095, 0.155]"]),
+        ("policies", "gain in learned reward", ["judge-rm 0.250 [0.125, 0.375]"]),
+        ("policies", "n", ["4", "4", "4"]),
+        ("policies", "KL to the base (nats per response)", ["1.50 [1.30, 1.70]"]),
+        ("policies", "accuracy on held-out pairs", ["0.750 [0.410, 0.930]"]),
+        ("policies", "n pairs", ["8", "8", "8"]),
+        ("policies", "may be on the Pareto front", [f"true score gain; {fronts}", fronts]),
+        ("reward-models", "accuracy", ["0.625 [0.310, 0.860]"]),
+        ("reward-models", "accuracy, true order", ["0.714 [0.360, 0.920]"]),
+        ("kinds", "all prompts", ["0.750 (+0.250)", "0.625 (+0.125)", "0.875 (+0.375)"]),
+        ("kinds", "kind: say", ["0.625 (+0.125)"] * 3),
+        ("mistakes", "prompt", [HOSTILE]),
+    ):
+        assert page.column(table, column)[: len(expected)] == expected, (table, column)
+
+
+def test_each_figure_has_its_n_and_identical_responses_are_said(tmp_path):
+    """Without win rates, the n of the gain; of the KL if it is another; the base's responses, to all but one."""
+    for name, responses in (("same", tuple(BASE)), ("other", (*BASE[:3], "no"))):
+        run = write_policy(tmp_path / "runs" / name, responses=responses)
+        for keys, to in {("win_rate",): None, ("score", "gain", "n"): 64, ("kl", "n"): 16}.items():
+            change(run, *keys, to=to)
+    _, page = report(tmp_path / "runs")
+    assert (page.column("policies", "n"), page.column("policies", "n of the KL")) == (["64"] * 2, ["16"] * 2)
+    assert [text.count("identical") for text in (page.source, (tmp_path / "report.md").read_text())] == [1, 1]
+    assert str(escape("All 4 responses of same are identical to its base's.")) in page.source
+
+
+def test_markdown_has_the_tables_and_stays_text(markdown):
+    headings = re.findall(r"^## (.*)$", markdown, re.M)
+    assert len(headings) == 7 and {"Policies", "Reward models"} < set(headings)
+    assert "| 0.625 \\[0.515, 0.695\\] |" in markdown
+    for block in re.findall(r"(?:^\|.*\n)+", markdown, re.M):
+        counts = {len(re.findall(r"(?<!\\)\|", line)) for line in block.splitlines()}
+        assert len(counts) == 1, "every row of a table has as many cells as its head"
+    assert not re.search(r"(?<!\\)[<>]|(?<!\\)!\[|(?<!\\)`", markdown)
+    assert not set(markdown) & set("\u2028\u2029")
+    assert markdown_line("Commit: 1fc 2:3 a@b $5 ~x :up: http://a.b") == (
+        "Commit: 1fc 2:3 a&#64;b &#36;5 &#126;x &#58;up: http&#58;//a.b"
     )
-    def test_pareto_front_by_hand(self, points, front, intervals):
-        """A figure without an interval is its own interval."""
-        assert pareto_front([self.point(*point) for point in points], intervals=intervals) == front
-
-    def test_the_front_of_intervals_by_hand(self):
-        """Half-widths of .25 in KL and .125 in reward, so that one must be better by .5 and by .25 to dominate.
-
-        a at (1, .5). b at (2, .375) is worse by 1 and .125: within the intervals of the reward, so it stays. c at
-        (1.25, .125) is worse by .25 and .375: within those of the KL, so it stays. d at (2, .25) is worse by 1 and
-        .25, where the intervals touch; e at (3, 0) is far worse. By the figures only a is left.
-        """
-        places = {"a": (1.0, 0.5), "b": (2.0, 0.375), "c": (1.25, 0.125), "d": (2.0, 0.25), "e": (3.0, 0.0)}
-        points = [self.point(name, *place, half_widths=(0.25, 0.125)) for name, place in places.items()]
-        assert pareto_front(points, intervals=True) == {"a", "b", "c"}
-        assert pareto_front(points, intervals=False) == {"a"}
-
-    def test_front_of_the_example(self, page, markdown):
-        """Gains .25, .125, .375 at KL 1.5, 2.5, 2.5, to .03 and .2: alpha has more than beta at less KL in any case.
-
-        Of the figures, beta has less than gamma at the same KL as well. In the learned reward, to .125, alpha's lowest
-        gain of .125 is below beta's highest of .25, so that beta may be on the front.
-        """
-        columns = ("reward", "run", "may be on the Pareto front", "front of the figures")
-        rows = zip(*(page.column("trade-offs", name) for name in columns), strict=True)
-        told = {row[:2]: row[2:] for row in rows}
-        assert told["gain in judge-rm", "beta"] == ("yes", "no")
-        assert told["true score gain", "beta"] == ("no", "no")
-        assert told["true score gain", "alpha"] == told["true score gain", "gamma"] == ("yes", "yes")
-        assert all("A run may be on the Pareto front unless the intervals" in text for text in (page.source, markdown))
-
-    def test_over_seeds_by_hand(self, tmp_path):
-        """Gains .1, .2, .6: mean .3. A second run of seed 2 does not count again; one seed alone makes no row.
-
-        The runs of a method stay together, in the order of first runs. Ties alone are no rate without ties.
-        """
-        write_policy(tmp_path / "a2", objective="aot", outcomes=(TIE,) * 4)
-        for name, seed, gain in (("a", 0, 0.1), ("b", 1, 0.2), ("c", 2, 0.6), ("d", 2, 9.0)):
-            write_policy(tmp_path / name, seed=seed, gain=gain)
-        summary = write_report(tmp_path, tmp_path / "report.html")
-        rows = summary["methods"]
-        assert [row["run"] for row in summary["policies"]] == ["a", "b", "c", "d", "a2"]
-        even = summary["policies"][-1]["win_rate"]
-        assert even["agreed"] is None and even["half"]["value"] == 0.5
-        assert [(row["method"], row["runs"]) for row in rows] == [("dpo", ["a", "b", "c"])]
-        assert rows[0]["score_gain"] == {"mean": pytest.approx(0.3), "low": 0.1, "high": 0.6, "n": 3}
-        assert over_seeds([]) == []
+    assert markdown_line("a|b\n<c> [d](e) *f* &amp;") == r"a&#124;b &lt;c\> \[d\]\(e\) \*f\* &amp;amp;"
 
 
-class TestTasks:
-    def test_each_has_its_own_tables_and_charts(self, tmp_path, capsys):
-        _, page = report(write_two_tasks(tmp_path / "runs"))
-        assert page.data["tasks"] == {"-1": "Preferences on pairs", "-2": "Verified problems on pairs"}
-        assert page.column("policies-1", "run") == ["a-dpo", "c-grpo"]
-        assert page.column("policies-1", "gain in true score") == ["0.250 [0.220, 0.280]"] * 2
-        assert page.column("policies-2", "run") == ["b-sum", "d-sum"]
-        assert page.column("policies-2", "accuracy, sampled") == ["0.750 [0.500, 0.875]"] * 2
-        assert len(page.charts("true score")) == len(page.charts("accuracy")) == 2, "over steps and over seconds"
-        assert [row.get("aria-label", "")[:5] for row in page.charts("Gain in accuracy")] == ["b-sum", "d-sum", ""]
-        links = [attributes["href"] for _, attributes in page.tags if attributes.get("href", "").startswith("#")]
-        assert len(page.ids) == len(set(page.ids))
-        assert {"#task-1", "#summary-2", "#generations"} <= set(links) <= {f"#{name}" for name in page.ids}
-        headings = re.findall(r"^#+ .*$", (tmp_path / "report.md").read_text(encoding="utf-8"), re.M)
-        place = headings.index("## Verified problems on pairs")
-        assert headings[1:3] == ["## Preferences on pairs", "### Policies"] and headings[place + 1] == "### Policies"
-        main([str(tmp_path / "runs"), "--out", str(tmp_path / "again.html")])
-        printed = capsys.readouterr().out
-        assert printed.index("Policies: Preferences on pairs") < printed.index("Policies: Verified problems on pairs")
+def test_a_figure_that_rounds_to_zero_has_no_sign():
+    assert [figure(value, 2).text for value in (-0.004, 0.004, -0.006)] == ["0.00", "0.00", "-0.01"]
+    assert estimate({"value": -0.0001, "low": -0.076, "high": -0.0002}).text == "0.000 [-0.076, 0.000]"
+
+
+def point(run: str, kl: float, reward: float, setting: str = "same", half_widths=None):
+    estimates = {"kl": {"value": kl}, "reward": {"value": reward}}
+    for one, half in zip(estimates.values(), half_widths or (), strict=False):
+        one |= {"low": one["value"] - half, "high": one["value"] + half}
+    return {"run": run, "setting": setting, **estimates}
+
+
+@pytest.mark.parametrize("intervals", [False, True])
+@pytest.mark.parametrize(
+    ("points", "front"),
+    [
+        # b has more reward than c at less KL; d has as much as b at more; e has another base: nothing beats it.
+        ([("a", 1, 0.2), ("b", 2, 0.5), ("c", 3, 0.4), ("d", 2.5, 0.5), ("e", 9, 0.1, "other")], {"a", "b", "e"}),
+        ([("a", 1, 1), ("b", 1, 1)], {"a", "b"}),
+        # a and b both read 0.200 at KL 1.00, so both stay; c reads 0.199, below both; d reads 0.201 and 1.01.
+        ([("a", 1.001, 0.2001), ("b", 1.002, 0.1999), ("c", 0.999, 0.1994), ("d", 1.006, 0.2009)], {"a", "b", "d"}),
+    ],
+)
+def test_pareto_front_by_hand(points, front, intervals):
+    """A figure without an interval is its own interval."""
+    assert pareto_front([point(*one) for one in points], intervals=intervals) == front
+
+
+def test_the_front_of_intervals_by_hand():
+    """Half-widths of .25 in KL and .125 in reward, so that one must be better by .5 and by .25 to dominate.
+
+    a at (1, .5). b at (2, .375) is worse by 1 and .125: within the intervals of the reward, so it stays. c at
+    (1.25, .125) is worse by .25 and .375: within those of the KL, so it stays. d at (2, .25) is worse by 1 and
+    .25, where the intervals touch; e at (3, 0) is far worse. Without intervals only a is left.
+    """
+    places = {"a": (1.0, 0.5), "b": (2.0, 0.375), "c": (1.25, 0.125), "d": (2.0, 0.25), "e": (3.0, 0.0)}
+    points = [point(name, *place, half_widths=(0.25, 0.125)) for name, place in places.items()]
+    assert pareto_front(points, intervals=True) == {"a", "b", "c"}
+    assert pareto_front(points, intervals=False) == {"a"}
+
+
+def test_each_task_has_its_own_tables_and_charts(tmp_path, capsys):
+    _, page = report(write_two_tasks(tmp_path / "runs"))
+    assert page.data["tasks"] == {"-1": "Preferences on pairs", "-2": "Verified problems on pairs"}
+    for number, runs, column, value in (
+        (1, ["a-dpo", "c-grpo"], "gain in true score", "0.250 [0.220, 0.280]"),
+        (2, ["b-sum", "d-sum"], "accuracy, sampled", "0.750 [0.500, 0.875]"),
+    ):
+        assert page.column(f"policies-{number}", "run") == runs
+        assert page.column(f"policies-{number}", column) == [value] * 2
+    assert len(page.charts("true score")) == len(page.charts("accuracy")) == 1
+    links = {attributes["href"] for _, attributes in page.tags if attributes.get("href", "").startswith("#")}
+    ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    assert {"#task-1", "#summary-2", "#generations"} <= links <= {f"#{name}" for name in ids}
+    headings = re.findall(r"^#+ .*$", (tmp_path / "report.md").read_text(encoding="utf-8"), re.M)
+    place = headings.index("## Verified problems on pairs")
+    assert headings[1:3] == ["## Preferences on pairs", "### Policies"] and headings[place + 1] == "### Policies"
+    main([str(tmp_path / "runs"), "--out", str(tmp_path / "again.html")])
+    printed = capsys.readouterr().out
+    assert printed.index("Policies: Preferences on pairs") < printed.index("Policies: Verified problems on pairs")
 
 
 def test_a_run_without_figures_leaves_no_empty_section_and_no_empty_panel(tmp_path, capsys):
     """A run of two steps on data without held-out rows has one row of metrics."""
-    metrics = [{"step": 2, "seconds": 1.8, "train_loss": 0.69, "entropy": 1.5, "rewards/margins": 0.0}]
+    metrics = [{"step": 2, "train_loss": 0.69, "entropy": 1.5, "rewards/margins": 0.0}]
     run = {"objective": "dpo (beta 0.1)", "model": "small", "dataset": "/home/me/pairs", "optimizer_steps": 2}
     results = dict.fromkeys(("win_rate", "score", "rewards", "preferences", "kl", "generations"))
     (tmp_path / "run").mkdir()
@@ -227,267 +230,364 @@ def test_a_run_without_figures_leaves_no_empty_section_and_no_empty_panel(tmp_pa
     assert plots.run_title(run) == "dpo (beta 0.1), model small, data pairs"
 
 
-class TestUntrustedText:
-    def test_names_of_runs_and_methods_are_text_in_charts_and_tables(self, tmp_path):
-        """As the name of a folder, an objective, a model, a reward and a kind of prompt."""
-        bad = '"><script>window.pwned = 1<\u2215script>'
-        run = write_policy(tmp_path / "runs" / bad, objective=bad)
-        results = json.loads((run / "results.json").read_text())
-        results["run"]["model"] = results["run"]["dataset"] = bad
-        results["rewards"] = {bad: results["rewards"]["judge-rm"]}
-        results["score"]["by_kind"] = {bad: {"policy": 1.0}}
-        (run / "results.json").write_text(json.dumps(results))
-        write_policy(tmp_path / "runs" / "other", objective="aot")
-        write_rows(run / "metrics.jsonl", [{"step": step, f"eval_rewards/{bad}/mean": 1.0} for step in (1, 2)])
-        _, page = report(tmp_path / "runs")
-        assert [tag for tag, _ in page.tags].count("script") == 2
-        assert len(page.charts(escape(f"reward, {bad}"))) == 1
-
-    def test_texts_come_back_as_they_were(self, page):
-        data = page.data["generations"]
-        prompt, outcome, base, response = data["rows"]["alpha"][3]
-        row_id, text, kind = data["prompts"][prompt]
-        assert (row_id, data["texts"][text], data["kinds"][kind], outcome) == ("row-3", HOSTILE, "say", "win")
-        assert data["texts"][response[0]] == data["texts"][data["bases"][base][0]] == HOSTILE
-        assert HOSTILE in page.column("mistakes", "prompt")
-        assert page.column("policies", "method")[2] == "grpo <b>"
-        value = {"a</script>": ["<!--", "\u2028\u2029", "{{style}}", "]]>", "\\u003c", "\x00"]}
-        source = embed(value)
-        assert not set(source) & set("<>&\u2028\u2029") and json.loads(source) == value
-
-    def test_markdown_stays_text(self, markdown):
-        assert not re.search(r"(?<!\\)[<>]|(?<!\\)!\[|(?<!\\)`", markdown)
-        assert not set(markdown) & set("\u2028\u2029")
-        assert markdown_line("Commit: 1fc 2:3 a@b $5 ~x :up: http://a.b") == (
-            "Commit: 1fc 2:3 a&#64;b &#36;5 &#126;x &#58;up: http&#58;//a.b"
-        )
-        assert markdown_line("a|b\n<c> [d](e) *f* &amp;") == r"a&#124;b &lt;c\> \[d\]\(e\) \*f\* &amp;amp;"
-
-    def test_nothing_but_the_pages_own_script_and_style_may_run_or_load(self, page):
-        tags = [tag for tag, _ in page.tags]
-        assert (tags.count("script"), tags.count("form")) == (2, 1)
-        assert not {"img", "b", "iframe", "textarea", "object"} & set(tags)
-        assert not [attributes for _, attributes in page.tags if any(name.startswith("on") for name in attributes)]
-        policy = next(a["content"] for _, a in page.tags if a.get("http-equiv") == "Content-Security-Policy")
-
-        def digest(text: str) -> str:
-            return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
-
-        assert dict(rule.split(" ", 1) for rule in policy.split("; ")) == {
-            "default-src": "'none'",
-            "script-src": digest(page.texts["script"][1]),
-            "style-src": digest(page.texts["style"][0]),
-            "img-src": "data:",
-            "base-uri": "'none'",
-            "form-action": "'none'",
-        }
-        links = [a.get("src") or a.get("href") or "" for _, a in page.tags if "src" in a or "href" in a]
-        assert all(link.startswith("#") or link == "data:," for link in links)
-        assert not [a for _, a in page.tags if "style" in a], "the policy would ignore it"
+# ---- Text of models ----
 
 
-class TestGenerations:
-    def test_shared_texts_are_held_once_and_figures_by_row(self, page):
-        """Three runs of the same four prompts."""
-        data = page.data["generations"]
-        assert len(data["texts"]) == len(set(data["texts"]))
-        assert (len(data["prompts"]), len(data["bases"])) == (4, 4)
-        assert (data["kinds"], data["left_out"]) == (["name", "say", "sort"], 0)
-        _, outcome, base, response = data["rows"]["beta"][2]
-        assert (outcome, response[1:]) == ("loss", [7, 0.625, 1, [["judge-rm", 1.75]]])
-        assert data["bases"][base][1:] == [6, 0.5, None, [["judge-rm", 1.5]]]
+def test_names_of_runs_and_methods_are_text_in_charts_and_tables(tmp_path):
+    """As the name of a folder, an objective, a model, a reward and a kind of prompt."""
+    bad = '"><script>window.pwned = 1<\u2215script>'
+    run = write_policy(tmp_path / "runs" / bad, objective=bad)
+    results = json.loads((run / "results.json").read_text())
+    results["run"]["model"] = results["run"]["dataset"] = bad
+    results["rewards"] = {bad: results["rewards"]["judge-rm"]}
+    results["score"]["by_kind"] = {bad: {"policy": 1.0}}
+    (run / "results.json").write_text(json.dumps(results))
+    write_policy(tmp_path / "runs" / "other", objective="aot")
+    write_rows(run / "metrics.jsonl", [{"step": step, f"eval_rewards/{bad}/mean": 1.0} for step in (1, 2)])
+    _, page = report(tmp_path / "runs")
+    assert [tag for tag, _ in page.tags].count("script") == 2
+    assert len(page.charts(html.escape(f"reward, {bad}"))) == 1
 
-    def test_a_limit_of_prompts_is_said(self, example, tmp_path):
-        write_report(example, tmp_path / "report.html", max_prompts=2)
-        data = Page(tmp_path / "report.html").data["generations"]
-        assert (len(data["prompts"]), data["left_out"], "Sort 2 1." in data["texts"]) == (2, 2, False)
-        assert all(row[0] < 2 for rows in data["rows"].values() for row in rows)
+
+def test_generations_are_held_once_and_come_back_as_they_were(page, example, tmp_path):
+    """Three runs of the same four prompts."""
+    data = page.data["generations"]
+    assert len(data["texts"]) == len(set(data["texts"]))
+    assert (len(data["prompts"]), len(data["bases"])) == (4, 4)
+    assert (data["kinds"], data["left_out"]) == (["name", "say", "sort"], 0)
+    _, outcome, base, response = data["rows"]["beta"][2]
+    assert (outcome, response[1:]) == ("loss", [7, 0.625, 1, [["judge-rm", 1.75]]])
+    assert data["bases"][base][1:] == [6, 0.5, None, [["judge-rm", 1.5]]]
+    prompt, outcome, base, response = data["rows"]["alpha"][3]
+    row_id, text, kind = data["prompts"][prompt]
+    assert (row_id, data["texts"][text], data["kinds"][kind], outcome) == ("row-3", HOSTILE, "say", "win")
+    assert data["texts"][response[0]] == data["texts"][data["bases"][base][0]] == HOSTILE
+    value = {"a</script>": ["<!--", "\u2028\u2029", "{{style}}", "]]>", "\\u003c", "\x00"]}
+    source = embed(value)
+    assert not set(source) & set("<>&\u2028\u2029") and json.loads(source) == value
+    write_report(example, tmp_path / "report.html", max_prompts=2)
+    data = Page(tmp_path / "report.html").data["generations"]
+    assert (len(data["prompts"]), data["left_out"], "Sort 2 1." in data["texts"]) == (2, 2, False)
+    assert all(row[0] < 2 for rows in data["rows"].values() for row in rows)
+
+
+def test_nothing_but_the_pages_own_script_and_style_may_run_or_load(page):
+    tags = [tag for tag, _ in page.tags]
+    assert (tags.count("script"), tags.count("form")) == (2, 1)
+    assert not {"img", "b", "iframe", "textarea", "object"} & set(tags)
+    assert not [attributes for _, attributes in page.tags if any(name.startswith("on") for name in attributes)]
+    policy = next(a["content"] for _, a in page.tags if a.get("http-equiv") == "Content-Security-Policy")
+
+    def digest(text: str) -> str:
+        return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+    assert dict(rule.split(" ", 1) for rule in policy.split("; ")) == {
+        "default-src": "'none'",
+        "script-src": digest(page.texts["script"][1]),
+        "style-src": digest(page.texts["style"][0]),
+        "img-src": "data:",
+        "base-uri": "'none'",
+        "form-action": "'none'",
+    }
+    links = [a.get("src") or a.get("href") or "" for _, a in page.tags if "src" in a or "href" in a]
+    assert all(link.startswith("#") or link == "data:," for link in links)
+    assert not [a for _, a in page.tags if "style" in a], "the policy would ignore it"
 
 
 # ---- Curves and charts ----
 
 
-class TestCurves:
-    def test_curves_are_the_rows_of_the_metrics(self, example):
-        runs, _ = find_runs([example])
-        found = {panel.title: panel.curves for panel in panels(runs)}
-        rows = read_rows(example / "alpha" / "metrics.jsonl")
-        for title, key in {
-            "win rate, ties as half": "win_rate",
-            "KL to the base (nats per response)": "kl",
-            "loss, dpo": "loss",
-            "gradient norm, dpo": "grad_norm",
-        }.items():
-            assert found[title]["alpha"] == [(r["step"], r["seconds"], r[key]) for r in rows if key in r], title
-        assert [point[1] for point in found["loss, grpo <b>"]["gamma"]] == [None] * 4
-        assert found["accuracy"] == {"rm": [(10, 4.0, 0.6), (20, 7.5, 0.63)]}
+def test_curves_are_the_rows_of_the_metrics(example):
+    runs, _ = find_runs([example])
+    found = {panel.title: panel.curves for panel in panels(runs)}
+    rows = read_rows(example / "alpha" / "metrics.jsonl")
+    for title, key in {
+        "win rate, ties as half": "win_rate",
+        "KL to the base (nats per response)": "kl",
+        "loss, dpo": "loss",
+        "gradient norm, dpo": "grad_norm",
+    }.items():
+        assert found[title]["alpha"] == [(row["step"], row[key]) for row in rows if key in row], title
+    assert found["accuracy"] == {"rm": [(10, 0.6), (20, 0.63)]}
 
-    def test_an_online_run_logs_both_its_rollouts_and_its_evaluations(self, tmp_path):
-        """`kl` of a training step is per token and of rollouts, and is no KL of held-out responses; `eval_kl` is.
 
-        What is left of the last rollouts is logged behind the last evaluation, in the row of the run's times and
-        without a `loss`: their response length of 10, for one, is no held-out one.
-        """
-        write_policy(tmp_path / "run", objective="grpo")
-        evaluated = {"eval_kl": 0.75, "eval_collapsed": 0.0, "eval_rewards/rm/mean": 2.5}
-        rollouts = {"kl": 0.01, "collapsed": 0.0, "rewards/rm/mean": 9.0, "reward": 9.0}
-        rollouts["completions/mean_length"] = 10.0
-        write_rows(
-            tmp_path / "run" / "metrics.jsonl",
-            [
-                {"step": 0, **evaluated},
-                {"step": 1, "loss": 0.5, **rollouts},
-                {"step": 2, **evaluated},
-                {"step": 2, "train_runtime": 4.0, "train_loss": 0.5, **rollouts},
-            ],
+def test_an_online_run_logs_both_its_rollouts_and_its_evaluations(tmp_path):
+    """`kl` of a training step is per token and of rollouts, and is no KL of held-out responses; `eval_kl` is.
+
+    What is left of the last rollouts is logged behind the last evaluation, in the row of the run's times and
+    without a `loss`: their response length of 10, for one, is no held-out one.
+    """
+    write_policy(tmp_path / "run", objective="grpo")
+    evaluated = {"eval_kl": 0.75, "eval_collapsed": 0.0, "eval_rewards/rm/mean": 2.5}
+    rollouts = {"kl": 0.01, "collapsed": 0.0, "rewards/rm/mean": 9.0, "reward": 9.0, "completions/mean_length": 10.0}
+    rows = [{"step": 0, **evaluated}, {"step": 1, "loss": 0.5, **rollouts}, {"step": 2, **evaluated}]
+    rows.append({"step": 2, "train_runtime": 4.0, "train_loss": 0.5, **rollouts})
+    write_rows(tmp_path / "run" / "metrics.jsonl", rows)
+    assert {panel.title: panel.curves["run"] for panel in panels(find_runs([tmp_path])[0])} == {
+        "KL to the base (nats per response)": [(0, 0.75), (2, 0.75)],
+        "reward, rm": [(0, 2.5), (2, 2.5)],
+        "reward of the rollouts": [(1, 9.0), (2, 9.0)],
+    }
+
+
+def test_no_scale_flattens_another(tmp_path):
+    """Each method's loss and implicit reward have panels, which its held-out rows share; so has each reward."""
+
+    def drawn(folder: str, **runs: dict) -> dict:
+        for name, row in runs.items():
+            run = write_policy(tmp_path / folder / name, objective=name.split("_")[0])
+            write_rows(run / "metrics.jsonl", [{"step": step, **row} for step in (1, 2)])
+        return {panel.title: panel for panel in panels(find_runs([tmp_path / folder])[0])}
+
+    def pairs(scale: float) -> dict:
+        row = {"loss": scale * 0.25, "grad_norm": scale * 0.5, "eval_loss": scale * 0.75}
+        return row | {"rewards/margins": scale, "rewards/accuracies": 0.5}
+
+    found = drawn("offline", ipo=pairs(100), dpo=pairs(1), dpo_2=pairs(1))
+    names = ["reward margin, dpo", "reward margin, ipo", "gradient norm, dpo", "gradient norm, ipo"]
+    assert list(found) == ["loss, dpo", "loss, ipo", "preference accuracy", *names]
+    assert list(found["loss, dpo"].curves) == ["dpo", "dpo_2"]
+    assert found["loss, ipo"].held_out == {"ipo": [(1, 75.0), (2, 75.0)]}
+    exact, learned = ({"reward": 1, f"rewards/{function}/mean": 1} for function in ("exact", "rm"))
+    found = drawn("online", rl=exact, rl_2=exact, learned=learned)
+    assert list(found["reward of the rollouts, exact"].curves) == ["rl", "rl_2"]
+    assert list(found["reward of the rollouts, rm"].curves) == ["learned"]
+
+
+def test_thinning_keeps_ends_and_extremes():
+    """1000 points thinned to 10: first, last, and the lowest and highest of 4 stretches of 998 / 4 points."""
+    points = [(step, float((step * 37) % 1000)) for step in range(1000)]
+    points[500] = (500, 1e6)
+    thinned = thin(points, 10)
+    assert len(thinned) == 10 and {points[0], points[500], points[-1]} < set(thinned) <= set(points)
+    assert thinned == sorted(thinned) and min(points[1:250], key=lambda point: point[1]) in thinned
+
+
+def axis(svg, kind: str, name: str):
+    """Reads a place back from the SVG, between the first and the last tick of an axis."""
+    ticks = [node for node in svg.findall(f"text[@class='{kind}']") if re.match(r"-?[\d.]", node.text)]
+    values, places = [float(tick.text) for tick in ticks], [float(tick.get(name)) for tick in ticks]
+    scale = (values[-1] - values[0]) / (places[-1] - places[0])
+    assert len(values) >= 3
+    # The text of a tick is 4 pixels below its line.
+    return lambda place: values[0] + (float(place) + (4 if name == "y" else 0) - places[0]) * scale
+
+
+def test_charts(page):
+    """Alpha has (KL, gain) (1.5, .25), beta (2.5, .125) and gamma (2.5, .375); beta is dominated by alpha.
+
+    Alpha has win rates of .5, .6 and .7 at the steps 0, 20 and 40.
+    """
+    (svg,) = page.charts("true score gain")
+    read_x, read_y = axis(svg, "x", "x"), axis(svg, "y", "y")
+    found = {}
+    for group in svg.findall("g"):
+        (circle,), whisker = group.findall("circle"), group.find("line")
+        place = read_x(circle.get("cx")), read_y(circle.get("cy"))
+        found[group.find("text").text] = (*place, circle.get("class"))
+        assert read_x(whisker.get("x2")) - read_x(whisker.get("x1")) == pytest.approx(0.4, abs=0.01)
+    assert found == {
+        "alpha": (pytest.approx(1.5, abs=0.01), pytest.approx(0.25, abs=1e-3), "dot"),
+        "beta": (pytest.approx(2.5, abs=0.01), pytest.approx(0.125, abs=1e-3), "dominated"),
+        "gamma": (pytest.approx(2.5, abs=0.01), pytest.approx(0.375, abs=1e-3), "dot"),
+    }
+    svg, _ = page.charts("win rate, ties as half")
+    read_x, read_y = axis(svg, "x", "x"), axis(svg, "y", "y")
+    points = [one.split(",") for one in svg.find("g/polyline").get("points").split()]
+    assert [read_x(x) for x, _ in points] == pytest.approx((0, 20, 40), abs=0.5)
+    assert [read_y(y) for _, y in points] == pytest.approx((0.5, 0.6, 0.7), abs=1e-3)
+    assert len(svg.findall("g")) == 3 and svg.find("g/title").text == "alpha: 0.7 at step 40"
+
+
+def test_the_picture_of_a_reward_model_has_the_intervals(tmp_path, monkeypatch):
+    """A line for each bin that holds pairs, from its lower to its upper end, and the accuracy with its own.
+
+    4 of 5 right: centre (.8 + z^2/10) / (1 + z^2/5) = 1.1841/1.7683 = .6697, half-width
+    1.96 sqrt(.16 / 5 + z^2 / 100) / 1.7683 = 1.96 * .2653 / 1.7683 = .2941: [.376, .964].
+    """
+    results = json.loads((write_reward_model(tmp_path / "rm") / "results.json").read_text())
+    made, new_figure = [], plots.new_figure
+    monkeypatch.setattr(plots, "new_figure", lambda *size: made.append(new_figure(*size)) or made[-1])
+    plot_run([], results, tmp_path / "report.png")
+    ((_, (drawn,)),) = made
+    lines = [one for lines in drawn.collections if hasattr(lines, "get_segments") for one in lines.get_segments()]
+    assert drawn.get_title().startswith("Reliability"), "what has no data has no panel"
+    assert [segment[0][0] for segment in lines] == [0.53, 0.97]
+    assert [end for _, end in lines[1]] == pytest.approx([0.376, 0.964], abs=5e-4)
+    assert "accuracy 0.625 [0.310, 0.860], n = 8" in drawn.texts[0].get_text()
+
+
+# ---- The runs' files ----
+
+
+@pytest.mark.parametrize(
+    "results",
+    [
+        {
+            "pairs": reward_metrics([2.0, 1.0], [1.0, 2.0]),
+            "true_order": true_order_metrics([2.0], [1.0], [1.0], [1.0]),
+        },
+        {"pairs": None, "true_order": None},
+        dict.fromkeys(("win_rate", "score", "rewards", "preferences", "kl", "generations")),
+        {"best": None, "sft": {}, "best_of_n": {"curve": []}},
+        {"score": {"policy": 0.5}, "rewards": {"rm": {"policy": None, "reference": 1.5}}},
+    ],
+)
+def test_what_the_library_writes_is_read(tmp_path, results):
+    (tmp_path / "results.json").write_text(json.dumps({"run": {"objective": "a"}, **results}))
+    assert report(tmp_path)[0]["problems"] == []
+
+
+def test_a_comparison_is_read(tmp_path):
+    """The win rate again from the outcomes of the rows: of 5 prompts 3 wins, a loss and a tie."""
+
+    def score(prompt, response, finished=True):
+        return float(response == "good")
+
+    answers = (["good"] * 3 + ["bad"] * 2, ["bad"] * 3 + ["good", "bad"])
+    texts = ([Generation([0], [0] * len(text), text, True) for text in of] for of in answers)
+    prompts = [{"row_id": str(i), "prompt": [{"role": "user", "content": f"p{i}"}]} for i in range(5)]
+    judged = {"judge": GroundTruthJudge(score), "score_function": score}
+    comparison = compare_generations(prompts, *texts, max_new_tokens=8, **judged)
+    comparison.write(tmp_path / "policy", objective="dpo")
+    assert [row["outcome"] for row in comparison.rows] == [WIN] * 3 + [LOSS, TIE]
+    summary, _ = report(tmp_path / "policy")
+    (row,) = summary["policies"]
+    low, high = wilson_interval(3, 4)
+    assert row["win_rate"]["agreed"] == {"value": 0.75, "low": low, "high": high, "n": 4}
+    assert row["win_rate"]["half"]["value"] == 0.7
+    assert row["score_gain"]["value"] == pytest.approx((3 - 1) / 5)
+    assert row["tokens"] == {"base": (3 * 3 + 4 + 3) / 5, "policy": (3 * 4 + 2 * 3) / 5}
+    assert summary["problems"] == []
+
+
+@pytest.mark.parametrize(("temperature", "decoding"), [(0, "greedy"), (1.0, "sampled")])
+def test_an_evaluation_on_verified_problems_is_read(tmp_path, temperature, decoding):
+    graded = {"category": "correct", "answer_reward": 1.0, "format_reward": 1.0, "generated_num_tokens": 3}
+    rows = [{"row_id": name, "finished": True, "sample": 0, "reward": 1.0, **graded} for name in "ab"]
+    found = {"run": {"sampling": {"temperature": temperature}}, "reasoning": summarize_reasoning(rows)}
+    (tmp_path / "results.json").write_text(json.dumps(found))
+    (row,) = report(tmp_path)[0]["policies"]
+    assert {name: value and value["value"] for name, value in row["accuracy"].items()} == {
+        "sampled": None,
+        "greedy": None,
+        decoding: 1.0,
+    }
+
+
+def test_damaged_results_are_named_and_the_run_is_left_out(tmp_path, capsys):
+    """Fields by the keys that lead to them, and whole files; the other run is shown."""
+    number, expected = "Input should be a valid number, got", {}
+    for place, (keys, value, reason) in enumerate(
+        (
+            (("win_rate", "half", "rate"), float("nan"), "Input should be a finite number, got NaN"),
+            (("score", "gain", "mean"), "0.25", f'{number} "0.25"'),
+            (("generations", "base", "distinct_2"), "x" * 50, f'{number} "{"x" * 39}...'),
         )
-        assert {panel.title: panel.curves["run"] for panel in panels(find_runs([tmp_path])[0])} == {
-            "KL to the base (nats per response)": [(0, None, 0.75), (2, None, 0.75)],
-            "reward, rm": [(0, None, 2.5), (2, None, 2.5)],
-            "reward of the rollouts": [(1, None, 9.0), (2, None, 9.0)],
-        }
-
-    def test_a_curve_ends_in_its_run_and_its_n(self, tmp_path):
-        """Of 32 prompts during training, 16 of them for the KL, and of 8 pairs; a training curve has no n."""
-        run = write_policy(tmp_path / "runs" / "a-name-that-is-long")
-        change(run, "kl", "n", to=16)
-        pairs = [{"step": step, "eval_loss": 0.5, "eval_rewards/accuracies": 0.5} for step in (20, 40)]
-        write_rows(run / "metrics.jsonl", read_rows(run / "metrics.jsonl") + pairs)
-        (run / "samples").mkdir()
-        for step, n in ((0, 4), (40, 32)):
-            write_rows(run / "samples" / f"step_{step:06}.jsonl", [{}] * n)
-        page = report(tmp_path / "runs")[1]
-        titles = ("true score", "KL to the base (nats per response)", "loss", "preference accuracy")
-        assert [[text.text for text in page.charts(title)[0].findall("g/text")] for title in titles] == [
-            ["a-nam…long, n 32"],
-            ["a-nam…long, n 16"],
-            ["a-name-t…is-long", "a-nam…long, n 8"],
-            ["a-nam…long, n 8"],
-        ]
-
-    def test_no_scale_flattens_another(self, tmp_path):
-        """Each method's loss and implicit reward have panels, which its held-out rows share; so has each reward."""
-        for name, scale in (("ipo", 100), ("dpo", 1), ("dpo-2", 1)):
-            write_policy(tmp_path / name, objective=name.split("-")[0])
-            row = {"loss": scale * 0.25, "grad_norm": scale * 0.5, "eval_loss": scale * 0.75}
-            row |= {"rewards/margins": scale, "rewards/accuracies": 0.5}
-            write_rows(tmp_path / name / "metrics.jsonl", [{"step": step, **row} for step in (1, 2)])
-        found = {panel.title: panel for panel in panels(find_runs([tmp_path])[0])}
-        names = ["reward margin, dpo", "reward margin, ipo", "gradient norm, dpo", "gradient norm, ipo"]
-        assert list(found) == ["loss, dpo", "loss, ipo", "preference accuracy", *names]
-        assert list(found["loss, dpo"].curves) == ["dpo", "dpo-2"]
-        assert found["loss, ipo"].held_out == {"ipo": [(1, None, 75.0), (2, None, 75.0)]}
-        for name, function in (("rl", "exact"), ("rl-2", "exact"), ("learned", "rm")):
-            write_policy(tmp_path / "online" / name, objective="grpo")
-            row = {"reward": 1, f"rewards/{function}/mean": 1}
-            write_rows(tmp_path / "online" / name / "metrics.jsonl", [{"step": step, **row} for step in (1, 2)])
-        found = {panel.title: list(panel.curves) for panel in panels(find_runs([tmp_path / "online"])[0])}
-        assert found["reward of the rollouts, exact"] == ["rl", "rl-2"]
-        assert found["reward of the rollouts, rm"] == ["learned"]
+    ):
+        change(write_policy(tmp_path / "runs" / f"bad-{place}"), *keys, to=value)
+        expected[f"bad-{place}"] = f"results.json: {'.'.join(keys)}: {reason}"
+    for name, content, reason in (
+        ("cut", '{"run": {"seed', "results.json: Invalid JSON: EOF while parsing"),
+        ("own", '{"recipe": "own"}', "results.json: run: Field required"),
+        ("now", None, "no results.json, last logged at step 10"),
+        ("begun", None, "no results.json, nothing logged"),
+    ):
+        (tmp_path / "runs" / name).mkdir()
+        if content is not None:
+            (tmp_path / "runs" / name / "results.json").write_text(content)
+        expected[name] = reason
+    write_rows(tmp_path / "runs" / "now" / "metrics.jsonl", [{"step": 5, "loss": 1.0}, {"step": 10, "loss": 0.5}])
+    (tmp_path / "runs" / "begun" / "config.yaml").write_text("a: 1\n")
+    write_policy(tmp_path / "runs" / "good")
+    summary, page = report(tmp_path / "runs")
+    assert [row["run"] for row in summary["policies"]] == ["good"]
+    told = {row["run"]: row["reason"] for row in summary["incomplete"]}
+    assert list(told.values()) == page.column("incomplete", "why") and told.keys() == expected.keys()
+    assert all(told[name].startswith(reason) for name, reason in expected.items()), told
+    with pytest.raises(SystemExit):
+        main([str(tmp_path / "runs" / "bad-0"), "--out", str(tmp_path / "r.html")])
+    assert_one_line(capsys.readouterr().err, ["a results.json", f"bad-0: {expected['bad-0']}"])
 
 
-def test_a_figure_that_rounds_to_zero_has_no_sign():
-    assert [figure(value, 2).text for value in (-0.004, 0.004, -0.006)] == ["0.00", "0.00", "-0.01"]
-    assert estimate({"value": -0.0001, "low": -0.076, "high": -0.0002}).text == "0.000 [-0.076, 0.000]"
+def test_damaged_lines_are_left_out_and_said(tmp_path, capsys):
+    run = write_policy(tmp_path / "run")
+    with (run / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"step": 41, "loss": NaN}\n{"step": 42, "loss": null}\n{"loss": 1}\n\xff\xfe\n{"step": 43, "lo')
+    row = {"prompt_text": "p", "response_text": "r"}
+    write_rows(run / "generations.jsonl", [row, {**row, "outcome": "draw"}, {**row, "score": "high"}])
+    main([str(tmp_path), "--out", str(tmp_path / "report.html")])
+    expected = [
+        "3 of 12 lines cannot be read and are left out; line 10: step: Field required",
+        "loss: not a finite number 2 times, first at step 41",
+        "2 of 3 lines cannot be read and are left out; line 2: outcome: Input should be 'candidate', 'base' or "
+        "'tie', got \"draw\"",
+    ]
+    printed = capsys.readouterr().out
+    assert all(text in printed for text in expected)
+    summary, page = report(run)
+    assert [row["problem"] for row in summary["problems"]] == page.column("problems", "problem") == expected
+    assert 'href="#problems">3 problems in the files of 1 run</a>' in page.source
+    assert "2 of 3 lines cannot be read" in (tmp_path / "report.md").read_text(encoding="utf-8")
 
 
-class TestCharts:
-    """What is drawn is read back from the SVG, between the first and the last tick of each axis."""
+def test_runs_are_found_once_and_those_of_a_method_stay_together(tmp_path):
+    """Links are followed, also to the folder that holds the link. Labels are paths below the common folder."""
+    for path in ("one/aot", "two/aot", "two/dpo", "two/aot-10", "two/aot-9", "two/checkpoint-5/x", "two/.hidden"):
+        (tmp_path / path).mkdir(parents=True)
+        (tmp_path / path / "results.json").write_text('{"run": {}}')
+    runs, incomplete = find_runs([tmp_path, tmp_path / "two"])
+    assert [run.label for run in runs] == ["one/aot", "two/aot", "two/aot-9", "two/aot-10", "two/dpo"]
+    assert incomplete == []
+    for link, target in {"linked": "../two/aot-9", "aot/up": "..", "three": "aot"}.items():
+        (tmp_path / "one" / link).symlink_to(target)
+    assert [run.label for run in find_runs([tmp_path / "one"] * 2)[0]] == ["aot", "linked"]
+    for name, objective in (("a", "dpo"), ("b", "aot"), ("c", "dpo")):
+        write_policy(tmp_path / "three" / name, objective=objective, outcomes=(TIE,) * 4)
+    rows = write_report(tmp_path / "three", tmp_path / "report.html")["policies"]
+    assert [row["run"] for row in rows] == ["a", "c", "b"]
+    even = rows[0]["win_rate"]
+    assert even["agreed"] is None and even["half"]["value"] == 0.5, "ties alone are no rate without ties"
 
-    def numbers(self, svg, path: str, *names: str) -> list[tuple[float, ...]]:
-        return [tuple(float(node.get(name)) for name in names) for node in svg.findall(path)]
 
-    def axis(self, svg, kind: str, name: str):
-        ticks = [node for node in svg.findall(f"text[@class='{kind}']") if re.match(r"-?[\d.]", node.text)]
-        values, places = [float(tick.text) for tick in ticks], [float(tick.get(name)) for tick in ticks]
-        scale = (values[-1] - values[0]) / (places[-1] - places[0])
-        assert len(values) >= 3
-        # The text of a tick is 4 pixels below its line.
-        return lambda place: values[0] + (place + (4 if name == "y" else 0) - places[0]) * scale
+# ---- The command ----
 
-    def test_reward_against_kl(self, page):
-        """Alpha has (KL, gain) (1.5, .25), beta (2.5, .125) and gamma (2.5, .375); beta is dominated by alpha."""
-        (svg,) = page.charts("true score gain")
-        read_x, read_y = self.axis(svg, "x", "x"), self.axis(svg, "y", "y")
-        found = {}
-        for group in svg.findall("g"):
-            ((x, y),), (circle,) = self.numbers(group, "circle", "cx", "cy"), group.findall("circle")
-            found[group.find("text").text] = (read_x(x), read_y(y), circle.get("class"))
-            ends = [ends for ends in self.numbers(group, "line[@class='whisker']", "x1", "x2") if ends[0] != ends[1]]
-            assert read_x(ends[0][1]) - read_x(ends[0][0]) == pytest.approx(0.4, abs=0.01)
-        assert found == {
-            "alpha": (pytest.approx(1.5, abs=0.01), pytest.approx(0.25, abs=1e-3), "dot"),
-            "beta": (pytest.approx(2.5, abs=0.01), pytest.approx(0.125, abs=1e-3), "dominated"),
-            "gamma": (pytest.approx(2.5, abs=0.01), pytest.approx(0.375, abs=1e-3), "dot"),
-        }
-        points = [tuple(map(float, point.split(","))) for point in svg.find("polyline").get("points").split()]
-        assert [(read_x(x), read_y(y)) for x, y in points] == [found["alpha"][:2], found["gamma"][:2]]
-        names = sorted(float(node.get("y")) for node in svg.findall("g/text"))
-        assert min(b - a for a, b in zip(names, names[1:], strict=False)) >= 13, "no name covers another"
 
-    def test_curves_over_steps_and_over_seconds(self, page):
-        """Alpha's steps 0, 20 and 40 are at 0, 70 and 140 seconds, with win rates .5, .6, .7; gamma has no times."""
-        steps, seconds = page.charts("win rate, ties as half")[:2]
-        assert (len(steps.findall("g")), len(seconds.findall("g"))) == (3, 2)
-        for svg, expected in ((steps, (0, 20, 40)), (seconds, (0, 70, 140))):
-            read_x, read_y = self.axis(svg, "x", "x"), self.axis(svg, "y", "y")
-            line = svg.find("g/polyline").get("points").split()
-            points = [tuple(map(float, point.split(","))) for point in line]
-            assert [read_x(x) for x, _ in points] == pytest.approx(expected, abs=0.5)
-            assert [read_y(y) for _, y in points] == pytest.approx((0.5, 0.6, 0.7), abs=1e-3)
-        assert "not drawn: gamma.</p>" in page.source
-        assert steps.find("g/title").text == "alpha: 0.7 at 40 steps"
+def test_the_command_prints_a_table_and_names_the_files_or_prints_json(example, tmp_path, capsys):
+    main([str(example), "--out", str(tmp_path / "a" / "report.html")])
+    printed = capsys.readouterr().out
+    assert "0.625 [0.515, 0.695]" in printed and "Reward models" in printed
+    assert f"{tmp_path / 'a' / 'report.html'} and {tmp_path / 'a' / 'report.md'}" in printed
+    assert {path.name for path in (tmp_path / "a").iterdir()} == {"report.html", "report.md"}
+    main([str(example), "--out", str(tmp_path / "report.html"), "--json"])
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["policies"][0]["kl"] == {"value": 1.5, "low": 1.3, "high": 1.7, "n": 4}
+    assert summary["reward_models"][0]["ece"] == 0.18
 
-    def test_dots_with_their_intervals_and_the_base(self, page):
-        *rows, axis = page.charts("Win rate against the base, ties as half")
-        labels = ["alpha: 0.625 [0.515, 0.695]", "beta: 0.625 [0.515, 0.695]", "gamma: 0.5 [0.39, 0.57]"]
-        assert [row.get("aria-label") for row in rows] == labels
-        at = re.match(r"M([\d.]+) ", rows[0].find("path[@class='reference']").get("d"))[1]
-        assert [node.text for node in axis if node.get("x") == at] == ["0.5"]
-        for row in rows:
-            ((x1, x2),), ((x,),) = self.numbers(row, "g/line", "x1", "x2"), self.numbers(row, "g/circle", "cx")
-            assert (x - x1) / (x2 - x) == pytest.approx(0.11 / 0.07, rel=0.02)
-        lengths = page.charts("Response length (tokens), hollow: the base")
-        assert lengths[0].get("aria-label") == "alpha: 10.5, base 14.25"
 
-    def test_thinning_keeps_ends_and_extremes(self):
-        """1000 points thinned to 10: first, last, and the lowest and highest of 4 stretches of 998 / 4 points."""
-        points = [(step, None, float((step * 37) % 1000)) for step in range(1000)]
-        points[500] = (500, None, 1e6)
-        thinned = thin(points, 10)
-        assert len(thinned) == 10 and {points[0], points[500], points[-1]} < set(thinned) <= set(points)
-        assert thinned == sorted(thinned) and min(points[1:250], key=lambda point: point[2]) in thinned
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nowhere"], ["no folder nowhere"]),
+        (["."], ["no finished run in .", "begun: no results.json"]),
+        ([".", "--out", "x.txt"], ["--out x.txt", ".html"]),
+    ],
+)
+def test_refusals(tmp_path, monkeypatch, capsys, arguments, words):
+    monkeypatch.chdir(tmp_path)
+    write_rows(tmp_path / "begun" / "metrics.jsonl", [])
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2
+    assert_one_line(capsys.readouterr().err, ["error: ", *words])
+    assert not list(tmp_path.glob("*.html"))
 
-    @pytest.fixture
-    def drawn(self, monkeypatch):
-        """The figures that are made, with their axes."""
-        made, figure = [], plots.new_figure
-        monkeypatch.setattr(plots, "new_figure", lambda *size: made.append(figure(*size)) or made[-1])
-        return made
 
-    def test_the_picture_of_a_reward_model_has_the_intervals(self, tmp_path, drawn):
-        """A line for each bin that holds pairs, from its lower to its upper end, and the accuracy with its own.
-
-        4 of 5 right: centre (.8 + z^2/10) / (1 + z^2/5) = 1.1841/1.7683 = .6697, half-width
-        1.96 sqrt(.16 / 5 + z^2 / 100) / 1.7683 = 1.96 * .2653 / 1.7683 = .2941: [.376, .964].
-        """
-        pairs = json.loads((write_reward_model(tmp_path / "rm") / "results.json").read_text())["pairs"]
-        plot_reward_run([], pairs, [], tmp_path / "report.png")
-        ((_, (axis,)),) = drawn
-        lines = [one for lines in axis.collections if hasattr(lines, "get_segments") for one in lines.get_segments()]
-        assert axis.get_title().startswith("Reliability"), "what has no data has no panel"
-        assert [segment[0][0] for segment in lines] == [0.53, 0.97]
-        assert [end for _, end in lines[1]] == pytest.approx([0.376, 0.964], abs=5e-4)
-        assert "accuracy 0.625 [0.310, 0.860], n = 8" in axis.texts[0].get_text()
-
-    @pytest.mark.parametrize("methods", [6, 18])
-    def test_panels_of_many_curves_share_a_legend(self, tmp_path, drawn, methods):
-        """It names every curve once, and no panel is left without room, of which matplotlib would warn."""
-        names = {f"method_{number:02}": f"m{number}" for number in range(methods)}
-        rows = [{"step": step, **dict.fromkeys(names.values(), 0.5)} for step in (0, 1)]
-        own = dict([*names.items()][1:])
-        plots.save_panels(plots.curve_panels({"all": names, "but one": own}, rows), tmp_path / "report.png")
-        ((picture, axes),) = drawn
-        shared = [text.get_text() for legend in picture.legends for text in legend.get_texts()]
-        assert shared == ([*names] if methods > 6 else [])
-        assert [axis.get_legend() is None for axis in axes] == [methods > 6] * 2
+def test_a_report_loads_neither_torch_nor_matplotlib(tmp_path):
+    write_reward_model(tmp_path / "rm")
+    code = (
+        "import sys; from trl_ext.evaluation import write_report; "
+        f"write_report({str(tmp_path)!r}, {str(tmp_path / 'report.html')!r}); "
+        "print(sorted({'torch', 'transformers', 'trl', 'matplotlib'} & set(sys.modules)))"
+    )
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"

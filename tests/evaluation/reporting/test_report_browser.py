@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import shutil
-from pathlib import Path
 
 import pytest
 
-from tests.support.report_runs import HOSTILE, write_example, write_policy, write_two_tasks
+from tests.support.report_runs import HOSTILE, write_example, write_two_tasks
 from trl_ext.evaluation import write_report
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -18,47 +17,31 @@ pytestmark = [
 PROMPTS = ["Name a bird.", "Say hi, politely.", "Sort 2 1.", HOSTILE]
 
 
-@pytest.fixture(scope="module")
-def browser():
+@pytest.fixture
+def open_report(tmp_path):
+    """Opens the report of runs in a window of its own; in the end it must have said nothing and asked for nothing."""
     from playwright.sync_api import sync_playwright
 
+    said, asked, path = [], [], tmp_path / "report.html"
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(
             executable_path=CHROMIUM, args=["--no-sandbox", "--disable-background-networking"]
         )
-        yield browser
+
+        def open_page(write, width: int = 1280, scheme: str = "light"):
+            write_report(write(tmp_path / write.__name__ / scheme), path)
+            page = browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme).new_page()
+            page.set_default_timeout(5_000)
+            page.on("console", lambda message: said.append(message.text))
+            page.on("pageerror", lambda error: said.append(str(error)))
+            page.on("dialog", lambda dialog: said.append(dialog.message))
+            page.on("request", lambda request: asked.append(request.url))
+            page.goto(path.as_uri())
+            return page
+
+        yield open_page
         browser.close()
-
-
-@pytest.fixture(scope="module")
-def report(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("browser")
-    write_report(write_example(folder / "runs"), folder / "report.html")
-    return folder / "report.html"
-
-
-@pytest.fixture
-def open_report(browser, report):
-    """Opens the report in a window of its own; in the end it must have said nothing and asked for nothing."""
-    contexts, said, asked = [], [], []
-
-    def open_page(width: int = 1280, scheme: str = "light", path: Path = report):
-        context = browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme)
-        context.set_default_timeout(5_000)
-        contexts.append(context)
-        page = context.new_page()
-        page.on("console", lambda message: said.append(message.text))
-        page.on("pageerror", lambda error: said.append(str(error)))
-        page.on("dialog", lambda dialog: said.append(dialog.message))
-        page.on("request", lambda request: asked.append(request.url))
-        page.goto(path.as_uri())
-        asked.remove(path.as_uri())
-        return page
-
-    yield open_page
-    for context in contexts:
-        context.close()
-    assert (said, [url for url in asked if url != "data:,"]) == ([], [])
+    assert (said, {*asked} - {"data:,", path.as_uri()}) == ([], set())
 
 
 def listed(page) -> list[str]:
@@ -79,148 +62,67 @@ def selected(page) -> str:
     return page.locator("#responses .prompt-text .words").evaluate("node => node.textContent")
 
 
-def overflow(page) -> int:
-    return page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
+def test_tables_sort_runs_hide_and_text_of_models_stays_text(open_report):
+    page = open_report(write_example)
+    names = page.locator("#table-policies tbody th")
+    head = page.get_by_role("columnheader", name="gain in true score")
+    for order, expected in (("ascending", ["beta", "alpha", "gamma"]), ("descending", ["gamma", "alpha", "beta"])):
+        head.get_by_role("button").click()
+        assert (names.all_inner_texts(), head.get_attribute("aria-sort")) == (expected, order)
+    page.locator("#prompts li").nth(3).click()
+    assert (listed(page), selected(page)) == (PROMPTS, HOSTILE)
+    assert (shown(page)["alpha"], shown(page)["gamma"]) == ((HOSTILE, "wins"), ("(empty)", "wins"))
+    assert page.evaluate("window.pwned") is None
+    lines = page.locator("#curves svg[aria-label='win rate, ties as half'] polyline:visible")
+    loss = page.locator("svg[aria-label='loss, aot']")
+    assert (lines.count(), loss.is_visible()) == (3, True)
+    page.get_by_role("checkbox", name="beta").uncheck()
+    assert (lines.count(), loss.is_visible(), "beta" in shown(page)) == (2, False, False)
+    page.get_by_role("button", name="None", exact=True).click()
+    assert page.locator("figure:visible").count() == 0
 
 
-class TestOpening:
-    def test_everything_is_there_and_nothing_is_loaded(self, open_report):
-        page = open_report()
-        assert page.title() == "Report of 4 runs"
-        headings = ["Summary", "Curves", "Reward against KL", "Length and diversity", "Reward models", "Generations"]
-        assert page.locator("h2").all_inner_texts() == headings
-        assert page.locator("figure").count() >= 20
-        assert all(page.locator("svg[role=img]").evaluate_all("nodes => nodes.map(node => node.ariaLabel)"))
-        assert listed(page) == PROMPTS
-        names = page.locator("#table-policies tbody th")
-        head = page.get_by_role("columnheader", name="gain in true score")
-        for order, expected in (("ascending", ["beta", "alpha", "gamma"]), ("descending", ["gamma", "alpha", "beta"])):
-            head.get_by_role("button").click()
-            assert (names.all_inner_texts(), head.get_attribute("aria-sort")) == (expected, order)
-
-    def test_text_of_models_stays_text(self, open_report):
-        page = open_report()
-        page.locator("#prompts li").nth(3).click()
-        assert selected(page) == HOSTILE
-        assert shown(page)["alpha"] == (HOSTILE, "wins")
-        assert shown(page)["gamma"] == ("(empty)", "wins")
-        assert page.evaluate("window.pwned") is None
-        assert page.locator("main img, main script, .toggles b").count() == 0
-
-
-class TestFilters:
+def test_filters_and_keys(open_report):
     """Outcomes by prompt: alpha win, tie, loss, win; beta win, win, loss, tie; gamma loss, win, loss, win."""
-
-    def test_by_text_and_by_kind(self, open_report):
-        page = open_report()
-        page.get_by_label("Prompt contains").fill("SORT")
-        assert listed(page) == [PROMPTS[2]]
-        assert page.locator("#matches").inner_text() == "1 of 4 prompts"
-        assert shown(page)["base"] == ("1 2 3", "")
-        page.get_by_label("Prompt contains").fill("kindly")
-        assert listed(page) == [] and shown(page) == {}
-        page.get_by_label("or a response does").check()
-        assert listed(page) == [PROMPTS[1]], "gamma's response"
-        page.get_by_role("button", name="Clear").click()
-        page.get_by_label("Kind", exact=True).select_option(label="say")
-        assert listed(page) == [PROMPTS[1], PROMPTS[3]]
-
-    def test_by_outcome_and_where_methods_disagree(self, open_report):
-        """In the outcome on all but the third; without gamma on the second and the fourth alone."""
-        page = open_report()
-        for outcome, of, places in (
-            ("policy wins", "any run shown", [0, 1, 3]),
-            ("base wins", "every run shown", [2]),
-            ("tie", "alpha", [1]),
-        ):
-            page.get_by_label("Outcome", exact=True).select_option(label=outcome)
-            page.get_by_label("Run of the outcome").select_option(label=of)
-            assert listed(page) == [PROMPTS[index] for index in places]
-        page.get_by_role("button", name="Clear").click()
-        page.get_by_label("Methods").select_option(label="disagree in the outcome")
-        assert listed(page) == [PROMPTS[0], PROMPTS[1], PROMPTS[3]]
-        page.get_by_role("checkbox", name="gamma").uncheck()
-        assert listed(page) == [PROMPTS[1], PROMPTS[3]]
-        assert set(shown(page)) == {"base", "alpha", "beta"}
-
-    def test_by_keys(self, open_report):
-        page = open_report()
-        for key, place in (("j", 1), ("j", 2), ("k", 1), ("k", 0), ("k", 0)):
-            page.keyboard.press(key)
-            assert selected(page) == PROMPTS[place]
-        page.locator("#prompts").focus()
-        for key, place in (("ArrowDown", 1), ("End", 3), ("ArrowUp", 2), ("Home", 0)):
-            page.keyboard.press(key)
-            assert selected(page) == PROMPTS[place]
-        page.keyboard.press("/")
-        page.keyboard.type("jk/")
-        assert page.locator("#search").input_value() == "jk/", "in a field they are letters"
-        assert listed(page) == []
-        page.keyboard.press("Escape")
-        assert (page.locator("#search").input_value(), listed(page)) == ("", PROMPTS)
+    page = open_report(write_example)
+    for key, place in (("j", 1), ("j", 2), ("k", 1), ("k", 0), ("k", 0)):
+        page.keyboard.press(key)
+        assert selected(page) == PROMPTS[place]
+    page.keyboard.press("/")
+    page.keyboard.type("KINDLY")
+    assert listed(page) == [] and shown(page) == {}
+    page.get_by_label("or a response does").check()
+    assert listed(page) == [PROMPTS[1]], "gamma's response"
+    page.get_by_role("button", name="Clear").click()
+    page.get_by_label("Kind", exact=True).select_option(label="say")
+    assert listed(page) == [PROMPTS[1], PROMPTS[3]]
+    page.get_by_role("button", name="Clear").click()
+    for outcome, of, places in (
+        ("policy wins", "any run shown", [0, 1, 3]),
+        ("base wins", "every run shown", [2]),
+        ("tie", "alpha", [1]),
+    ):
+        page.get_by_label("Outcome", exact=True).select_option(label=outcome)
+        page.get_by_label("Run of the outcome").select_option(label=of)
+        assert listed(page) == [PROMPTS[index] for index in places]
+    page.get_by_role("button", name="Clear").click()
+    page.get_by_label("Methods").select_option(label="disagree in the outcome")
+    assert listed(page) == [PROMPTS[0], PROMPTS[1], PROMPTS[3]]
 
 
-class TestRuns:
-    def test_a_run_can_be_hidden(self, open_report):
-        """Its curves, its row in a chart of dots and its responses go, and a chart of no other run."""
-        page = open_report()
-        lines = page.locator(".over-steps svg[aria-label='win rate, ties as half'] polyline:visible")
-        rows = page.locator("figure:has-text('Gain in true score') svg[role=img]:visible")
-        loss = page.locator(".over-steps svg[aria-label='loss, aot']")
-        assert (lines.count(), rows.count(), loss.is_visible()) == (3, 3, True)
-        page.get_by_role("checkbox", name="beta").uncheck()
-        assert (lines.count(), rows.count(), loss.is_visible()) == (2, 2, False)
-        assert page.locator("#shown-count").inner_text() == "3 of 4"
-        page.get_by_role("button", name="None", exact=True).click()
-        assert page.locator("figure:visible").count() == 0
-        assert page.locator("#matches").inner_text() == "0 of 4 prompts"
-        page.get_by_role("button", name="All", exact=True).click()
-        assert lines.count() == 3
-
-    def test_many_runs_open_with_one_of_each_method(self, open_report, tmp_path):
-        for index in range(13):
-            write_policy(tmp_path / f"run-{index}", objective=f"m{index % 2}", seed=index)
-        write_report(tmp_path, tmp_path / "report.html")
-        page = open_report(path=tmp_path / "report.html")
-        assert page.locator("#shown-count").inner_text() == "2 of 13"
-        assert set(shown(page)) == {"base", "run-0", "run-1"}
-
-
-def test_generations_and_the_axis_of_each_task(open_report, tmp_path):
-    write_report(write_two_tasks(tmp_path / "runs"), tmp_path / "report.html")
-    path = tmp_path / "report.html"
-    assert overflow(open_report(390, path=path)) == 0
-    page = open_report(path=path)
+def test_tasks_and_phones(open_report):
+    page = open_report(write_two_tasks)
     titles = ["Preferences on pairs", "Verified problems on pairs"]
     assert page.locator("nav p a:first-child").all_inner_texts() == titles
-    assert page.locator("nav > a").all_inner_texts() == ["Generations"]
-    page.locator("#curves-2").get_by_label("wall-clock time").check()
-    assert page.locator("#task-1 .over-steps").is_visible() and page.locator("#task-2 .over-seconds").is_visible()
     assert set(shown(page)) == {"base", "a-dpo", "c-grpo"}
     page.get_by_label("Task").select_option(label=titles[1])
     assert set(shown(page)) == {"base", "b-sum", "d-sum"}
-
-
-def test_nothing_is_wider_than_a_phone_or_its_chart(open_report, tmp_path):
-    page = open_report(360, "dark")
-    page.locator("details").evaluate_all("nodes => nodes.forEach(node => { node.open = true; })")
-    for place in range(4):
-        page.locator("#prompts li").nth(place).click()
-        assert overflow(page) == 0
-    boxes = page.locator("figure svg, .card, #filters > *").evaluate_all(
-        "nodes => nodes.map(node => node.getBoundingClientRect().right)"
-    )
-    assert max(boxes) <= 360
-    for method in ("dpo", "simpo"):
-        run = write_policy(tmp_path / "runs" / f"{method}-with-a-long-name-seed-10", objective=method)
-        (run / "samples").mkdir()
-        (run / "samples" / "step_000040.jsonl").write_text("{}\n" * 400)
-    write_report(tmp_path / "runs", tmp_path / "report.html")
-    page = open_report(400, path=tmp_path / "report.html")
-    texts = page.locator(".over-steps svg text.name, #pareto svg text.name")
-    assert any("n 400" in text for text in texts.all_text_contents())
-    beyond = texts.evaluate_all(
-        "nodes => nodes.map(node => node.getBoundingClientRect().right"
-        " - node.ownerSVGElement.getBoundingClientRect().right)"
-    )
-    assert max(beyond) <= 0 and overflow(page) == 0
+    for write in (write_example, write_two_tasks):
+        page = open_report(write, 360, "dark")
+        page.locator("details").evaluate_all("nodes => nodes.forEach(node => { node.open = true; })")
+        page.locator("#prompts li").nth(3).click()
+        boxes = page.locator("figure svg, figure svg text.name, .card, #filters > *").evaluate_all(
+            "nodes => nodes.map(node => [node.getBoundingClientRect().left, node.getBoundingClientRect().right])"
+        )
+        assert min(left for left, _ in boxes) >= 0 and max(right for _, right in boxes) <= 360
+        assert page.evaluate("document.documentElement.scrollWidth") <= 360

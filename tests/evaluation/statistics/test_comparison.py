@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -18,37 +17,38 @@ from trl_ext.rollouts import Generation
 from trl_ext.trainers.policies import base_policy, remember_base, trained_policy
 
 
-class TestPreferenceMetrics:
-    def scores(self, reference: bool):
-        """Token log-probabilities of three pairs; sums and means disagree on pair 0, and pair 2 is a tie by both.
+def test_preference_metrics_by_hand():
+    """Token log-probabilities of three pairs; sums and means disagree on pair 0, and pair 2 is a tie by both.
 
-        pair  chosen              rejected        sums        means
-        0     -1 -1 -1 (3 tokens) -2              -3 < -2     -1 > -2
-        1     -1                  -4 -2           -1 > -6     -1 > -3
-        2     -1 -3               -2 -2           -4 = -4     -2 = -2
-        """
-        chosen = [torch.tensor([-1.0, -1, -1]), torch.tensor([-1.0]), torch.tensor([-1.0, -3])]
-        rejected = [torch.tensor([-2.0]), torch.tensor([-4.0, -2]), torch.tensor([-2.0, -2])]
-        if not reference:
-            return join_pair_scores(chosen, rejected)
-        # Log-ratios: chosen -3+4=1, -1+1=0, -4+6=2; rejected -2+2=0, -6+5=-1, -4+3=-1; margins 1, 1, 3.
-        ref_chosen = [torch.tensor([-2.0, -1, -1]), torch.tensor([-1.0]), torch.tensor([-3.0, -3])]
-        ref_rejected = [torch.tensor([-2.0]), torch.tensor([-3.0, -2]), torch.tensor([-1.0, -2])]
-        return join_pair_scores(chosen, rejected, ref_chosen, ref_rejected)
+    pair  chosen              rejected        sums        means
+    0     -1 -1 -1 (3 tokens) -2              -3 < -2     -1 > -2
+    1     -1                  -4 -2           -1 > -6     -1 > -3
+    2     -1 -3               -2 -2           -4 = -4     -2 = -2
 
-    def test_by_hand(self):
-        metrics = preference_metrics(self.scores(reference=True))
-        assert metrics["n"] == 3
-        assert metrics["summed"]["accuracy"] == pytest.approx(1 / 3), "the tie counts as wrong"
-        assert metrics["mean"]["accuracy"] == pytest.approx(2 / 3)
-        assert metrics["reference_corrected"]["accuracy"] == 1.0
-        assert metrics["summed"]["margin"] == pytest.approx((-1 + 5 + 0) / 3)
-        assert metrics["mean"]["margin"] == pytest.approx((1 + 2 + 0) / 3)
-        assert metrics["reference_corrected"]["margin"] == pytest.approx((1 + 1 + 3) / 3)
-        assert [metrics[name]["ties"] for name in ("summed", "mean", "reference_corrected")] == [1, 1, 0]
-        assert "reference_corrected" not in preference_metrics(self.scores(reference=False))
-        # Wilson for 3 of 3: n / (n + z^2) = 3 / (3 + 3.841459).
-        assert metrics["reference_corrected"]["low"] == pytest.approx(3 / 6.841459, abs=1e-6)
+    Log-ratios: chosen -3+4=1, -1+1=0, -4+6=2; rejected -2+2=0, -6+5=-1, -4+3=-1; margins 1, 1, 3.
+    """
+    chosen, rejected, ref_chosen, ref_rejected = (
+        [torch.tensor([float(value) for value in values]) for values in side]
+        for side in (
+            ([-1, -1, -1], [-1], [-1, -3]),
+            ([-2], [-4, -2], [-2, -2]),
+            ([-2, -1, -1], [-1], [-3, -3]),
+            ([-2], [-3, -2], [-1, -2]),
+        )
+    )
+    metrics = preference_metrics(join_pair_scores(chosen, rejected, ref_chosen, ref_rejected))
+    assert metrics["n"] == 3
+    for name, accuracy, margin, ties in (
+        ("summed", 1 / 3, (-1 + 5 + 0) / 3, 1),
+        ("mean", 2 / 3, (1 + 2 + 0) / 3, 1),
+        ("reference_corrected", 1.0, (1 + 1 + 3) / 3, 0),
+    ):
+        found = metrics[name]
+        assert (found["accuracy"], found["margin"]) == pytest.approx((accuracy, margin)), "ties count as wrong"
+        assert found["ties"] == ties
+    # Wilson for 3 of 3: n / (n + z^2) = 3 / (3 + 3.841459).
+    assert metrics["reference_corrected"]["low"] == pytest.approx(3 / 6.841459, abs=1e-6)
+    assert "reference_corrected" not in preference_metrics(join_pair_scores(chosen, rejected))
 
 
 class TestApproximateKL:
@@ -111,52 +111,37 @@ class TestApproximateKL:
         assert_refused(lambda: approximate_kl([], []), "no responses")
 
 
-class TestCompareGenerations:
-    @staticmethod
-    def generation(text: str, finished: bool = True) -> Generation:
-        return Generation([1], list(range(len(text))), text, finished)
+def test_compared_generations_by_hand():
+    """Scored by length, less 2 if cut: 3 to 1, 2 to 2, and 4 - 2 = 2 to 3: a win, a tie, a loss."""
 
-    def compare(self, own: list[Generation], other: list[Generation]):
-        """Scored by length, less 2 if cut."""
+    def score(prompt: str, response: str, finished: bool = True) -> float:
+        return len(response) - (0 if finished else 2)
 
-        def score(prompt: str, response: str, finished: bool = True) -> float:
-            return len(response) - (0 if finished else 2)
+    def generations(*texts: str) -> list[Generation]:
+        return [Generation([1], list(range(len(text))), text, text != "cccc") for text in texts]
 
-        rows = [
-            {
-                "row_id": str(i),
-                "prompt": [{"role": "user", "content": f"q{i}"}],
-                "kind": "even" if i % 2 == 0 else "odd",
-            }
-            for i in range(len(own))
-        ]
-        return compare_generations(
-            rows, own, other, max_new_tokens=9, judge=GroundTruthJudge(score), score_function=score
-        )
-
-    def test_by_hand(self):
-        own = [self.generation("aaa"), self.generation("bb"), self.generation("cccc", finished=False)]
-        other = [self.generation("a"), self.generation("bb"), self.generation("ccc")]
-        comparison = self.compare(own, other)
-        # Scores 3 to 1, 2 to 2, and 4 - 2 = 2 to 3: a win, a tie, a loss.
-        assert [row["outcome"] for row in comparison.rows] == ["candidate", "tie", "base"]
-        assert [row["score"] for row in comparison.rows] == [3, 2, 2]
-        summary = comparison.summary
-        assert summary["win_rate"]["half"]["rate"] == pytest.approx(0.5)
-        assert summary["win_rate"]["agreed"] == pytest.approx({**summary["win_rate"]["agreed"], "rate": 0.5, "n": 2})
-        assert summary["score"]["policy"] == pytest.approx(7 / 3) and summary["score"]["base"] == pytest.approx(2)
-        # Gains 2, 0, -1: mean 1/3, sample variance (25/9 + 1/9 + 16/9) / 2 = 7/3; t with two degrees is 4.302653.
-        gain = summary["score"]["gain"]
-        assert gain["mean"] == pytest.approx(1 / 3)
-        assert gain["high"] - gain["mean"] == pytest.approx(4.302653 * math.sqrt(7 / 3 / 3))
-        assert summary["score"]["by_kind"] == {
-            "even": {"policy": 2.5, "base": 2.0},
-            "odd": {"policy": 2.0, "base": 2.0},
-        }
-        assert summary["generations"]["policy"]["truncated_fraction"] == pytest.approx(1 / 3)
-        prompts = [{"row_id": row["row_id"], "prompt": "q"} for row in comparison.rows]
-        summary = compare_generations(prompts, own, other, max_new_tokens=9).summary
-        assert summary["win_rate"] is summary["score"] is None, "without a judge and a score"
+    texts = generations("aaa", "bb", "cccc"), generations("a", "bb", "ccc")
+    rows = [
+        {"row_id": str(i), "prompt": [{"role": "user", "content": f"q{i}"}], "kind": "odd" if i % 2 else "even"}
+        for i in range(3)
+    ]
+    judged = {"judge": GroundTruthJudge(score), "score_function": score}
+    comparison = compare_generations(rows, *texts, max_new_tokens=9, **judged)
+    assert [row["outcome"] for row in comparison.rows] == ["candidate", "tie", "base"]
+    assert [row["score"] for row in comparison.rows] == [3, 2, 2]
+    summary = comparison.summary
+    assert summary["win_rate"]["half"]["rate"] == pytest.approx(0.5)
+    assert (summary["win_rate"]["agreed"]["rate"], summary["win_rate"]["agreed"]["n"]) == (0.5, 2)
+    assert summary["score"]["policy"] == pytest.approx(7 / 3) and summary["score"]["base"] == pytest.approx(2)
+    # Gains 2, 0, -1: mean 1/3, sample variance (25/9 + 1/9 + 16/9) / 2 = 7/3; t with two degrees is 4.302653.
+    gain = summary["score"]["gain"]
+    assert gain["mean"] == pytest.approx(1 / 3)
+    assert gain["high"] - gain["mean"] == pytest.approx(4.302653 * math.sqrt(7 / 3 / 3))
+    kinds = {"even": {"policy": 2.5, "base": 2.0}, "odd": {"policy": 2.0, "base": 2.0}}
+    assert summary["score"]["by_kind"] == kinds
+    assert summary["generations"]["policy"]["truncated_fraction"] == pytest.approx(1 / 3)
+    summary = compare_generations([{**row, "prompt": "q"} for row in rows], *texts, max_new_tokens=9).summary
+    assert summary["win_rate"] is summary["score"] is None, "without a judge and a score"
 
 
 class TestBasePolicy:
@@ -247,13 +232,12 @@ class TestBasePolicy:
         assert pairs_metrics["before"]["summed"] == pairs_metrics["after"]["summed"]
         assert pairs_metrics["after"]["reference_corrected"]["margin"] == 0.0
 
-    def test_responses_are_generated_once_for_each_state_of_the_policy(self, tiny_model_path, tmp_path, monkeypatch):
-        trainer = build(
-            {"trainer": "DPOTrainer", "model": tiny_model_path, "args": {"learning_rate": 0.05}}, str(tmp_path)
-        )
+    def test_the_base_answers_each_prompt_once(self, tiny_model_path, tmp_path, monkeypatch):
+        spec = {"trainer": "DPOTrainer", "model": tiny_model_path, "args": {"learning_rate": 0.05}}
+        trainer = build(spec, str(tmp_path))
         remember_base(trainer)
         prompts = [{"row_id": row["row_id"], "prompt": row["prompt"]} for row in pairs(4)]
-        arguments = trainer, prompts, GenerationSettings(max_prompt_tokens=None, max_new_tokens=6)
+        arguments = trainer, prompts, GenerationSettings(max_prompt_tokens=None, max_new_tokens=6, num_kl_prompts=3)
         evaluation = GenerationEvaluation(*arguments)
         generate, calls = evaluation._generate, []
 
@@ -272,14 +256,5 @@ class TestBasePolicy:
         summary, made = called(2)
         assert made == [(2, 0.0), (2, 1.0)] and summary["kl"]["mean"] != 0
         whole, made = called(4)
-        assert made == [(2, 0.0), (2, 0.0), (4, 1.0)], "two more of the base, two more of the policy, and new samples"
-        assert called(4) == (whole, [])
+        assert made == [(2, 0.0), (4, 0.0), (3, 1.0)] and whole["kl"]["n"] == 3, "two more of the base"
         assert GenerationEvaluation(*arguments).compare(4).summary == whole, "as if nothing had been kept"
-        with torch.no_grad():
-            next(trainer.model.parameters()).mul_(1.5)
-        assert called(4)[1] == [(4, 0.0), (4, 1.0)], "other weights at the same step, as of the best checkpoint"
-        monkeypatch.setattr(evaluation, "settings", replace(evaluation.settings, num_kl_prompts=3))
-        with torch.no_grad():
-            next(trainer.model.parameters()).mul_(1.5)
-        summary, made = called(4)
-        assert made == [(4, 0.0), (3, 1.0)] and summary["kl"]["n"] == 3

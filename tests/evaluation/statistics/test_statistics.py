@@ -10,13 +10,12 @@ from scipy.special import expit
 from tests.support.refusals import assert_refused
 from trl_ext.evaluation import PairOutcome, mean_with_interval
 from trl_ext.evaluation.statistics.intervals import (
-    critical_value,
     mean_interval,
     rate_difference_interval,
     rate_interval,
     wilson_interval,
 )
-from trl_ext.evaluation.statistics.length_control import fit_logistic, length_controlled_win_rate, length_term
+from trl_ext.evaluation.statistics.length_control import fit_logistic, length_controlled_win_rate
 from trl_ext.evaluation.statistics.paired import chance_below, mcnemar, paired_difference
 from trl_ext.evaluation.statistics.win_rate import row_credits
 
@@ -32,274 +31,238 @@ def settled(*wins):
     return outcomes_of(*((C, C) if win else (B, B) for win in wins))
 
 
-class TestRowCredits:
-    def test_each_kind_of_row(self):
-        rows = [
-            *outcomes_of((C, C), (B, B), (C, B), (T, T)),
-            PairOutcome("4", C, C, usable=False),
-            PairOutcome("5", None, None, error="timeout"),
-            PairOutcome("6", C, C, empty=True),
-        ]
-        assert row_credits(rows, "agreed") == [1.0, 0.0, None, None, None, None, None]
-        assert row_credits(rows, "half") == [1.0, 0.0, 0.5, 0.5, 1.0, None, 0.0]
+def values_of(found: dict) -> tuple[float, float]:
+    return found["low"], found["high"]
 
 
-class TestMeanInterval:
-    @pytest.mark.parametrize(
-        ("degrees", "alpha", "expected"),
-        [(2, 0.05, 4.302653), (4, 0.05, 2.776445), (7, 0.01, 3.499483), (30, 0.05, 2.042272), (1e9, 0.05, 1.959964)],
-    )
-    def test_critical_values_of_printed_tables(self, degrees, alpha, expected):
-        assert critical_value(degrees, alpha) == pytest.approx(expected, abs=5e-6)
-
-    def test_three_values_by_hand(self):
-        """1, 2, 3 have the deviation 1: 2 -+ 4.302653 / sqrt 3."""
-        assert mean_interval([1, 2, 3]) == pytest.approx((2 - 2.484138, 2 + 2.484138), abs=1e-6)
-
-    def test_the_ends_of_a_skewed_mean_solve_its_equation(self):
-        """With c = skewness / sqrt n, t + c t^2 / 3 + c^2 t^3 / 27 + c / 6 is -+ 2.776445 at the t of the ends."""
-        values = numpy.array([0.0, 0.0, 1.0, 2.0, 9.0])
-        error, c = values.std(ddof=1) / math.sqrt(5), scipy.stats.skew(values) / math.sqrt(5)
-        for end, expected in zip(mean_interval(values), (2.776445, -2.776445), strict=True):
-            t = (values.mean() - end) / error
-            assert t + c * t**2 / 3 + c**2 * t**3 / 27 + c / 6 == pytest.approx(expected, abs=1e-6)
-
-    def test_equal_values(self):
-        assert mean_interval([0.3] * 4) == mean_interval([0.3]) == (0.3, 0.3)
-
-    def test_published_gains(self):
-        """21 pairs, of which 1 gains and 7 lose (Bentur et al. 2009): the interval in Fagerland et al. 2014."""
-        found = mean_with_interval([1] + [-1] * 7 + [0] * 13, gains=True)
-        assert (found["low"], found["high"]) == pytest.approx((-0.508, -0.013), abs=5e-4)
-        mirrored = mean_with_interval([-1] + [1] * 7 + [0] * 13, gains=True)
-        assert (mirrored["low"], mirrored["high"]) == pytest.approx((-found["high"], -found["low"]))
-
-    def test_gains_without_spread(self):
-        """No pair of 6 differs: z sqrt(2 / 8 / 8). All of 5 gain: 6 of 7 gain and 1 loses, 5/7 - z sqrt(24 / 343)."""
-        found = mean_with_interval([0.0] * 6, gains=True)
-        assert (found["low"], found["high"]) == pytest.approx((-0.346476, 0.346476), abs=1e-6)
-        found = mean_with_interval([1.0] * 5, gains=True)
-        assert found == {"mean": 1.0, "low": pytest.approx(0.195836, abs=1e-6), "high": 1.0}
-
-    @pytest.mark.parametrize("chances", [(0.05, 0.8, 0.15), (0.1, 0.6, 0.3), (0.2, 0.6, 0.2), (0.05, 0.05, 0.9)])
-    def test_exact_coverage_of_five_gains(self, chances):
-        """Over all 21 outcomes of five differences of -1, 0 and 1. The normal interval covers 41 to 93%."""
-        covered = 0.0
-        for lost in range(6):
-            for gained in range(6 - lost):
-                found = mean_with_interval([-1] * lost + [0] * (5 - lost - gained) + [1] * gained, gains=True)
-                if found["low"] - 1e-12 <= chances[2] - chances[0] <= found["high"] + 1e-12:
-                    covered += scipy.stats.multinomial.pmf([lost, 5 - lost - gained, gained], 5, chances)
-        assert covered >= 0.93
+def test_credits_of_each_kind_of_row():
+    rows = [
+        *outcomes_of((C, C), (B, B), (C, B), (T, T)),
+        PairOutcome("4", C, C, usable=False),
+        PairOutcome("5", None, None, error="timeout"),
+        PairOutcome("6", C, C, empty=True),
+    ]
+    assert row_credits(rows, "agreed") == [1.0, 0.0, None, None, None, None, None]
+    assert row_credits(rows, "half") == [1.0, 0.0, 0.5, 0.5, 1.0, None, 0.0]
 
 
-class TestRateInterval:
-    def test_by_hand(self):
-        """1, 1/2, 0: the variance is that of 3 zeros and ones, and t has two degrees of freedom, t^2 = 18.512822.
-
-        1/2 -+ t sqrt(1 / 12 + t^2 / 36) / (1 + t^2 / 3) = 1/2 -+ 4.302653 x 0.773032 / 7.170940.
-        """
-        assert rate_interval([1, 0.5, 0]) == pytest.approx((0.036171, 0.963829), abs=1e-6)
-
-    def test_zeros_and_ones_and_equal_values_are_wilsons(self):
-        assert rate_interval([1, 0, 1, 1]) == wilson_interval(3, 4)
-        assert rate_interval([0.5] * 10) == pytest.approx(wilson_interval(5, 10))
-        # Wilson's upper end for 0 of 10 is z^2 / (n + z^2) = 3.841459 / 13.841459, and its lower end is 0.
-        found = mean_with_interval([0.0] * 10)
-        assert (found["low"], found["high"]) == pytest.approx((0.0, 0.277533), abs=1e-6)
-
-    @pytest.mark.parametrize(
-        ("table", "expected"),
-        [
-            ((36, 12, 2, 0), (0.050892, 0.333724)),
-            ((59, 6, 16, 80), (-0.119499, -0.003201)),
-            ((36, 4, 0, 0), (-0.015381, 0.205857)),
-        ],
-    )
-    def test_paired_rates(self, table, expected):
-        """Both won, b only the first, c only the second, neither: with p = (b + 1) / (n + 2) and q = (c + 1) / (n + 2)
-        it is p - q -+ z sqrt((p + q - (p - q)^2) / (n + 2)). Of 40 wins against 36, McNemar's p is 0.125, and the
-        interval holds 0."""
-        first, second = (numpy.repeat(wins, table).tolist() for wins in ([1, 1, 0, 0], [1, 0, 1, 0]))
-        assert rate_difference_interval(first, second) == pytest.approx(expected, abs=1e-6)
-        mirrored = rate_difference_interval(second, first)
-        assert mirrored == pytest.approx((-expected[1], -expected[0]), abs=1e-6)
-
-    def test_rates_on_other_prompts_are_independent(self):
-        """3 of 4 and 1 of 2 with no prompt in common, and two prompts that both have: 4 of 6 and 2 of 4.
-
-        A prompt's influence on the first rate is (1 - 2/3) / 6 = 1/18 or -1/9, and on the second 1/8 or -1/8. On the
-        two prompts that both have it is 1/18 + 1/8 and -1/9 - 1/8.
-        """
-        found = rate_difference_interval([1, 1, 1, 0, None, None], [None] * 4 + [1, 0])
-        squares = 3 / 18**2 + 1 / 9**2 + 2 / 8**2 + (1 / 18 + 1 / 8) ** 2 + (1 / 9 + 1 / 8) ** 2
-        half_width = 1.959964 * squares**0.5
-        assert found == pytest.approx((1 / 6 - half_width, 1 / 6 + half_width), abs=1e-6)
-        assert rate_difference_interval([1, 0], [None, None]) is None
+# ---- Intervals ----
 
 
-class TestPairedDifference:
-    def test_one_wins_all_and_the_other_nothing(self):
-        """11 of 12 against 1 of 12: 10/12 - 1.959964 sqrt((1 - 100/144) / 12); differences above 1 there are none."""
-        result = paired_difference(settled(*[1] * 10), settled(*[0] * 10))
-        assert (result.difference, result.low, result.high) == pytest.approx((1.0, 0.520580, 1.0), abs=1e-6)
-        # The two-sided chance of ten of ten: 2 / 1024.
-        assert result.mcnemar.p_value == pytest.approx(2 / 1024)
+def test_intervals_of_means_by_hand():
+    """1, 2, 3 have the deviation 1: 2 -+ 4.302653 / sqrt 3. Equal values have no width.
 
-    def test_mcnemar_is_of_decisive_rows_under_either_rule(self):
-        """Of five rows the first candidate alone wins two, one has a tie, two are the same for both."""
-        first = outcomes_of((C, C), (C, C), (C, B), (C, C), (B, B))
-        second = outcomes_of((B, B), (B, B), (B, B), (C, C), (B, B))
-        for rule in ("agreed", "half"):
-            test = paired_difference(first, second, rule).mcnemar
-            assert (test.only_first, test.only_second, test.p_value) == (2, 0, 0.5)
-
-    def test_what_prompts_share_cancels(self):
-        """100 prompts, easy or hard for both: 60 both win, 30 both lose, 8 only the first, 2 only the second.
-
-        The difference is (68 - 62) / 100 = 0.06. With one prompt more for each it is 6 / 102, 1 on 9 and -1 on 3: the
-        standard error is sqrt((12 / 102 - (6 / 102)^2) / 102) = 0.0335. Two independent rates would have one of 0.067.
-        """
-        first = settled(*([1] * 60 + [0] * 30 + [1] * 8 + [0] * 2))
-        second = settled(*([1] * 60 + [0] * 30 + [0] * 8 + [1] * 2))
-        result = paired_difference(first, second)
-        assert result.difference == pytest.approx(0.06)
-        assert (result.low, result.high) == pytest.approx((-0.006754, 0.124401), abs=1e-6)
-        assert (result.mcnemar.only_first, result.mcnemar.only_second) == (8, 2)
-        # (|8 - 2| - 1)^2 / 10 = 2.5
-        assert result.mcnemar.statistic == pytest.approx(2.5)
-
-    def test_order_of_rows_does_not_matter(self):
-        first, second = settled(1, 0, 1, 1), settled(0, 0, 1, 0)
-        assert paired_difference(first, second) == paired_difference(first, second[::-1])
-
-    def test_denominators_are_recomputed(self):
-        """The second candidate settles one row of four and wins it: 1 / 1 against 2 / 4."""
-        first = settled(1, 1, 0, 0)
-        second = outcomes_of((C, C), (C, B), (C, B), (C, B))
-        result = paired_difference(first, second)
-        assert (result.first, result.second) == (0.5, 1.0)
-        assert paired_difference(first, second, "half").second == pytest.approx((1 + 3 * 0.5) / 4)
+    With c = skewness / sqrt n, t + c t^2 / 3 + c^2 t^3 / 27 + c / 6 is -+ 2.776445 at the t of the ends.
+    """
+    assert mean_interval([1, 2, 3]) == pytest.approx((2 - 2.484138, 2 + 2.484138), abs=1e-6)
+    assert mean_interval([0.3] * 4) == mean_interval([0.3]) == (0.3, 0.3)
+    values = numpy.array([0.0, 0.0, 1.0, 2.0, 9.0])
+    error, c = values.std(ddof=1) / math.sqrt(5), scipy.stats.skew(values) / math.sqrt(5)
+    for end, expected in zip(mean_interval(values), (2.776445, -2.776445), strict=True):
+        t = (values.mean() - end) / error
+        assert t + c * t**2 / 3 + c**2 * t**3 / 27 + c / 6 == pytest.approx(expected, abs=1e-6)
 
 
-class TestMcNemar:
-    def test_published_value(self):
-        """(|10 - 3| - 1)^2 / 13 = 36 / 13. Of 2^13 sequences 1 + 13 + 78 + 286 = 378 have at most three of the rarer
-        kind: 2 x 378 / 8192."""
-        assert mcnemar(10, 3).statistic == pytest.approx(2.769231, abs=1e-6)
-        assert mcnemar(10, 3).p_value == 756 / 8192
-        assert mcnemar(3, 10).p_value == 756 / 8192
-        # Five to nothing is 2 / 32; the chi-squared of the statistic 16 / 5 is no approximation yet.
-        assert (mcnemar(5, 0).p_value, mcnemar(4, 4).statistic, mcnemar(0, 0).p_value) == (0.0625, 0.0, 1.0)
-
-    def test_many_rows_are_nearly_chi_squared(self):
-        """z^2 = (|b - c| - 1)^2 / (b + c) = 41^2 / 1764: P(|Z| > 0.976190) = 0.328970."""
-        assert mcnemar(903, 861).p_value == pytest.approx(0.328970, abs=1e-4)
-
-
-class TestChanceBelow:
-    def test_one_row(self):
-        """Won: the true rate is Beta(3/2, 1/2), whose mean is 3/4, so another row is lost with 1/4. Lost: 3/4."""
-        assert chance_below(1, 1, 0.68) == pytest.approx(0.25)
-        assert chance_below(0, 1, 0.68) == pytest.approx(0.75)
-
-    def test_by_hand(self):
-        """One of two: Beta(3/2, 3/2). Two losses have 3/2 x 5/2 / (3 x 4), and one win suffices for 1/2."""
-        assert chance_below(1, 2, 0.5) == pytest.approx(0.3125)
-        # Only two wins reach more: 1 - 0.3125.
-        assert chance_below(1, 2, 0.51) == pytest.approx(0.6875)
-
-    def test_with_ties_by_hand(self):
-        """A win and a tie: Dirichlet(3/2, 1/2, 3/2) for wins, losses and ties. Under 1/2 are two losses, with
-        1/2 x 3/2 / (7/2 x 9/2), and a tie and a loss, with 2 x 3/2 x 1/2 / (7/2 x 9/2): 0.75 / 15.75 + 1.5 / 15.75."""
-        assert chance_below(1, 2, 0.5, ties=1) == pytest.approx(2.25 / 15.75)
-
-    @pytest.mark.parametrize("wins, n, threshold", [(87, 128, 0.68), (7, 100, 0.07), (17, 25, 0.68), (40, 40, 0.95)])
-    def test_against_integration(self, wins, n, threshold):
-        """The binomial chance at each rate, averaged over the posterior with rate = sin^2(angle): the density of
-        Beta(a, b) in the angle is sin^(2a - 1) cos^(2b - 1), without poles."""
-        angles = (numpy.arange(20_000) + 0.5) * (math.pi / 2) / 20_000
-        density = numpy.sin(angles) ** (2 * wins) * numpy.cos(angles) ** (2 * (n - wins))
-        rates = numpy.sin(angles) ** 2
-        below = [k for k in range(n + 1) if k < round(threshold * 100) * n / 100]
-        chances = sum(math.comb(n, k) * rates**k * (1 - rates) ** (n - k) for k in below)
-        expected = (chances * density).sum() / density.sum()
-        assert chance_below(wins, n, threshold) == pytest.approx(expected, rel=1e-6)
-
-    def test_with_ties_against_sampling(self):
-        generator = numpy.random.default_rng(0)
-        shares = generator.dirichlet([60.5, 40.5, 28.5], size=40_000)
-        rows = generator.multinomial(128, shares)
-        expected = ((rows[:, 0] + rows[:, 2] / 2) / 128 < 0.6).mean()
-        assert chance_below(60, 128, 0.6, ties=28) == pytest.approx(expected, abs=0.01)
-
-    def test_the_ends_of_the_scale(self):
-        """Every figure reaches 0; only another ten wins of ten reach 1, with B(20.5, 0.5) / B(10.5, 0.5)."""
-        assert chance_below(0, 10, 0.0) == 0.0
-        again = math.exp(math.lgamma(20.5) + math.lgamma(11) - math.lgamma(21) - math.lgamma(10.5))
-        assert chance_below(10, 10, 1.0) == pytest.approx(1 - again)
-        assert chance_below(0, 0, 0.5) is chance_below(0, 0, 0.5, ties=0) is None
+@pytest.mark.parametrize(
+    ("gains", "low", "high", "precision"),
+    [
+        # 21 pairs, of which 1 gains and 7 lose (Bentur et al. 2009): the interval in Fagerland et al. 2014.
+        ([1] + [-1] * 7 + [0] * 13, -0.508, -0.013, 5e-4),
+        # No pair of 6 differs: z sqrt(2 / 8 / 8). All of 5 gain: 6 of 7 gain and 1 loses, 5/7 - z sqrt(24 / 343).
+        ([0.0] * 6, -0.346476, 0.346476, 1e-6),
+        ([1.0] * 5, 0.195836, 1.0, 1e-6),
+    ],
+)
+def test_intervals_of_gains(gains, low, high, precision):
+    assert values_of(mean_with_interval(gains, gains=True)) == pytest.approx((low, high), abs=precision)
+    mirrored = mean_with_interval([-gain for gain in gains], gains=True)
+    assert values_of(mirrored) == pytest.approx((-high, -low), abs=precision)
 
 
-class TestLengthControl:
-    def test_length_term(self):
-        """Differences 10, 20, 30 have the sample deviation 10."""
-        assert length_term(numpy.array([10.0, 20.0, 30.0])) == pytest.approx(numpy.tanh([1.0, 2.0, 3.0]))
+@pytest.mark.parametrize("chances", [(0.05, 0.8, 0.15), (0.1, 0.6, 0.3), (0.2, 0.6, 0.2), (0.05, 0.05, 0.9)])
+def test_exact_coverage_of_five_gains(chances):
+    """Over all 21 outcomes of five differences of -1, 0 and 1. The normal interval covers 41 to 93%."""
+    covered = 0.0
+    for lost in range(6):
+        for gained in range(6 - lost):
+            found = mean_with_interval([-1] * lost + [0] * (5 - lost - gained) + [1] * gained, gains=True)
+            if found["low"] - 1e-12 <= chances[2] - chances[0] <= found["high"] + 1e-12:
+                covered += scipy.stats.multinomial.pmf([lost, 5 - lost - gained, gained], 5, chances)
+    assert covered >= 0.93
 
-    def test_recovers_a_planted_effect(self):
-        """4000 comparisons, theta 0.2, length coefficient 1, gap 300 -+ 400 characters.
 
-        The rate without the effect of length is known; the raw rate is more than 5 points above it.
-        """
-        generator = numpy.random.default_rng(0)
-        gap, true = generator.normal(300, 400, 4000), expit(0.2)
-        wins = (generator.random(4000) < expit(0.2 + numpy.tanh(gap / gap.std(ddof=1)))).astype(float)
-        result = length_controlled_win_rate(wins.tolist(), 1000 + gap, [1000] * 4000)
-        assert result.raw - true > 0.05
-        assert abs(result.rate - true) < 0.02
-        assert result.low < true < result.high
-        assert result.length_coefficient == pytest.approx(1.0, abs=0.15)
-        assert result.mean_length == pytest.approx(1300, abs=25)
-        assert result.base_mean_length == 1000
+def test_intervals_of_rates_by_hand():
+    """1, 1/2, 0: the variance is that of 3 zeros and ones, and t has two degrees of freedom, t^2 = 18.512822:
+    1/2 -+ t sqrt(1 / 12 + t^2 / 36) / (1 + t^2 / 3) = 1/2 -+ 4.302653 x 0.773032 / 7.170940.
 
-    @pytest.mark.parametrize("scale", [1e-2, 1.0, 1e3])
-    @pytest.mark.parametrize("kind", ["mixed", "halves", "all won", "told by the feature"])
-    def test_the_fit_is_where_the_posterior_is_highest(self, kind, scale):
-        """The gradient of the log-posterior, X'(y - p) - theta / 10^2, is 0 in units of each feature's scale."""
-        generator = numpy.random.default_rng(3)
-        feature = generator.normal(size=4000)
-        labels = {
-            "mixed": (generator.random(4000) < 1 / (1 + numpy.exp(-0.6 * feature))).astype(float),
-            "halves": generator.choice([0.0, 0.5, 1.0], size=4000),
-            "all won": numpy.ones(4000),
-            "told by the feature": (feature > 0).astype(float),
-        }[kind]
-        design = numpy.stack([numpy.ones(4000), scale * feature], axis=1)
-        fitted = fit_logistic(design, labels)
-        gradient = design.T @ (labels - expit(design @ fitted)) - fitted / 10.0**2
-        assert gradient / [1, max(scale, 1)] == pytest.approx(numpy.zeros(2), abs=1e-6)
+    Zeros and ones, and equal values, have Wilson's: for 0 of 10, to z^2 / (n + z^2) = 3.841459 / 13.841459.
+    """
+    assert rate_interval([1, 0.5, 0]) == pytest.approx((0.036171, 0.963829), abs=1e-6)
+    assert rate_interval([1, 0, 1, 1]) == wilson_interval(3, 4)
+    assert rate_interval([0.5] * 10) == pytest.approx(wilson_interval(5, 10))
+    assert values_of(mean_with_interval([0.0] * 10)) == pytest.approx((0.0, 0.277533), abs=1e-6)
 
-    def test_without_differences_it_is_the_raw_rate(self):
-        """75 wins of 100: the prior alone keeps the rate from being 0.75, and moves it by less than 0.001."""
-        result = length_controlled_win_rate([1.0] * 75 + [0.0] * 25, [20] * 100, [20] * 100)
-        assert result.rate == pytest.approx(0.75, abs=0.001)
-        assert result.length_coefficient is None
 
-    def test_equal_differences_cannot_be_told_from_quality(self):
-        assert length_controlled_win_rate([1.0, 0.0], [30, 31], [20, 21]) is None
+@pytest.mark.parametrize(
+    ("table", "expected"),
+    [
+        ((36, 12, 2, 0), (0.050892, 0.333724)),
+        ((59, 6, 16, 80), (-0.119499, -0.003201)),
+        ((36, 4, 0, 0), (-0.015381, 0.205857)),
+    ],
+)
+def test_intervals_of_paired_rates(table, expected):
+    """Both won, b only the first, c only the second, neither: with p = (b + 1) / (n + 2) and q = (c + 1) / (n + 2)
+    it is p - q -+ z sqrt((p + q - (p - q)^2) / (n + 2)). Of 40 wins against 36, McNemar's p is 0.125, and the
+    interval holds 0."""
+    first, second = (numpy.repeat(wins, table).tolist() for wins in ([1, 1, 0, 0], [1, 0, 1, 0]))
+    assert rate_difference_interval(first, second) == pytest.approx(expected, abs=1e-6)
+    assert rate_difference_interval(second, first) == pytest.approx((-expected[1], -expected[0]), abs=1e-6)
 
-    def test_all_won_is_finite(self):
-        lengths = list(range(100, 200))
-        result = length_controlled_win_rate([1.0] * 100, lengths, [150] * 100)
-        assert 0.99 < result.rate < 1.0
-        # Wilson's lower bound of 100 of 100 is 100 / 103.841459.
-        assert (result.low, result.high) == (pytest.approx(0.963007, abs=1e-6), 1.0)
 
-    def test_rows_without_judgement_are_left_out(self):
-        whole = length_controlled_win_rate([1.0, 0.0, 0.5, 1.0], [5, 9, 7, 6], [6, 6, 6, 8])
-        gaps = length_controlled_win_rate([1.0, None, 0.0, 0.5, 1.0], [5, 99, 9, 7, 6], [6, 6, 6, 6, 8])
-        assert gaps == whole
-        assert length_controlled_win_rate([None], [5], [6]) is None
+def test_rates_on_other_prompts_are_independent():
+    """3 of 4 and 1 of 2 with no prompt in common, and two prompts that both have: 4 of 6 and 2 of 4.
+
+    A prompt's influence on the first rate is (1 - 2/3) / 6 = 1/18 or -1/9, and on the second 1/8 or -1/8. On the
+    two prompts that both have it is 1/18 + 1/8 and -1/9 - 1/8.
+    """
+    found = rate_difference_interval([1, 1, 1, 0, None, None], [None] * 4 + [1, 0])
+    squares = 3 / 18**2 + 1 / 9**2 + 2 / 8**2 + (1 / 18 + 1 / 8) ** 2 + (1 / 9 + 1 / 8) ** 2
+    half_width = 1.959964 * squares**0.5
+    assert found == pytest.approx((1 / 6 - half_width, 1 / 6 + half_width), abs=1e-6)
+    assert rate_difference_interval([1, 0], [None, None]) is None
+
+
+# ---- Paired comparisons ----
+
+
+def test_what_prompts_share_cancels():
+    """100 prompts, easy or hard for both: 60 both win, 30 both lose, 8 only the first, 2 only the second.
+
+    The difference is (68 - 62) / 100 = 0.06. With one prompt more for each it is 6 / 102, 1 on 9 and -1 on 3: the
+    standard error is sqrt((12 / 102 - (6 / 102)^2) / 102) = 0.0335. Two independent rates would have one of 0.067.
+    """
+    first = settled(*([1] * 60 + [0] * 30 + [1] * 8 + [0] * 2))
+    second = settled(*([1] * 60 + [0] * 30 + [0] * 8 + [1] * 2))
+    result = paired_difference(first, second)
+    assert (result.difference, result.low, result.high) == pytest.approx((0.06, -0.006754, 0.124401), abs=1e-6)
+    # (|8 - 2| - 1)^2 / 10 = 2.5
+    assert (result.mcnemar.only_first, result.mcnemar.only_second, result.mcnemar.statistic) == (8, 2, 2.5)
+    assert result == paired_difference(first, second[::-1]), "the order of rows does not matter"
+    # 11 of 12 against 1 of 12: 10/12 - 1.959964 sqrt((1 - 100/144) / 12); differences above 1 there are none.
+    result = paired_difference(settled(*[1] * 10), settled(*[0] * 10))
+    assert (result.difference, result.low, result.high) == pytest.approx((1.0, 0.520580, 1.0), abs=1e-6)
+    assert result.mcnemar.p_value == pytest.approx(2 / 1024), "the two-sided chance of ten of ten"
+
+
+def test_rows_that_are_settled_under_either_rule():
+    """Of five rows the first candidate alone wins two, one has a tie, two are the same for both. The second candidate
+    of the other four settles one row and wins it: 1 / 1 against 2 / 4."""
+    first = outcomes_of((C, C), (C, C), (C, B), (C, C), (B, B))
+    second = outcomes_of((B, B), (B, B), (B, B), (C, C), (B, B))
+    for rule in ("agreed", "half"):
+        test = paired_difference(first, second, rule).mcnemar
+        assert (test.only_first, test.only_second, test.p_value) == (2, 0, 0.5)
+    first, second = settled(1, 1, 0, 0), outcomes_of((C, C), (C, B), (C, B), (C, B))
+    result = paired_difference(first, second)
+    assert (result.first, result.second) == (0.5, 1.0)
+    assert paired_difference(first, second, "half").second == pytest.approx((1 + 3 * 0.5) / 4)
+
+
+def test_mcnemars_published_value():
+    """(|10 - 3| - 1)^2 / 13 = 36 / 13. Of 2^13 sequences 1 + 13 + 78 + 286 = 378 have at most three of the rarer
+    kind: 2 x 378 / 8192. Five to nothing is 2 / 32; the chi-squared of the statistic is no approximation yet."""
+    assert mcnemar(10, 3).statistic == pytest.approx(2.769231, abs=1e-6)
+    assert mcnemar(10, 3).p_value == mcnemar(3, 10).p_value == 756 / 8192
+    assert (mcnemar(5, 0).p_value, mcnemar(4, 4).statistic, mcnemar(0, 0).p_value) == (0.0625, 0.0, 1.0)
+
+
+# ---- The chance of a figure below a threshold ----
+
+
+@pytest.mark.parametrize(
+    ("given", "ties", "expected"),
+    [
+        # One row won: the true rate is Beta(3/2, 1/2), whose mean is 3/4, so another row is lost with 1/4.
+        ((1, 1, 0.68), None, 0.25),
+        # One of two: Beta(3/2, 3/2). Two losses have 3/2 x 5/2 / (3 x 4), and one win suffices for 1/2.
+        ((1, 2, 0.5), None, 0.3125),
+        # Only two wins reach more.
+        ((1, 2, 0.51), None, 1 - 0.3125),
+        # A win and a tie: Dirichlet(3/2, 1/2, 3/2) for wins, losses and ties. Under 1/2 are two losses, with
+        # 1/2 x 3/2 / (7/2 x 9/2), and a tie and a loss, with 2 x 3/2 x 1/2 / (7/2 x 9/2).
+        ((1, 2, 0.5), 1, 2.25 / 15.75),
+        ((0, 10, 0.0), None, 0.0),
+        # Only another ten wins of ten reach 1, with B(20.5, 0.5) / B(10.5, 0.5).
+        ((10, 10, 1.0), None, 1 - math.exp(math.lgamma(20.5) + math.lgamma(11) - math.lgamma(21) - math.lgamma(10.5))),
+    ],
+)
+def test_chance_below_by_hand(given, ties, expected):
+    assert chance_below(*given, **({} if ties is None else {"ties": ties})) == pytest.approx(expected)
+    assert chance_below(0, 0, 0.5) is chance_below(0, 0, 0.5, ties=0) is None
+
+
+@pytest.mark.parametrize("wins, n, threshold", [(87, 128, 0.68), (7, 100, 0.07), (17, 25, 0.68), (40, 40, 0.95)])
+def test_chance_below_against_integration(wins, n, threshold):
+    """The binomial chance at each rate, averaged over the posterior with rate = sin^2(angle): the density of
+    Beta(a, b) in the angle is sin^(2a - 1) cos^(2b - 1), without poles."""
+    angles = (numpy.arange(20_000) + 0.5) * (math.pi / 2) / 20_000
+    density = numpy.sin(angles) ** (2 * wins) * numpy.cos(angles) ** (2 * (n - wins))
+    rates = numpy.sin(angles) ** 2
+    below = [k for k in range(n + 1) if k < round(threshold * 100) * n / 100]
+    chances = sum(math.comb(n, k) * rates**k * (1 - rates) ** (n - k) for k in below)
+    assert chance_below(wins, n, threshold) == pytest.approx((chances * density).sum() / density.sum(), rel=1e-6)
+
+
+# ---- Length control ----
+
+
+def test_length_control_recovers_a_planted_effect():
+    """4000 comparisons, theta 0.2, length coefficient 1, gap 300 -+ 400 characters.
+
+    The rate without the effect of length is known; the raw rate is more than 5 points above it.
+    """
+    generator = numpy.random.default_rng(0)
+    gap, true = generator.normal(300, 400, 4000), expit(0.2)
+    wins = (generator.random(4000) < expit(0.2 + numpy.tanh(gap / gap.std(ddof=1)))).astype(float)
+    result = length_controlled_win_rate(wins.tolist(), 1000 + gap, [1000] * 4000)
+    assert result.raw - true > 0.05
+    assert abs(result.rate - true) < 0.02
+    assert result.low < true < result.high
+    assert result.length_coefficient == pytest.approx(1.0, abs=0.15)
+    assert (result.mean_length, result.base_mean_length) == (pytest.approx(1300, abs=25), 1000)
+
+
+@pytest.mark.parametrize("scale", [1e-2, 1.0, 1e3])
+@pytest.mark.parametrize("kind", ["mixed", "halves", "all won", "told by the feature"])
+def test_the_fit_is_where_the_posterior_is_highest(kind, scale):
+    """The gradient of the log-posterior, X'(y - p) - theta / 10^2, is 0 in units of each feature's scale."""
+    generator = numpy.random.default_rng(3)
+    feature = generator.normal(size=4000)
+    labels = {
+        "mixed": (generator.random(4000) < 1 / (1 + numpy.exp(-0.6 * feature))).astype(float),
+        "halves": generator.choice([0.0, 0.5, 1.0], size=4000),
+        "all won": numpy.ones(4000),
+        "told by the feature": (feature > 0).astype(float),
+    }[kind]
+    design = numpy.stack([numpy.ones(4000), scale * feature], axis=1)
+    fitted = fit_logistic(design, labels)
+    gradient = design.T @ (labels - expit(design @ fitted)) - fitted / 10.0**2
+    assert gradient / [1, max(scale, 1)] == pytest.approx(numpy.zeros(2), abs=1e-6)
+
+
+def test_the_edges_of_length_control():
+    """Without any difference it is the raw rate: the prior alone moves 75 of 100 by less than 0.001. Where all are won
+    it is finite: Wilson's lower bound of 100 of 100 is 100 / 103.841459. Rows without judgement are left out."""
+    assert length_controlled_win_rate([1.0, 0.0], [30, 31], [20, 21]) is None, "equal differences, or quality?"
+    result = length_controlled_win_rate([1.0] * 75 + [0.0] * 25, [20] * 100, [20] * 100)
+    assert result.rate == pytest.approx(0.75, abs=0.001) and result.length_coefficient is None
+    result = length_controlled_win_rate([1.0] * 100, list(range(100, 200)), [150] * 100)
+    assert 0.99 < result.rate < 1.0
+    assert (result.low, result.high) == (pytest.approx(0.963007, abs=1e-6), 1.0)
+    whole = length_controlled_win_rate([1.0, 0.0, 0.5, 1.0], [5, 9, 7, 6], [6, 6, 6, 8])
+    assert length_controlled_win_rate([1.0, None, 0.0, 0.5, 1.0], [5, 99, 9, 7, 6], [6, 6, 6, 6, 8]) == whole
+    assert length_controlled_win_rate([None], [5], [6]) is None
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,8 @@ from scipy.stats import binomtest
 from tests.support.refusals import assert_refused
 from trl_ext.evaluation import (
     GroundTruthJudge,
-    JudgeError,
     PairOutcome,
     compare,
-    judge_pairs,
     wilson_interval,
     win_rate,
 )
@@ -36,18 +34,12 @@ def course_example():
 
 
 class TestWilson:
-    @pytest.mark.parametrize(
-        "successes, n, low, high",
-        [(60, 80, 0.645153, 0.831938), (0, 10, 0.0, 0.277533), (87, 128, 0.594634, 0.754270), (0, 0, 0.0, 1.0)],
-    )
-    def test_published_values(self, successes, n, low, high):
-        assert wilson_interval(successes, n) == pytest.approx((low, high), abs=1e-6)
-
     @pytest.mark.parametrize("confidence", [0.8, 0.95, 0.999])
     @pytest.mark.parametrize(("successes", "n"), [(0, 7), (1, 1), (17, 300)])
     def test_against_scipy(self, successes, n, confidence):
         expected = binomtest(successes, n).proportion_ci(confidence, method="wilson")
         assert wilson_interval(successes, n, confidence) == pytest.approx(tuple(expected), abs=1e-12)
+        assert wilson_interval(0, 0, confidence) == (0.0, 1.0)
 
 
 class TestWinRate:
@@ -137,26 +129,6 @@ class TestCompare:
         found = [(outcome.row_id, outcome.first, outcome.second) for outcome in outcomes]
         assert found == [("r0", C, B), ("r1", B, B), ("r2", C, T)]
 
-    def test_does_what_judge_pairs_does(self):
-        """Empty, identical, cut, failed and repeated rows alike; `compare` leaves out the limit of errors."""
-
-        class Judge:
-            uses_finished = True
-
-            def judge(self, prompt, response_a, response_b, finished_a, finished_b):
-                if prompt[-1]["content"] == "fails":
-                    raise JudgeError("no reply")
-                score = len(response_a) * finished_a - len(response_b) * finished_b
-                return "tie" if score == 0 else "A" if score > 0 else "B"
-
-        rows = prompt_rows("p", "p", "p", "fails", "q", "q", "q")
-        candidate, base = ["", "s", "s", "c", "cc", "cc", "cc"], ["b", "s", "s", "b", "b", "", "b"]
-        finished = {"candidate_finished": [True, True, False, True, True, True, True]}
-        outcomes = compare(Judge(), rows, candidate, base, **finished)
-        assert outcomes == judge_pairs(Judge(), rows, candidate, base, **finished, max_error_fraction=1).outcomes
-        assert [outcome.first for outcome in outcomes] == [B, T, B, None, C, C, C]
-        assert [outcome.usable for outcome in outcomes] == [True, False, True, True, True, True, True]
-
     def test_the_judge_is_called_from_the_callers_thread(self):
         """What torch, a database or an event loop keep by thread is there for it."""
         threads = set()
@@ -164,25 +136,16 @@ class TestCompare:
         assert threads == {threading.get_ident()}
 
 
-class TestGroundTruthJudge:
-    def test_higher_score_wins(self):
-        judge = GroundTruthJudge(lambda prompt, response: float(response.count(prompt)))
-        outcomes = compare(judge, prompt_rows("x", "y", "z"), ["xx", "-", "z"], ["x", "y", "z"])
-        assert [(outcome.first, outcome.second) for outcome in outcomes] == [(C, C), (B, B), (T, T)]
-
-    def test_finished_flags_follow_their_response(self):
-        """A cut response scores 0 here. The candidate's is cut in the first row, the base's in the second."""
-        judge = GroundTruthJudge(lambda _, text, finished=True: float(len(text)) if finished else 0.0)
-        candidate, base = ["long answer", "long", "long answer"], ["short", "longer still", "short"]
-        flags = {"candidate_finished": [False, True, True], "base_finished": [True, False, True]}
-        outcomes = compare(judge, prompt_rows("p", "q", "r"), candidate, base, **flags)
-        assert [(outcome.first, outcome.second) for outcome in outcomes] == [(B, B), (C, C), (C, C)]
-
-    def test_default_is_the_toy_score(self):
-        [outcome] = compare(
-            GroundTruthJudge(), prompt_rows("Sort these numbers: 7 2 9 4."), ["2 4 7 9"], ["9 9 9 9 9 9"]
-        )
-        assert (outcome.first, outcome.second) == (C, C)
+def test_the_higher_known_score_wins():
+    """A cut response scores 0 here. The candidate's is cut in the third row, the base's in the fourth."""
+    judge = GroundTruthJudge(lambda prompt, text, finished=True: float(text.count(prompt)) if finished else 0.0)
+    prompts, candidate, base = ("x", "y", "z", "l", "l"), ("xx", "-", "z", "lll", "l"), ("x", "y", "z", "l", "lll")
+    flags = {"candidate_finished": [True] * 3 + [False, True], "base_finished": [True] * 4 + [False]}
+    outcomes = compare(judge, prompt_rows(*prompts), candidate, base, **flags)
+    assert [(one.first, one.second) for one in outcomes] == [(C, C), (B, B), (T, T), (B, B), (C, C)]
+    # By default it is the toy score.
+    [outcome] = compare(GroundTruthJudge(), prompt_rows("Sort these numbers: 7 2 9 4."), ["2 4 7 9"], ["9 9 9 9"])
+    assert (outcome.first, outcome.second) == (C, C)
 
 
 USER = [{"role": role, "content": role} for role in ("system", "user", "assistant")]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from trl_ext.evaluation.judging.pairs import compare
@@ -126,27 +126,20 @@ def _add_rewards(rows: list[dict], prompts: Sequence[Mapping[str, Any]], rewards
 
 def _reward_summary(by_source: Mapping[str, Sequence[float | None]]) -> dict[str, Any]:
     """Means by source of the responses, and the gain over the base with its interval, over rows that have both."""
-    summary: dict[str, Any] = {}
-    for source, values in by_source.items():
-        known = [value for value in values if value is not None]
-        summary[source] = _mean(known) if known else None
-    for other in ("base", "reference"):
+    known = {source: [value for value in values if value is not None] for source, values in by_source.items()}
+    summary: dict[str, Any] = {source: fmean(values) if values else None for source, values in known.items()}
+    for other, name in (("base", "gain"), ("reference", "gain_over_reference")):
         pairs = zip(by_source["policy"], by_source.get(other, ()), strict=False)
-        gains = [own - value for own, value in pairs if own is not None and value is not None]
-        if gains:
-            summary["gain" if other == "base" else "gain_over_reference"] = mean_with_interval(gains, gains=True)
+        if gains := [own - value for own, value in pairs if own is not None and value is not None]:
+            summary[name] = mean_with_interval(gains, gains=True)
     return summary
 
 
 def _score_summary(rows: list[dict]) -> dict[str, Any]:
     def means(rows: list[dict]) -> dict[str, float]:
-        return {"policy": _mean([row["score"] for row in rows]), "base": _mean([row["base_score"] for row in rows])}
+        return {"policy": fmean([row["score"] for row in rows]), "base": fmean([row["base_score"] for row in rows])}
 
     kinds = sorted({row["kind"] for row in rows if "kind" in row})
     gain = mean_with_interval([row["score"] - row["base_score"] for row in rows], gains=True)
     by_kind = {kind: means([row for row in rows if row.get("kind") == kind]) for kind in kinds}
     return {**means(rows), "gain": gain, "by_kind": by_kind}
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)

@@ -1,4 +1,4 @@
-"""The comparison of methods as files: compare.json, tables in compare.md, and a forest plot in compare.png."""
+"""The comparison of methods as files: compare.json, and its tables in compare.md."""
 
 from __future__ import annotations
 
@@ -12,25 +12,21 @@ import numpy
 from trl_ext.evaluation.command_line import markdown_table
 from trl_ext.evaluation.methods.runs import (
     MethodRun,
-    budget,
     check_alike,
     choose_metric,
     inequalities,
-    mean_budget,
+    mean_by_method,
     metric_values,
 )
-from trl_ext.evaluation.reporting.plots import distances, new_figure, save_figure
 from trl_ext.evaluation.statistics.crossed import compare_with_baseline, crossed_mean
 from trl_ext.files import write_json, write_text
 
 _WHAT_IT_SAYS = (
-    "Intervals are 95% and speak of other prompts and other seeds alike (crossed random effects, t quantiles mixed "
-    "as by Cochran and Cox). Differences are taken prompt by prompt and seed by seed; their intervals "
-    "are of one comparison each, and the verdict goes by p-values that are adjusted for all comparisons (Holm). "
-    "With two or three seeds, intervals are wide, and a verdict on many methods whose seeds differ much is a little "
-    "less certain than it says."
+    "Intervals are 95% and cover other prompts and other seeds (crossed random effects, t quantiles mixed as by "
+    "Cochran and Cox). Differences are paired by prompt and seed; each interval is of one comparison, and the verdict "
+    "follows p-values adjusted for all comparisons (Holm). With two or three seeds, verdicts on many methods whose "
+    "seeds differ much are a little too certain."
 )
-
 _UNTUNED = "This comparison searched no settings: a verdict is on the methods with the settings that they were given."
 
 
@@ -60,7 +56,6 @@ def compare_runs(
     check_alike(runs)
     metric = choose_metric(runs, metric)
     values, left_out = metric_values(runs, metric)
-    budgets = {method: mean_budget([budget(run) for run in own.values()]) for method, own in by_method.items()}
     shared = {
         method: sorted(own.keys() & by_method[baseline].keys())
         for method, own in by_method.items()
@@ -84,7 +79,7 @@ def compare_runs(
                 "objective": next(iter(own.values())).results.run.objective or "",
                 "by_seed": {str(seed): float(values[method, seed].mean()) for seed in own},
                 **dataclasses.asdict(crossed_mean(numpy.stack([values[method, seed] for seed in own], axis=1))),
-                "budget": budgets[method],
+                **{name: mean_by_method(runs, name)[method] for name in ("optimizer_steps", "training_seconds")},
             }
             for method, own in by_method.items()
         ],
@@ -97,23 +92,16 @@ def compare_runs(
             _UNTUNED,
             *_notes(by_method, shared),
             *([f"{left_out} prompts lack a value in some run, and are left out for all."] if left_out else []),
-            *inequalities(budgets, runs),
+            *inequalities(runs),
         ],
     }
 
 
 def write_comparison(summary: Mapping[str, Any], folder: str | Path) -> list[str]:
-    """Write compare.json, compare.md and, if matplotlib is installed, compare.png; return the names."""
-    folder = Path(folder)
-    write_json(folder / "compare.json", summary)
-    write_text(folder / "compare.md", render(summary))
-    names = ["compare.json", "compare.md"]
-    try:
-        plot_comparison(summary, folder / "compare.png")
-    except ImportError as error:
-        print(f"compare.png was not drawn: {error}")
-        return names
-    return [*names, "compare.png"]
+    """Write compare.json and compare.md; return the names."""
+    write_json(Path(folder) / "compare.json", summary)
+    write_text(Path(folder) / "compare.md", render(summary))
+    return ["compare.json", "compare.md"]
 
 
 def render(summary: Mapping[str, Any]) -> str:
@@ -122,23 +110,21 @@ def render(summary: Mapping[str, Any]) -> str:
     parts = [title, markdown_table(*method_table(summary))]
     if summary["comparisons"]:
         parts += [f"## Against {summary['baseline']}", markdown_table(*difference_table(summary))]
-        parts.append("\n".join(f"- {sentence(one, summary)}" for one in summary["comparisons"]))
     if summary["notes"]:
         parts += ["## To keep in mind", "\n".join(f"- {note}" for note in summary["notes"])]
     return "\n\n".join(part.strip() for part in [*parts, _WHAT_IT_SAYS]) + "\n"
 
 
 def method_table(summary: Mapping[str, Any]) -> tuple[list[str], list[list[Any]]]:
-    """Header and rows: each method with its mean and cost."""
-    header = ["method", "seeds", _metric(summary), "95%", "lowest and highest seed", "samples", "of what", "steps"]
+    """Header and rows: each method with its mean, steps and training time."""
+    header = ["method", "seeds", _metric(summary), "95%", "lowest and highest seed", "steps", "training (s)"]
     rows = []
     for one in summary["methods"]:
-        cost, means = one["budget"], one["by_seed"].values()
+        means = one["by_seed"].values()
+        spent = [_whole(one["optimizer_steps"]), _whole(one["training_seconds"])]
         spread = f"{min(means):.3f} to {max(means):.3f}"
-        costs = (_whole(cost[name]) for name in ("optimizer_steps", "training_seconds", "reward_seconds"))
-        figures = [one["method"], one["seeds"], f"{one['mean']:.3f}", _range(one), spread]
-        rows.append([*figures, _whole(cost["samples"]), cost["unit"], *costs])
-    return [*header, "seconds", "seconds, reward model"], rows
+        rows.append([one["method"], one["seeds"], f"{one['mean']:.3f}", _range(one), spread, *spent])
+    return header, rows
 
 
 def difference_table(summary: Mapping[str, Any]) -> tuple[list[str], list[list[Any]]]:
@@ -151,49 +137,6 @@ def difference_table(summary: Mapping[str, Any]) -> tuple[list[str], list[list[A
             + [_p(one["p_value"]), _p(one["adjusted_p_value"]), one["verdict"]]
         )
     return header, rows
-
-
-def sentence(one: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
-    """A comparison in words."""
-    method, baseline, difference = one["method"], summary["baseline"], one["difference"]
-    metric = _metric(summary)
-    if one["verdict"] != "cannot tell":
-        size = abs(difference["mean"])
-        p_value = _p(one["adjusted_p_value"])
-        return f"**{method} has a {one['verdict']} {metric} than {baseline}**, by {size:.4f} (p {p_value})."
-    told = f"**Whether {method} or {baseline} has the higher {metric}, these runs cannot tell**"
-    if difference["standard_error"] is None:
-        if difference["seeds"] < 2:
-            return f"{told}: one seed says nothing of how seeds differ."
-        return f"{told}: their values differ by {difference['mean']:+.4f} everywhere, which leaves nothing to test."
-    return f"{told}: the difference is {difference['mean']:+.4f} {_range(difference, '+.4f')}."
-
-
-def plot_comparison(summary: Mapping[str, Any], path: str | Path) -> None:
-    """A forest plot: the methods' means, and their differences from the baseline.
-
-    Raises:
-        ImportError: matplotlib is missing; the message names the extra to install.
-    """
-    figure, (left, right) = new_figure(1, 2)
-    figure.set_size_inches(11, 1.6 + 0.45 * len(summary["methods"]))
-    _forest(left, [(one["method"], one, "") for one in summary["methods"]])
-    left.set_xlabel(_metric(summary))
-    _forest(right, [(one["method"], one["difference"], one["verdict"]) for one in summary["comparisons"]])
-    right.axvline(0, color="grey", linestyle="--", linewidth=1)
-    right.set_xlabel(f"difference from {summary['baseline']}")
-    save_figure(figure, path, f"{summary['prompts']} prompts, 95% intervals over prompts and seeds")
-
-
-def _forest(axis, rows: Sequence[tuple[str, Mapping[str, Any], str]]) -> None:
-    for place, (_, mean, verdict) in enumerate(rows):
-        error = None if mean["low"] is None else distances(mean["mean"], mean["low"], mean["high"])
-        axis.errorbar(mean["mean"], place, xerr=error, fmt="o", color="tab:blue")
-        offset = {"textcoords": "offset points", "xytext": (0, 6), "ha": "center", "fontsize": 9}
-        axis.annotate(verdict, (mean["mean"], place), **offset)
-    axis.set_yticks(range(len(rows)), [name for name, _, _ in rows])
-    axis.set_ylim(len(rows) - 0.4, -0.6)
-    axis.grid(axis="x", alpha=0.3)
 
 
 def _notes(by_method: Mapping[str, Mapping[int, Any]], shared: Mapping[str, Sequence[int]]) -> list[str]:

@@ -125,9 +125,8 @@ def best_of_n(proxy: Sequence, gold: Sequence, n: int) -> dict[str, float]:
     proxies, golds = _rows(proxy), _rows(gold)
     if [len(row) for row in proxies] != [len(row) for row in golds] or not proxies:
         raise ValueError("proxy and gold must hold the same number of samples for each of one or more prompts")
-    for row in proxies:
-        if not 1 <= n <= len(row):
-            raise ValueError(f"n must lie between 1 and the number of samples, {len(row)}, got {n}")
+    if not all(1 <= n <= len(row) for row in proxies):
+        raise ValueError(f"n must lie between 1 and the number of samples, {min(map(len, proxies))}, got {n}")
     if not all(math.isfinite(value) for row in (*proxies, *golds) for value in row):
         raise ValueError("proxy and gold must be finite: no order exists between other numbers")
     picks = {"gold": (proxies, golds), "proxy": (proxies, proxies), "oracle": (golds, golds)}

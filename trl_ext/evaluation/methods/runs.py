@@ -1,9 +1,10 @@
-"""Run folders of several methods and seeds, read for comparison: values per prompt, and each run's cost."""
+"""Run folders of several methods and seeds, read for comparison: values per prompt, and what differs between them."""
 
 from __future__ import annotations
 
 import json
 import math
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +25,6 @@ WITHOUT_EFFECT = (
     *("output_dir", "run_name", "logging_dir", "report_to", "hub_", "push_to_hub", "project", "trackio_"),
     *("generation_eval_every", "logging_", "num_kl_prompts", "save_"),
 )
-# The number of samples that a run learned from, and their unit.
-_SAMPLES = {"sampled_responses": "sampled responses", "train_pairs": "pairs", "train_responses": "labelled responses"}
 
 
 @dataclass(frozen=True)
@@ -134,67 +133,25 @@ def metric_values(runs: Sequence[MethodRun], metric: str) -> tuple[dict[tuple[st
     return values, len(runs[0].rows) - len(row_ids)
 
 
-def budget(run: MethodRun) -> dict[str, Any]:
-    """The cost of a run: `samples` with their `unit`, `optimizer_steps`, `training_seconds`, and `reward_seconds`.
-
-    Samples are the rows of all optimizer steps, or sampled responses. `reward_seconds` is the duration of its reward
-    models' runs, 0 without reward models. Unknown values are None.
-    """
-    about = run.results.run
-    name = next((name for name in _SAMPLES if getattr(about, name) is not None), None)
-    samples = None if name is None else getattr(about, name)
-    if samples is not None and name != "sampled_responses":
-        samples = _rows_seen(run, samples)
-    rewards = [_reward_seconds(run.folder, Path(path)) for path in about.reward_models or []]
-    return {
-        "samples": samples,
-        "unit": None if name is None else _SAMPLES[name],
-        "optimizer_steps": about.optimizer_steps,
-        "training_seconds": about.training_seconds,
-        "reward_seconds": None if None in rewards else math.fsum(rewards),
-    }
+def mean_by_method(runs: Iterable[MethodRun], name: str) -> dict[str, float | None]:
+    """The mean over seeds of a field of `RunInfo`; None if it is unknown for any of them."""
+    by_method: dict[str, list[float | None]] = {}
+    for run in runs:
+        by_method.setdefault(run.method, []).append(getattr(run.results.run, name))
+    return {method: None if None in values else statistics.fmean(values) for method, values in by_method.items()}
 
 
-def _rows_seen(run: MethodRun, rows: int) -> int | None:
-    """The number of rows that a run over `rows` rows learned from, counting repeats.
-
-    The last step of each epoch is smaller than the others. None if the settings of the run are unknown.
-    """
-    steps = run.results.run.optimizer_steps
-    sizes = [run.settings.get(name) for name in ("per_device_train_batch_size", "gradient_accumulation_steps")]
-    sizes.append(run.results.run.processes)
-    if steps is None or None in sizes:
-        return None
-    batch, micro_batch = math.prod(sizes), sizes[0] * sizes[2]
-    if run.settings.get("dataloader_drop_last"):
-        rows = rows // micro_batch * micro_batch
-    epochs, rest = divmod(steps, max(math.ceil(rows / batch), 1))
-    return epochs * rows + rest * batch
-
-
-def mean_budget(budgets: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The mean over a method's seeds; None for values that are unknown for any of them."""
-    mean: dict[str, Any] = {"unit": budgets[0]["unit"]}
-    for name in ("samples", "optimizer_steps", "training_seconds", "reward_seconds"):
-        values = [one[name] for one in budgets]
-        mean[name] = None if None in values else math.fsum(values) / len(values)
-    return mean
-
-
-def inequalities(budgets: Mapping[str, Mapping[str, Any]], runs: Sequence[MethodRun]) -> list[str]:
-    """Sentences on differences between the methods in budget, decoding and devices."""
+def inequalities(runs: Sequence[MethodRun]) -> list[str]:
+    """Sentences on differences between the runs in steps, training time, decoding and devices."""
     notes = []
-    units: dict[str, list[str]] = {}
-    for method, one in budgets.items():
-        units.setdefault(one["unit"] or "unknown", []).append(method)
-    if len(units) > 1:
-        kinds = "; ".join(f"{unit}: {', '.join(methods)}" for unit, methods in units.items())
-        notes.append(f"Samples are not of one kind ({kinds}).")
-    for unit, methods in units.items():
-        notes += _unequal(f"{unit} learned from", {method: budgets[method]["samples"] for method in methods}, 1.01)
-    notes += _unequal("optimizer steps", {method: one["optimizer_steps"] for method, one in budgets.items()}, 1.01)
-    seconds = {method: _total_seconds(one) for method, one in budgets.items()}
-    notes += _unequal("seconds of training, with reward models", seconds, 1.25)
+    for what, name, factor in (
+        ("optimizer steps", "optimizer_steps", 1.01),
+        ("seconds of training", "training_seconds", 1.25),
+    ):
+        known = {method: mean for method, mean in mean_by_method(runs, name).items() if mean is not None}
+        least, most = (pick(known, key=known.__getitem__, default=None) for pick in (min, max))
+        if known and known[most] > factor * known[least]:
+            notes.append(f"Unequal {what}: {known[least]:,.0f} ({least}) to {known[most]:,.0f} ({most}).")
     for what, of in (
         ("decoding of the evaluation", _decoding),
         ("device", lambda run: run.results.run.device),
@@ -207,34 +164,10 @@ def inequalities(budgets: Mapping[str, Mapping[str, Any]], runs: Sequence[Method
     return notes
 
 
-def _unequal(what: str, values: Mapping[str, float | None], factor: float) -> list[str]:
-    known = {method: value for method, value in values.items() if value is not None}
-    if len(known) < 2 or max(known.values()) <= factor * min(known.values()):
-        return []
-    least, most = min(known, key=known.__getitem__), max(known, key=known.__getitem__)
-    return [f"Unequal budgets, {what}: {known[least]:,.0f} ({least}) to {known[most]:,.0f} ({most})."]
-
-
-def _total_seconds(one: Mapping[str, Any]) -> float | None:
-    parts = [one["training_seconds"], one["reward_seconds"]]
-    return None if None in parts else math.fsum(parts)
-
-
-def max_new_tokens(run: MethodRun) -> int | None:
-    """Maximum response length of the evaluation, which has one of its own only if training does not sample."""
-    return run.settings.get("max_new_tokens", run.settings.get("max_completion_length"))
-
-
 def _decoding(run: MethodRun) -> str:
-    return f"temperature {run.settings.get('generation_temperature')} and at most {max_new_tokens(run)} tokens"
-
-
-def _reward_seconds(folder: Path, path: Path) -> float | None:
-    """Duration of a reward model's run, found at its recorded path, or else next to this run."""
-    for place in (path, folder.parent / path.name):
-        if (place / "results.json").is_file():
-            return read_results(place / "results.json").run.training_seconds
-    return None
+    # The evaluation has a limit of its own only if training does not sample.
+    limit = run.settings.get("max_new_tokens", run.settings.get("max_completion_length"))
+    return f"temperature {run.settings.get('generation_temperature')} and at most {limit} tokens"
 
 
 def _value(row: Mapping[str, Any], metric: str) -> float | None:

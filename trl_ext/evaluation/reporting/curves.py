@@ -1,4 +1,4 @@
-"""The report's curves: the metrics in metrics.jsonl over steps and over seconds of training."""
+"""The report's curves: the metrics in metrics.jsonl over optimizer steps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from trl_ext.evaluation.reporting.runs import Run
 
 Row = dict[str, Any]
-Point = tuple[float, float | None, float]
+Point = tuple[int, float]
 MAX_POINTS = 300
 HELD_OUT = "held-out prompts"
 
@@ -43,17 +43,15 @@ OF_A_METHOD = ("loss", "grad_norm", "rewards/margins", "rewards/chosen", "reward
 
 @dataclass(frozen=True)
 class Panel:
-    """One metric of several runs: the points of each as (step, seconds or None, value), by the run's label.
+    """One metric of several runs: the points of each as (step, value), by the run's label.
 
-    `held_out` contains the points of the same metric on held-out rows, and `n` the number of these rows, by the label
-    of each run that has it. All points of a panel of held-out prompts are of such rows.
+    `held_out` contains the points of a training metric on held-out rows.
     """
 
     title: str
     group: str
     curves: dict[str, list[Point]]
     held_out: dict[str, list[Point]]
-    n: dict[str, int]
 
 
 def panels(runs: Sequence[Run]) -> list[Panel]:
@@ -63,7 +61,7 @@ def panels(runs: Sequence[Run]) -> list[Panel]:
     titles = {**HELD_OUT_TITLES, "score": runs[0].score_name if runs else ""}
     titles |= {name: f"reward, {name.removeprefix('rewards/').removesuffix('/mean')}" for name in learned}
     found = [
-        Panel(title, HELD_OUT, _curves(runs, lambda row, key=key: _held_out(row, key)), {}, _prompts(runs, key))
+        Panel(title, HELD_OUT, _curves(runs, lambda row, key=key: _held_out(row, key)), {})
         for key, title in titles.items()
     ]
     for key, title in TRAINING_TITLES.items():
@@ -75,30 +73,8 @@ def panels(runs: Sequence[Run]) -> list[Panel]:
             training = _curves(own, lambda row, key=key: None if is_of_held_out_prompts(row) else row.get(key))
             held_out = _curves(own, lambda row, key=key: row.get(f"eval_{key}"))
             title_of_scale = f"{title}, {scale}" if len(alike) > 1 else title
-            found.append(Panel(title_of_scale, "training", training, held_out, _rows(own)))
+            found.append(Panel(title_of_scale, "training", training, held_out))
     return [one for one in found if any(len(c) > 1 for c in (*one.curves.values(), *one.held_out.values()))]
-
-
-def _prompts(runs: Sequence[Run], key: str) -> dict[str, int]:
-    """The number of held-out prompts during training; the KL may be estimated on fewer of them."""
-    found = {run.label: run.sampled for run in runs if run.sampled}
-    kl = {run.label: run.results.kl.n for run in runs if run.results.kl and run.results.kl.n}
-    return {label: min(n, kl.get(label, n)) if key == "kl" else n for label, n in found.items()}
-
-
-def _rows(runs: Sequence[Run]) -> dict[str, int]:
-    """The number of rows of the metrics with `eval_`: held-out pairs, or prompts in the runs of policy trainers."""
-    found = {}
-    for run in runs:
-        logged = {name for row in run.metrics for name in row}
-        if "eval_loss" not in logged:
-            found[run.label] = run.sampled
-        elif run.trains_reward_model:
-            found[run.label] = run.results.pairs and run.results.pairs.n
-        elif "eval_rewards/accuracies" in logged:
-            after = run.results.preferences and run.results.preferences.after
-            found[run.label] = after and after.n
-    return {label: n for label, n in found.items() if n}
 
 
 def _scale(run: Run, key: str) -> str:
@@ -115,8 +91,8 @@ def _curves(runs: Sequence[Run], value: Callable[[Row], float | None]) -> dict[s
     """The points of the rows that have the value, by run; a run without any is left out."""
     curves = {}
     for run in runs:
-        points = ((row["step"], row.get("seconds"), value(row)) for row in run.metrics)
-        if found := [point for point in points if point[2] is not None]:
+        points = ((row["step"], value(row)) for row in run.metrics)
+        if found := [point for point in points if point[1] is not None]:
             curves[run.label] = thin(found)
     return curves
 
@@ -129,7 +105,7 @@ def thin(points: Sequence[Point], limit: int = MAX_POINTS) -> list[Point]:
     kept = [points[0]]
     for index in range(stretches):
         part = range(len(inner) * index // stretches, len(inner) * (index + 1) // stretches)
-        ends = {min(part, key=lambda i: inner[i][2]), max(part, key=lambda i: inner[i][2])}
+        ends = {min(part, key=lambda i: inner[i][1]), max(part, key=lambda i: inner[i][1])}
         kept += [inner[i] for i in sorted(ends)]
     return [*kept, points[-1]]
 

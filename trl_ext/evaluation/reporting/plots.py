@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,11 +11,6 @@ from typing import Any
 from trl_ext.evaluation.statistics.intervals import wilson_interval
 from trl_ext.files import replacing
 
-STEPS = "optimizer step"
-# Panels of more curves share a legend.
-CURVES_OF_A_LEGEND = 6
-# Draws one panel into a given axis.
-Draw = Callable[[Any], None]
 # Panel title -> label of each curve -> metric name in the run's metrics.
 PREFERENCE_PANELS = {
     "Loss": {"train": "loss", "held out": "eval_loss"},
@@ -40,14 +35,13 @@ ONLINE_PANELS = {
         "tokens clipped": "clip_ratio/region_mean",
     },
     "Gradient norm": {"train": "grad_norm"},
+    "Disagreement of the ensemble (std)": {"rollouts": "ensemble_std"},
 }
 REWARD_PANELS = {
     "Loss": {"train": "loss", "held out": "eval_loss"},
     "Accuracy": {"train": "accuracy", "held out": "eval_accuracy"},
     "Margin (chosen minus rejected)": {"train": "margin", "held out": "eval_margin"},
 }
-# Drawn if an ensemble logs it.
-_ENSEMBLE_PANEL = {"Disagreement of the ensemble (std)": {"rollouts": "ensemble_std"}}
 
 
 def plot_run(
@@ -55,8 +49,9 @@ def plot_run(
     results: dict[str, Any],
     path: str | Path,
     panels: dict[str, dict[str, str]] = PREFERENCE_PANELS,
+    margins: Sequence[float] = (),
 ) -> None:
-    """Draw the panels' metrics over steps, and the win rates with their intervals, as a PNG.
+    """Draw the panels' metrics over steps, and the results with their intervals, as a PNG.
 
     If the run evaluated reward functions on held-out prompts, a first panel shows them with the true score. It reveals
     a learned reward that rises while the score falls. A panel without a curve of two points is omitted. Without any
@@ -64,79 +59,30 @@ def plot_run(
 
     Args:
         metrics: rows of a run's `metrics.jsonl`.
-        results: its `results.json`.
+        results: its `results.json`, of which the win rates, or the calibration on held-out pairs, are drawn.
         path: output file; replaced atomically.
         panels: title -> label of each curve -> metric name.
+        margins: chosen minus rejected score of each held-out pair of a reward model.
 
     Raises:
-        ImportError: matplotlib is missing; the message names the extra to install.
+        ImportError: matplotlib is missing.
     """
-    if any("ensemble_std" in row for row in metrics):
-        panels = {**panels, **_ENSEMBLE_PANEL}
     learned = sorted(
         {name for row in metrics for name in row if name.startswith("eval_rewards/") and name.endswith("/mean")}
     )
     drawn = [partial(_draw_overoptimization, learned=learned, metrics=metrics)] if learned else []
-    drawn += curve_panels(panels, metrics)
+    logged = Counter(name for row in metrics for name, value in row.items() if value is not None)
+    drawn += [
+        partial(_draw_curves, title=title, curves=curves, metrics=metrics)
+        for title, curves in panels.items()
+        if any(logged[name] > 1 for name in curves.values())
+    ]
     if results.get("win_rate"):
         drawn.append(partial(_draw_win_rates, win_rate=results["win_rate"]))
-    save_panels(drawn, path, run_title(results.get("run", {})))
-
-
-def plot_reward_run(
-    metrics: Sequence[dict[str, Any]],
-    pairs: dict[str, Any] | None,
-    margins: Sequence[float],
-    path: str | Path,
-    *,
-    title: str = "",
-) -> None:
-    """Draw a reward model's run as a PNG; panels without data are omitted.
-
-    Args:
-        metrics: rows of the run's `metrics.jsonl`.
-        pairs: `reward_metrics` of the held-out pairs; None if there are none.
-        margins: chosen minus rejected score of each held-out pair.
-        path: output file; replaced atomically.
-        title: title above the panels.
-
-    Raises:
-        ImportError: matplotlib is missing; the message names the extra to install.
-    """
-    drawn = curve_panels(REWARD_PANELS, metrics)
-    if pairs is not None:
-        drawn.append(partial(_draw_reliability, pairs=pairs))
+    if results.get("pairs"):
+        drawn.append(partial(_draw_reliability, pairs=results["pairs"]))
     if len(margins):
         drawn.append(partial(_draw_margins, margins=margins))
-    save_panels(drawn, path, title)
-
-
-def run_title(run: Mapping[str, Any]) -> str:
-    """A description of the run; a dataset's path is reduced to its last part."""
-    objective, model, data = (str(run.get(name, "")) for name in ("objective", "model", "dataset"))
-    return f"{objective}, model {model}, data {Path(data).name if Path(data).is_absolute() else data}"
-
-
-def curve_panels(
-    panels: Mapping[str, Mapping[str, str]], metrics: Sequence[Mapping[str, Any]], x_label: str = STEPS
-) -> list[Draw]:
-    """The functions that draw the panels; a panel needs a curve: some metric that was logged twice."""
-    times = Counter(name for row in metrics for name, value in row.items() if value is not None)
-    return [
-        partial(_draw_curves, title=title, curves=curves, metrics=metrics, x_label=x_label)
-        for title, curves in panels.items()
-        if any(times[name] > 1 for name in curves.values())
-    ]
-
-
-def save_panels(drawn: Sequence[Draw], path: str | Path, title: str = "") -> None:
-    """Draw panels, in two rows if there are more than three, as a PNG with a title; an empty list writes no file.
-
-    Panels share one legend, beside them, if one has more than six curves.
-
-    Raises:
-        ImportError: matplotlib is missing; the message names the extra to install.
-    """
     if not drawn:
         return
     rows = 1 if len(drawn) < 4 else 2
@@ -145,13 +91,13 @@ def save_panels(drawn: Sequence[Draw], path: str | Path, title: str = "") -> Non
         draw(axis)
     for axis in axes[len(drawn) :]:
         axis.set_axis_off()
-    if max(len(axis.get_legend_handles_labels()[1]) for axis in axes) > CURVES_OF_A_LEGEND:
-        for axis in axes:
-            if axis.get_legend():
-                axis.get_legend().remove()
-        figure.set_figwidth(figure.get_figwidth() + 3)
-        share_legend(figure, axes, loc="outside right upper")
-    save_figure(figure, path, title)
+    save_figure(figure, path, run_title(results.get("run", {})))
+
+
+def run_title(run: Mapping[str, Any]) -> str:
+    """A description of the run; a dataset's path is reduced to its last part."""
+    objective, model, data = (str(run.get(name, "")) for name in ("objective", "model", "dataset"))
+    return f"{objective}, model {model}, data {Path(data).name if Path(data).is_absolute() else data}"
 
 
 def new_figure(rows: int, columns: int):
@@ -188,22 +134,20 @@ def distances(value: float, low: float, high: float) -> list[list[float]]:
     return [[max(value - low, 0)], [max(high - value, 0)]]
 
 
-def _draw_curves(
-    axis, title: str, curves: Mapping[str, str], metrics: Sequence[Mapping[str, Any]], x_label: str
-) -> None:
+def _draw_curves(axis, title: str, curves: Mapping[str, str], metrics: Sequence[Mapping[str, Any]]) -> None:
     """Draw metrics over steps into one panel, with the band from `_low` to `_high` if these were logged."""
     axis.set_title(title)
-    axis.set_xlabel(x_label)
+    axis.set_xlabel("optimizer step")
     for index, (label, name) in enumerate(curves.items()):
         points = [(row["step"], row[name]) for row in metrics if row.get(name) is not None]
         if points:
-            # Curves keep their colours where another has no points; there are ten colours.
-            style = {"color": f"C{index % 10}", "linestyle": "-" if index < 10 else "--"}
-            axis.plot(*zip(*points, strict=True), marker="." if len(points) < 30 else None, label=label, **style)
+            # Curves keep their colours where another has no points.
+            marker = "." if len(points) < 30 else None
+            axis.plot(*zip(*points, strict=True), marker=marker, label=label, color=f"C{index}")
         band = [(row["step"], row[f"{name}_low"], row[f"{name}_high"]) for row in metrics if f"{name}_low" in row]
         if band:
             axis.fill_between(*zip(*band, strict=True), color=axis.lines[-1].get_color(), alpha=0.15)
-    axis.locator_params(axis="x", nbins=8, integer=all(isinstance(row["step"], int) for row in metrics))
+    axis.locator_params(axis="x", nbins=8, integer=True)
     axis.grid(alpha=0.3)
     axis.legend(frameon=False)
 
@@ -211,7 +155,7 @@ def _draw_curves(
 def _draw_overoptimization(axis, learned: Sequence[str], metrics: Sequence[dict[str, Any]]) -> None:
     """Held-out rewards on the left axis and the true score on the right axis."""
     curves = {name.removeprefix("eval_rewards/").removesuffix("/mean"): name for name in learned}
-    _draw_curves(axis, "Learned reward and true score, held out", curves, metrics, STEPS)
+    _draw_curves(axis, "Learned reward and true score, held out", curves, metrics)
     axis.set_ylabel("reward")
     scores = [(row["step"], row["eval_score"]) for row in metrics if row.get("eval_score") is not None]
     if scores:
@@ -226,13 +170,10 @@ def _draw_win_rates(axis, win_rate: dict[str, Any]) -> None:
     for position, rule in enumerate(rules.values()):
         interval = win_rate[rule]
         rate, n = interval["rate"], interval["n"]
-        if n == 0:
-            axis.annotate("every comparison is a tie", (position, 0.5), ha="center", va="bottom")
-            continue
-        axis.errorbar(position, rate, yerr=distances(rate, interval["low"], interval["high"]), fmt="o", capsize=6)
-        # Place it above the dashed line, which it may cross, and below the frame.
-        beside = {"xytext": (10, 0), "textcoords": "offset points", "va": "center", "zorder": 2.2}
-        axis.annotate(f"{rate:.3f} (n = {n})", (position, rate), bbox={"color": "white", "pad": 1}, **beside)
+        if n:
+            axis.errorbar(position, rate, yerr=distances(rate, interval["low"], interval["high"]), fmt="o", capsize=6)
+        text = f"  {rate:.3f} (n = {n})" if n else "every comparison is a tie"
+        axis.annotate(text, (position, rate if n else 0.5), va="bottom")
     axis.set_xticks(range(len(rules)), list(rules))
     axis.axhline(0.5, color="grey", linestyle="--", linewidth=1)
     axis.set_xlim(-0.5, len(rules))

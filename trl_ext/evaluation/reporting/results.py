@@ -53,10 +53,6 @@ class RunInfo(Part):
     processes: int | None = None
     training_seconds: float | None = None
     total_seconds: float | None = None
-    train_pairs: int | None = None
-    train_responses: int | None = None
-    sampled_responses: int | None = None
-    reward_models: list[str] | None = None
     sampling: dict[str, Any] | None = None
 
 

@@ -6,7 +6,6 @@ import fnmatch
 import math
 import os
 import re
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,13 +36,12 @@ class Run:
     """A finished run, with the readable parts of its files.
 
     Attributes:
-        label: the end of its path that distinguishes it from the other runs.
+        label: its path below the folder that holds all runs.
         folder: its folder.
         results: its `results.json`.
         metrics: rows of `metrics.jsonl`, by step; non-finite values are None.
         generations, mistakes: rows of `generations.jsonl` and `reward_mistakes.jsonl`.
         problems: the parts that could not be read, each as `file` and `problem`.
-        sampled: number of responses in the last table of `samples/`, to held-out prompts during training; 0 if none.
     """
 
     label: str
@@ -53,7 +51,6 @@ class Run:
     generations: list[Response] = field(default_factory=list)
     mistakes: list[Mistake] = field(default_factory=list)
     problems: Faults = field(default_factory=list)
-    sampled: int = 0
 
     @property
     def trains_reward_model(self) -> bool:
@@ -137,13 +134,9 @@ def _natural(path: Path) -> list[tuple[int, int | str]]:
 
 
 def _labels(folders: Sequence[Path]) -> dict[Path, str]:
-    """The shortest end of each path that no other path has."""
-    labels = {folder: str(folder) for folder in folders}
-    for length in range(max((len(folder.parts) for folder in folders), default=0), 0, -1):
-        ends = {folder: "/".join(folder.parts[-length:]) for folder in folders}
-        times = Counter(ends.values())
-        labels |= {folder: end for folder, end in ends.items() if times[end] == 1}
-    return labels
+    """The path of each folder below what all have in common."""
+    common = os.path.commonpath([folder.parent for folder in folders]) if folders else ""
+    return {folder: folder.relative_to(common).as_posix() for folder in folders}
 
 
 def _read_run(label: str, folder: Path) -> Run:
@@ -165,13 +158,7 @@ def _read_run(label: str, folder: Path) -> Run:
         generations=_read_rows(folder / "generations.jsonl", Response, problems),
         mistakes=_read_rows(folder / "reward_mistakes.jsonl", Mistake, problems),
         problems=problems,
-        sampled=_sampled(folder / "samples"),
     )
-
-
-def _sampled(folder: Path) -> int:
-    *_, last = [None, *sorted(folder.glob("step_*.jsonl"))]
-    return 0 if last is None else sum(1 for line in last.read_bytes().splitlines() if line.strip())
 
 
 def _read_metrics(path: Path, problems: Faults) -> list[dict[str, Any]]:

@@ -1,8 +1,7 @@
-"""The report's figures, one row per run, taken from results.json, with Pareto fronts and means over seeds."""
+"""The report's figures, one row per run, taken from results.json, with Pareto fronts."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,26 +11,23 @@ from trl_ext.evaluation.reporting.runs import Run
 
 Row = dict[str, Any]
 # Tables that each task has separately.
-OF_A_TASK = ("policies", "reward_models", "methods")
+OF_A_TASK = ("policies", "reward_models")
 # Decimals of trade-offs, both in print and for the fronts: figures that look the same count as the same.
 DECIMALS = {"kl": 2, "reward": 3}
 
 
 def summarize(runs: Sequence[Run], incomplete: Sequence[Row]) -> dict[str, list[Row]]:
-    """The report's tables as JSON-ready rows: `policies`, `reward_models`, `methods`, `incomplete` and `problems`.
+    """The report's tables as JSON-ready rows: `policies`, `reward_models`, `incomplete` and `problems`.
 
-    `on_front` of a policy names the trade-offs on whose Pareto front it may be, given its intervals. `on_point_front`
-    names those on whose front its point estimates are.
+    `on_front` of a policy names the trade-offs on whose Pareto front it may be, given its intervals.
     """
     policies = [policy_row(run) for run in runs if not run.trains_reward_model]
-    for key, intervals in (("on_front", True), ("on_point_front", False)):
-        fronts = {name: pareto_front(points, intervals=intervals) for name, points in trade_offs(policies).items()}
-        for row in policies:
-            row[key] = [name for name, front in fronts.items() if row["run"] in front]
+    fronts = {name: pareto_front(points, intervals=True) for name, points in trade_offs(policies).items()}
+    for row in policies:
+        row["on_front"] = [name for name, front in fronts.items() if row["run"] in front]
     return {
         "policies": policies,
         "reward_models": [reward_model_row(run) for run in runs if run.trains_reward_model],
-        "methods": over_seeds(policies),
         "incomplete": list(incomplete),
         "problems": [{"run": run.label, **problem} for run in runs for problem in run.problems],
     }
@@ -80,6 +76,7 @@ def policy_row(run: Run) -> Row:
         "kl": _figure(results.kl),
         "pair_accuracy": _pair_accuracy(run),
         "identical": _identical(run),
+        "on_front": [],
         "tokens": {source: texts[source].mean_tokens if source in texts else None for source in ("base", "policy")},
     }
 
@@ -134,30 +131,6 @@ def pareto_front(points: Iterable[Mapping[str, Any]], *, intervals: bool) -> set
     return {point["run"] for point in points if not any(dominates(other, point) for other in points)}
 
 
-def over_seeds(policies: Iterable[Row]) -> list[Row]:
-    """Mean, lowest and highest figure of two or more runs that differ only in their seed.
-
-    Among runs with the same seed, the first counts.
-    """
-    groups: dict[tuple[str, ...], dict[float | None, Row]] = {}
-    for row in policies:
-        what = tuple(str(row[name]) for name in ("objective", "model", "task", "steps", "settings_digest"))
-        groups.setdefault(what, {}).setdefault(row["seed"], row)
-    names = ("task", "score_name", "method", "objective", "model", "data", "steps")
-    return [
-        {
-            **{name: group[0][name] for name in names},
-            "runs": [row["run"] for row in group],
-            "win_rate_half": _spread(row["win_rate"]["half"] for row in group),
-            "win_rate_agreed": _spread(row["win_rate"]["agreed"] for row in group),
-            "tokens": _spread(row["tokens"]["policy"] for row in group),
-            **{name: _spread(row[name] for row in group) for name in ("score_gain", "kl", "training_seconds")},
-        }
-        for group in (list(by_seed.values()) for by_seed in groups.values())
-        if len(group) > 1
-    ]
-
-
 def _what_was_run(run: Run) -> Row:
     what = run.results.run
     names = ("seed", "training_seconds", "total_seconds", "processes")
@@ -168,7 +141,7 @@ def _what_was_run(run: Run) -> Row:
         "data": what.dataset or "",
         "task": run.task,
         "steps": what.optimizer_steps,
-        **{name: getattr(what, name) or "" for name in ("objective", "model", "settings_digest", "device")},
+        **{name: getattr(what, name) or "" for name in ("objective", "model", "device")},
         **{name: getattr(what, name) for name in names},
     }
 
@@ -198,10 +171,3 @@ def _pair_accuracy(run: Run) -> dict[str, float | None] | None:
     after = run.results.preferences and run.results.preferences.after
     ranking = after and after.reference_corrected
     return {**ranking.figure(), "n": after.n} if ranking and ranking.ties != after.n else None
-
-
-def _spread(values: Iterable[Mapping[str, Any] | float | None]) -> dict[str, float | int] | None:
-    known = [value["value"] if isinstance(value, Mapping) else value for value in values if value is not None]
-    if not known:
-        return None
-    return {"mean": math.fsum(known) / len(known), "low": min(known), "high": max(known), "n": len(known)}

@@ -7,18 +7,12 @@ from dataclasses import dataclass
 
 from trl_ext.evaluation.reporting.results import Scores
 from trl_ext.evaluation.reporting.runs import Run
-from trl_ext.evaluation.reporting.summary import DECIMALS, Row, Task, by_task, trade_offs
+from trl_ext.evaluation.reporting.summary import Row, Task, by_task
 from trl_ext.files import markdown_line
 
 MISTAKES_SHOWN = 10
 NOTHING = "-"
 NOT_EVALUATED = "These runs have no figures of held-out rows: their data has no held-out split, or none was asked for."
-FRONT_RULE = (
-    "A run may be on the Pareto front unless the intervals of another run of the same model and data dominate its "
-    "own: the other's 95% interval of the reward lies entirely at or above the run's, and its interval of the KL "
-    "entirely at or below. The front of the figures ignores the intervals. Both compare figures as the table prints "
-    "them."
-)
 # Column -> diagnostic and its decimals.
 _OF_RESPONSES = {
     "tokens": ("mean_tokens", 1),
@@ -82,8 +76,6 @@ def task_tables(task: Task) -> dict[str, Table]:
         _tasks(policies),
         _policies(policies),
         _settings("policies", policies),
-        _over_seeds(task.summary["methods"]),
-        _trade_offs(policies),
         _diversity(task.policies),
         _kinds(task.policies),
         _reward_models(models),
@@ -138,13 +130,13 @@ def run_figures(row: Row) -> dict[str, Cell]:
         "accuracy on held-out pairs": estimate(row["pair_accuracy"]),
         "n pairs": count((row["pair_accuracy"] or {}).get("n")),
         "tokens": figure(row["tokens"]["policy"], 1),
+        "may be on the Pareto front": _text("; ".join(row["on_front"]), prose=True),
     }
 
 
 def _tasks(rows: Sequence[Row]) -> Table:
     """One row per task, metric and run of `trl-ext evaluate` or lm-evaluation-harness."""
-    found = [(task, name, row) for row in rows for task, metrics in row["tasks"].items() for name in metrics]
-    order = list(dict.fromkeys((task, name) for task, name, _ in found))
+    metrics = dict.fromkeys((task, name) for row in rows for task, own in row["tasks"].items() for name in own)
     cells = [
         {
             "metric": _text(f"{task}: {name}"),
@@ -153,7 +145,9 @@ def _tasks(rows: Sequence[Row]) -> Table:
             "figure": estimate(row["tasks"][task][name]),
             "n": count((row["tasks"][task][name] or {}).get("n")),
         }
-        for task, name, row in sorted(found, key=lambda one: order.index(one[:2]))
+        for task, name in metrics
+        for row in rows
+        if name in row["tasks"].get(task, {})
     ]
     return _table("tasks", "Tasks", "Evaluations on tasks. Brackets hold 95% intervals.", cells)
 
@@ -167,29 +161,25 @@ def _policies(rows: Sequence[Row]) -> Table:
     for row in rows:
         if row["identical"]:
             note += f" All {row['identical']} responses of {row['run']} are identical to its base's."
-    found = [run_figures(row) for row in rows]
-    known = any(cell.text != NOTHING for cells in found for cell in cells.values())
-    return _identified("policies", "Policies", note, rows, found) if known else _table("policies", "", "", [])
+    return _of_runs("policies", "Policies", note, rows)
 
 
 def _reward_models(rows: Sequence[Row]) -> Table:
+    """One row per reward model."""
     note = (
         "On held-out pairs. Brackets hold 95% intervals, Wilson's. The true order is by a known quality of the "
         "responses; the labels' share of it is what a model that reproduces the labels reaches."
     )
-    return _identified("reward-models", "Reward models", note, rows, map(run_figures, rows))
+    return _of_runs("reward-models", "Reward models", note, rows)
 
 
-def _identified(name: str, title: str, note: str, rows: Sequence[Row], found) -> Table:
-    """Cells after the columns that distinguish the runs; the note says what all runs share."""
-    shared = [key for key in ("model", "data") if len({row[key] for row in rows}) == 1]
-    note += "".join(f" The {key} is {rows[0][key]}." for key in shared if rows[0][key])
-    own = [key for key in ("run", "method", "model", "data") if key not in shared]
-    cells = [
-        {**{key: _text(row[key]) for key in own}, "seed": count(row["seed"]), **figures}
-        for row, figures in zip(rows, found, strict=True)
-    ]
-    return _table(name, title, note, cells)
+def _of_runs(name: str, title: str, note: str, rows: Sequence[Row]) -> Table:
+    """The figures of each run; empty if no run has any."""
+    figures = [run_figures(row) for row in rows]
+    if all(cell.text == NOTHING for cells in figures for cell in cells.values()):
+        return _table(name, "", "", [])
+    about = [{**{key: _text(row[key]) for key in ("run", "method")}, "seed": count(row["seed"])} for row in rows]
+    return _table(name, title, note, [one | cells for one, cells in zip(about, figures, strict=True)])
 
 
 def _settings(name: str, rows: Sequence[Row]) -> Table:
@@ -212,49 +202,6 @@ def _settings(name: str, rows: Sequence[Row]) -> Table:
     return _table(f"{name}-settings", f"Settings and times of the {name.replace('-', ' ')}", note, cells)
 
 
-def _over_seeds(rows: Sequence[Row]) -> Table:
-    """One row per method that was run with several seeds."""
-    cells = [
-        {
-            **{key: _text(row[key]) for key in ("method", "model", "data")},
-            "steps": count(row["steps"]),
-            "seeds": count(len(row["runs"])),
-            "win rate, ties as half": estimate(row["win_rate_half"], name="mean"),
-            "win rate, ties dropped": estimate(row["win_rate_agreed"], name="mean"),
-            f"gain in {row['score_name']}": estimate(row["score_gain"], name="mean"),
-            "KL to the base (nats per response)": estimate(row["kl"], 2, name="mean"),
-            "tokens": estimate(row["tokens"], 1, name="mean"),
-            "training (s)": estimate(row["training_seconds"], 1, name="mean"),
-        }
-        for row in rows
-    ]
-    note = "Runs that differ only in their seed. The mean over seeds; brackets hold the lowest and the highest."
-    return _table("methods", "Methods over seeds", note, cells)
-
-
-def _trade_offs(policies: Sequence[Row]) -> Table:
-    """Reward against KL, one row per run and kind of reward, and whether it is on the Pareto front."""
-    rows = {row["run"]: row for row in policies}
-
-    def on(front: str, name: str, point: Row) -> Cell:
-        value = name in rows[point["run"]][front]
-        return Cell("yes" if value else "no", float(value))
-
-    cells = [
-        {
-            "reward": _text(name),
-            "run": _text(point["run"]),
-            "KL to the base (nats per response)": estimate(point["kl"], DECIMALS["kl"]),
-            "figure": estimate(point["reward"], DECIMALS["reward"]),
-            "may be on the Pareto front": on("on_front", name, point),
-            "front of the figures": on("on_point_front", name, point),
-        }
-        for name, points in trade_offs(policies).items()
-        for point in sorted(points, key=lambda point: point["kl"]["value"])
-    ]
-    return _table("trade-offs", "Reward against KL", FRONT_RULE, cells)
-
-
 def _diversity(runs: Sequence[Run]) -> Table:
     """Length and diversity of each policy's responses and of its base's."""
     cells = [
@@ -274,8 +221,8 @@ def _diversity(runs: Sequence[Run]) -> Table:
 
 def _kinds(runs: Sequence[Run]) -> Table:
     """The true score of each policy, over all prompts and by kind of prompt."""
-    scored = [run for run in runs if run.results.score is not None]
-    kinds = sorted({kind for run in scored for kind in run.results.score.by_kind})
+    scored = [(run, run.results.score) for run in runs if run.results.score is not None]
+    kinds = sorted({kind for _, score in scored for kind in score.by_kind})
 
     def cell(scores: Scores | None) -> Cell:
         if scores is None or scores.policy is None:
@@ -284,16 +231,13 @@ def _kinds(runs: Sequence[Run]) -> Table:
         return Cell(f"{scores.policy:.3f}{gain}", scores.policy)
 
     cells = [
-        {
-            "run": _text(run.label),
-            "all prompts": cell(run.results.score),
-            **{f"kind: {kind}": cell(run.results.score.by_kind.get(kind)) for kind in kinds},
-        }
-        for run in scored
+        {"run": _text(run.label), "all prompts": cell(score)}
+        | {f"kind: {kind}": cell(score.by_kind.get(kind)) for kind in kinds}
+        for run, score in scored
         if kinds
     ]
-    name = scored[0].score_name.capitalize() if scored else ""
-    return _table("kinds", f"{name} by kind of prompt", "In parentheses the gain over the base.", cells)
+    title = f"{runs[0].score_name.capitalize() if runs else ''} by kind of prompt"
+    return _table("kinds", title, "In parentheses the gain over the base.", cells)
 
 
 def _mistakes(runs: Sequence[Run]) -> Table:

@@ -14,7 +14,7 @@ Each method is a recipe with its configuration for the embedded benchmark, or is
 Methods that need a reward model get one trained for each seed. Methods that are evaluated on problems with known
 answers (sft, expert_iteration, grpo_math) are compared by accuracy, and only with one another.
 
-Finished runs are skipped and interrupted ones are resumed. The results are compare.json, compare.md and compare.png in
+Finished runs are skipped and interrupted ones are resumed. The results are compare.json and compare.md in
 --output_dir.
 """
 
@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trl_ext.evaluation.command_line import CommandParser, at_least_one, format_table, one_line_errors
-from trl_ext.evaluation.methods.report import compare_runs, difference_table, method_table, sentence, write_comparison
+from trl_ext.evaluation.methods.report import compare_runs, difference_table, method_table, write_comparison
 from trl_ext.evaluation.methods.runs import read_method_run
 from trl_ext.evaluation.report import write_report
 from trl_ext.runs import RECIPES
@@ -137,8 +137,6 @@ def report(plan: Plan, folder: Path, *, required: bool = False) -> None:
     print(f"\n{format_table(*method_table(summary))}\n")
     if summary["comparisons"]:
         print(f"{format_table(*difference_table(summary))}\n")
-    for one in summary["comparisons"]:
-        print(sentence(one, summary).replace("*", ""))
     for note in summary["notes"]:
         print(note)
     print(f"\nin {plan.folder}: {', '.join(written)}")
