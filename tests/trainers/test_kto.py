@@ -149,10 +149,3 @@ WRONG_ROWS = {
 def test_wrong_rows(message, tiny_model_path, tmp_path):
     with pytest.raises(ValueError, match=message):
         build(tiny_model_path, tmp_path, WRONG_ROWS[message])
-
-
-def test_wrong_configuration_class(tiny_model_path, tmp_path):
-    import trl
-
-    with pytest.raises(TypeError, match=r"takes a KTOConfig, got DPOConfig of trl\.trainer.*import KTOConfig"):
-        KTOTrainer(tiny_model_path, args=trl.DPOConfig(str(tmp_path), use_cpu=True, bf16=False))

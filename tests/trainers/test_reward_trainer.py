@@ -6,8 +6,6 @@ import math
 
 import pytest
 import torch
-import trl
-from datasets import Dataset
 from peft import PeftModel, get_peft_model
 from transformers import (
     AutoModelForSequenceClassification,
@@ -17,7 +15,6 @@ from transformers import (
 from tests.support.reward_once import THREE_STEPS, build, lora, rows_with, scores_one_by_one, train
 from tests.support.tiny import pairs
 from tests.support.train_once import largest_difference, parameters, relative_difference, result
-from trl_ext import RewardTrainer
 
 # ---- Equal to TRL ----
 
@@ -145,9 +142,3 @@ def test_models_that_are_no_reward_models(tiny_model_path, tmp_path):
     with pytest.raises(ValueError, match="adapter is an adapter, and training starts from a whole model: merge"):
         build(str(tmp_path / "adapter"), tmp_path)
     assert not isinstance(build(tiny_model_path, tmp_path).model, PeftModel)
-
-
-def test_stock_configuration_is_refused(tiny_model_path, tmp_path):
-    stock = trl.RewardConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False)
-    with pytest.raises(TypeError, match="RewardTrainer takes a RewardConfig, got RewardConfig of trl"):
-        RewardTrainer(tiny_model_path, stock, train_dataset=Dataset.from_list(pairs(2)))

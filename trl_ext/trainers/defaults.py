@@ -132,6 +132,22 @@ def check_at_least(args: TrainingArguments, least: dict[str, float]) -> None:
             raise ValueError(f"{name} must be {bound}, got {value}")
 
 
+def check_positive(args: TrainingArguments, *names: str) -> None:
+    """Raise a ValueError for a field that is not above 0 or not a finite number; None means "not given"."""
+    for name in names:
+        value = getattr(args, name)
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"{name} must be positive, got {value}")
+
+
+def check_shares(args: TrainingArguments, *names: str) -> None:
+    """Raise a ValueError for a field that is not in [0, 1]; None means "not given"."""
+    for name in names:
+        value = getattr(args, name)
+        if value is not None and not 0 <= value <= 1:
+            raise ValueError(f"{name} must lie in [0, 1], got {value}")
+
+
 def check_training(args: TrainingArguments, **least: float) -> None:
     """Raise a ValueError for a value out of range in the fields that configurations share.
 
@@ -149,8 +165,8 @@ def check_training(args: TrainingArguments, **least: float) -> None:
         )
     if args.max_steps < 1 and args.max_steps != -1:
         raise ValueError(f"max_steps must be at least 1, got {args.max_steps}; -1 trains num_train_epochs")
-    if args.max_steps == -1 and not 0 < args.num_train_epochs < math.inf:
-        raise ValueError(f"num_train_epochs must be a positive number, got {args.num_train_epochs}")
+    if args.max_steps == -1:
+        check_positive(args, "num_train_epochs")
 
 
 def parse_json_option(name: str, value: dict[str, Any] | str | None) -> dict[str, Any] | None:

@@ -11,7 +11,7 @@ from trl_ext.rollouts.pairing import PAIR_CHOICES
 from trl_ext.rollouts.replay import WEIGHT_CHOICES
 from trl_ext.settings import SETTINGS
 from trl_ext.trainers.defaults import check_at_least, check_choice, parse_json_option
-from trl_ext.trainers.policy.config import RESAMPLING, PolicyConfig
+from trl_ext.trainers.policy.config import PolicyConfig
 from trl_ext.trainers.trl_settings import refuse_given
 
 # Policy-gradient settings that a preference loss does not read: setting -> why.
@@ -26,7 +26,7 @@ _NOT_READ = {
     **dict.fromkeys(
         ("entropy_coef", "use_adaptive_entropy", "top_entropy_quantile"), "train an algorithm of PolicyConfig for it"
     ),
-    **dict.fromkeys(RESAMPLING, "prompts whose responses tie make no pair and take no part in the mean"),
+    "resample_groups": "prompts whose responses tie make no pair and take no part in the mean",
     "multi_objective_aggregation": "combine rewards with `trl_ext.rewards.RewardEnsemble`",
     "mask_truncated_completions": "use missing_eos_penalty, which lets finished responses win",
 }
