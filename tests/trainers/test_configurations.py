@@ -432,20 +432,6 @@ def test_command_line(parser_class, tmp_path):
         assert (config.bf16, config.gradient_checkpointing) == (False, True)
 
 
-@pytest.mark.parametrize(
-    ("name", "given", "options"),
-    [
-        ("PreferenceConfig", ["--loss", "simpo", "--loss_kwargs", '{"gamma": 1}'], {"gamma": 1}),
-        ("IPOConfig", ["--length_normalized", "true"], {"length_normalized": True}),
-        ("CDPOConfig", ["--label_smoothing", "0.2"], {"label_smoothing": 0.2}),
-    ],
-)
-def test_options_of_a_loss_on_the_command_line(name, given, options, tmp_path):
-    parser = TrlParser(getattr(trl_ext, name))
-    (config,) = parser.parse_args_into_dataclasses(["--output_dir", str(tmp_path), *given])
-    assert config.build_objective().loss_options == options
-
-
 def test_yaml_with_mappings(tmp_path):
     def parsed(config_class, text: str):
         path = tmp_path / "run.yaml"
