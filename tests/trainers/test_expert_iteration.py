@@ -19,15 +19,8 @@ from trl_ext.rollouts import SamplingSettings, saved_rows
 from trl_ext.toy import MODEL_DIR
 from trl_ext.trainers.expert_iteration import NoCorrectResponseError, keep_correct
 
-COMMON = {
-    "learning_rate": 5e-4,
-    "per_device_train_batch_size": 16,
-    "per_device_eval_batch_size": 64,
-    "logging_steps": 1,
-    "report_to": "none",
-    "use_cpu": True,
-    "disable_tqdm": True,
-}
+COMMON = {"learning_rate": 5e-4, "per_device_train_batch_size": 16, "per_device_eval_batch_size": 64}
+COMMON |= {"logging_steps": 1, "report_to": "none", "use_cpu": True, "disable_tqdm": True}
 SHORT = "--n_steps=2 --questions_per_step=40 --rollouts_per_question=2 --sft_epochs=1 --num_validation_prompts=4"
 SHORT = [*SHORT.split(), "--num_eval_prompts=6", "--logging_steps=1", "--disable_tqdm=true"]
 

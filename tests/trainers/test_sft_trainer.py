@@ -29,20 +29,9 @@ def messages(rows: list[dict]) -> list[dict]:
 
 
 def trainer_of(model: str, folder: Path, rows: list[dict], **args) -> SFTTrainer:
-    options = {
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "max_steps": 1,
-        "learning_rate": 1.0,
-        "optim": "sgd",
-        "lr_scheduler_type": "constant",
-        "max_grad_norm": 0.0,
-        "logging_steps": 1,
-        "report_to": "none",
-        "save_strategy": "no",
-        "use_cpu": True,
-        "disable_tqdm": True,
-    }
+    options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 1, "logging_steps": 1}
+    options |= {"learning_rate": 1.0, "optim": "sgd", "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
+    options |= {"report_to": "none", "save_strategy": "no", "use_cpu": True, "disable_tqdm": True}
     args = SFTConfig(output_dir=str(folder), **{**options, **args})
     return SFTTrainer(model, args=args, train_dataset=Dataset.from_list(rows))
 

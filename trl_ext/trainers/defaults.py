@@ -14,6 +14,7 @@ from transformers import TrainingArguments
 from trl_ext.processes import warn_once_per_run
 from trl_ext.registry import nearest
 from trl_ext.resilience.secrets import KeepsSecrets
+from trl_ext.trainers.trl_settings import refuse_given
 
 PACKING_CHOICES = ("auto", "off")
 # Field of several configurations -> its least value.
@@ -158,11 +159,8 @@ def check_training(args: TrainingArguments, **least: float) -> None:
     check_at_least(args, {name: value for name, value in _LEAST.items() if hasattr(args, name)} | least)
     if isinstance(args, PackedFields):
         check_choice("packing", args.packing, PACKING_CHOICES)
-    if isinstance(args, TruncatedFields) and args.max_length is not None:
-        raise ValueError(
-            f"max_length is not used by {type(args).__name__}: use max_prompt_tokens and max_response_tokens, which "
-            "truncate the two separately"
-        )
+    if isinstance(args, TruncatedFields):
+        refuse_given(args, {"max_length": "use max_prompt_tokens and max_response_tokens"})
     if args.max_steps < 1 and args.max_steps != -1:
         raise ValueError(f"max_steps must be at least 1, got {args.max_steps}; -1 trains num_train_epochs")
     if args.max_steps == -1:

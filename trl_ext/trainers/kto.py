@@ -77,11 +77,6 @@ class KTOTrainer(ResilientTraining, WritesModelCard, TRLKTOTrainer):
     def __init__(self, model, ref_model=None, args: KTOConfig | None = None, **kwargs: Any):
         args = configuration(self, args, self._config_class)
         model = check_inputs(model, {**kwargs, "ref_model": ref_model}, LABELLED, one_kind=True)
-        for name in ("train_dataset", "eval_dataset"):
-            if isinstance(kwargs.get(name), Dataset):
-                kwargs[name] = _with_neighbours(kwargs[name], name, args)
-        if isinstance(kwargs.get("train_dataset"), Dataset):
-            _check_labels(kwargs["train_dataset"], args)
         with reference_in_memory(TRLKTOTrainer, model):
             super().__init__(model, ref_model, args, **kwargs)
         if self.ref_model is None:
@@ -90,9 +85,11 @@ class KTOTrainer(ResilientTraining, WritesModelCard, TRLKTOTrainer):
 
     def _prepare_dataset(self, dataset, processing_class, args, dataset_name):
         if isinstance(dataset, Dataset):
-            # This also covers datasets passed to `evaluate` and named held-out sets.
+            # Of what is passed to `evaluate`, too.
             check_dataset(f"{dataset_name}_dataset", dataset, LABELLED, one_kind=True)
             dataset = _with_neighbours(dataset, f"{dataset_name}_dataset", args)
+            if dataset_name == "train":
+                _check_labels(dataset, args)
         check_template(processing_class, dataset)
         quiet_about_length(processing_class)
         # Each of several processes would batch its own shard, where rows have other neighbours than in training.

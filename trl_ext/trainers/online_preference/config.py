@@ -154,27 +154,19 @@ class OnlinePreferenceConfig(PolicyConfig):
                 "a rollout (steps_per_generation): change one of the two"
             )
         if not self.replay_capacity:
-            for name in ("replay_fraction", "replay_max_age", "replay_weights", "replay_weight_cap"):
-                if (value := getattr(self, name)) != getattr(type(self), name):
-                    raise ValueError(f"{name} {value} needs a replay: set replay_capacity, or leave it out")
+            of_replay = ("replay_fraction", "replay_max_age", "replay_weights", "replay_weight_cap")
+            refuse_given(self, dict.fromkeys(of_replay, "it needs a replay: set replay_capacity, or leave it out"))
             return
         if not 0 < self.replay_fraction < 1:
             raise ValueError(
                 f"replay_fraction must lie between 0 and 1, got {self.replay_fraction}; for no replay, set "
                 "replay_capacity 0"
             )
-        if self.replay_weights == "none" and self.replay_weight_cap != type(self).replay_weight_cap:
-            raise ValueError(
-                f"replay_weight_cap {self.replay_weight_cap} caps nothing with replay_weights none: choose weights, "
-                "or leave it out"
-            )
+        if self.replay_weights == "none":
+            refuse_given(self, {"replay_weight_cap": "replay_weights none has no weights to cap"})
         if self.replay_max_age < self.updates_per_rollout:
             raise ValueError(
                 f"replay_max_age {self.replay_max_age} leaves nothing to replay: at the next rollout, pairs are "
                 f"{self.updates_per_rollout} updates old; set it to that at least"
             )
-        if self.sync_ref_model:
-            raise ValueError(
-                "replay does not go with sync_ref_model: pairs are kept with log-probabilities of a reference that "
-                "stays as it is"
-            )
+        refuse_given(self, {"sync_ref_model": "pairs of a replay keep the log-probabilities of one fixed reference"})

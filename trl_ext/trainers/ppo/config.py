@@ -54,6 +54,7 @@ _NOT_USED = {
     "resample_groups": "a value function learns from groups of equal rewards too: leave it out",
     "use_vllm": "the value head would be sent to vLLM with the policy's weights",
     "torch_compile": "the value head reads the hidden states inside the forward pass",
+    "ddp_find_unused_parameters": "parameters that both losses reach would be marked ready twice",
     "off_policy_mask_threshold": "it masks whole responses by one advantage, and here each token has its own",
 }
 
@@ -120,20 +121,13 @@ class PPOConfig(PolicyConfig):
         check_shares(self, "gamma", "lam")
         check_positive(self, "value_clip", "kl_target")
         refuse_given(self, _NOT_USED)
-        if self.ddp_find_unused_parameters:
-            raise ValueError(
-                "ddp_find_unused_parameters does not go with PPO: parameters that both losses reach would be marked "
-                "ready twice; leave it out"
-            )
         # transformers would enable it for a model with adapters.
         self.ddp_find_unused_parameters = False
         super().__post_init__()
         if self.kl_target is not None and not self.beta:
             raise ValueError(f"kl_target {self.kl_target} has no coefficient to adapt: give a beta above 0")
-        if self.kl_target is None and self.kl_horizon != type(self).kl_horizon:
-            raise ValueError(
-                f"kl_horizon {self.kl_horizon} is of kl_target, which is not set: set it, or leave it out"
-            )
+        if self.kl_target is None:
+            refuse_given(self, {"kl_horizon": "it is of kl_target, which is not set"})
         if self.kl_target is not None and LARGEST_ERROR * self.generation_batch_size >= self.kl_horizon:
             raise ValueError(
                 f"kl_horizon {self.kl_horizon} is too short for a rollout of generation_batch_size "
