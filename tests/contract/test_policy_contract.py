@@ -93,19 +93,16 @@ def test_tokenize_prompts(stock):
 
 
 def test_generate_single_turn(stock):
-    ids, images, fields = stock._tokenize_prompts([row["prompt"] for row in prompts(2)])
-    found = stock._generate_single_turn(ids, images, fields, 1)
-    assert len(found) == 2 and len(found[0]) == 2 and isinstance(found[0][0], list), (
-        f"GRPOTrainer._generate_single_turn returns {found} and not lists of ids and their log-probabilities: {GREEDY}"
-    )
-
-
-def test_a_response_that_ended_ends_with_an_end_token(stock):
+    """Lists of ids, in which a response that ended ends with an end token, and their log-probabilities."""
     assert stock.eos_token_ids == [stock.processing_class.eos_token_id], (
         f"GRPOTrainer.eos_token_ids is {stock.eos_token_ids}: {REWARDS} tells by it which responses are finished"
     )
     ids, images, fields = stock._tokenize_prompts([row["prompt"] for row in rows()])
-    responses, _ = stock._generate_single_turn(ids, images, fields, 4)
+    found = stock._generate_single_turn(ids, images, fields, 4)
+    assert len(found) == 2 and len(found[0]) == 8 and isinstance(found[0][0], list), (
+        f"GRPOTrainer._generate_single_turn returns {found} and not lists of ids and their log-probabilities: {GREEDY}"
+    )
+    responses, _ = found
     end = stock.eos_token_ids[0]
     assert any(end in response for response in responses)
     assert all(end not in response[:-1] for response in responses), f"what follows the end is kept: {REWARDS}"

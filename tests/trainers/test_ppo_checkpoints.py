@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -110,8 +111,6 @@ def test_values_begin_as_the_rewards(adapter, policy_path, reward_model_path, tm
     folder = reward_model_path
     model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1)
     if adapter:
-        from peft import LoraConfig, get_peft_model
-
         folder = tmp_path / "adapter"
         lora = LoraConfig(r=2, target_modules=["q_proj", "up_proj"], task_type="SEQ_CLS", init_lora_weights=False)
         model = get_peft_model(model, lora)

@@ -171,22 +171,12 @@ def test_evaluation_metrics(models, tiny_model_path, tmp_path):
     assert metrics["eval_rewards/margins"] == pytest.approx(margin.mean().item(), rel=1e-9)
 
 
-NAMED = [
-    name
-    for name in trl_ext.trainers.__all__
-    if name.endswith("Trainer")
-    and name != "PreferenceTrainer"
-    and issubclass(getattr(trl_ext.trainers, name), trl_ext.trainers.PreferenceTrainer)
-]
-
-
-@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("name", trl_ext.trainers.PREFERENCE_METHODS)
 def test_named_trainer_trains_on_its_loss(name, models, tiny_model_path, tmp_path):
     """The logged loss of its first step is its function's of scores computed independently."""
-    spec = {"model": tiny_model_path, "trainer": name, "args": {"per_device_train_batch_size": 4}}
-    config_class = getattr(trl_ext.trainers, name.replace("Trainer", "Config"))
-    loss = getattr(trl_ext.losses, config_class._method)
-    reference_free = not preference_losses[config_class._method].needs_reference
+    spec = {"model": tiny_model_path, "trainer": f"{name}Trainer", "args": {"per_device_train_batch_size": 4}}
+    method = getattr(trl_ext.trainers, f"{name}Config")._method
+    loss, reference_free = getattr(trl_ext.losses, method), not preference_losses[method].needs_reference
     trained = result(train(spec if reference_free else {**spec, **REFERENCE}, str(tmp_path)))
     expected = loss(independent_scores(*models, pairs(4))).mean().item()
     assert math.isfinite(expected)
