@@ -59,20 +59,9 @@ def test_calculate_rewards(stock):
 
 
 def test_keys_of_a_rollout(rollout):
-    expected = {
-        "prompt_ids",
-        "prompt_mask",
-        "completion_ids",
-        "completion_mask",
-        "advantages",
-        "num_items_in_batch",
-        "old_per_token_logps",
-        "ref_per_token_logps",
-    }
-    assert rollout.keys() == expected, (
-        f"a rollout of GRPOTrainer has gained {rollout.keys() - expected} and lost {expected - rollout.keys()}: "
-        f"{ADVANTAGES} replaces `advantages`, and {LOSS} and _mean_tokens_of_window read the others"
-    )
+    expected = {"prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages", "num_items_in_batch"}
+    expected |= {"old_per_token_logps", "ref_per_token_logps"}
+    assert rollout.keys() == expected, f"the keys of a rollout of GRPOTrainer: {ADVANTAGES} and {LOSS} read them"
     assert rollout["advantages"].shape == (8,), f"advantages are {rollout['advantages'].shape}: {ADVANTAGES}"
     assert rollout["num_items_in_batch"] == rollout["completion_mask"].sum(), (
         f"num_items_in_batch is no longer the rollout's tokens over all processes: {TRAINER} divides by it"
@@ -104,19 +93,16 @@ def test_tokenize_prompts(stock):
 
 
 def test_generate_single_turn(stock):
-    ids, images, fields = stock._tokenize_prompts([row["prompt"] for row in prompts(2)])
-    found = stock._generate_single_turn(ids, images, fields, 1)
-    assert len(found) == 2 and len(found[0]) == 2 and isinstance(found[0][0], list), (
-        f"GRPOTrainer._generate_single_turn returns {found} and not lists of ids and their log-probabilities: {GREEDY}"
-    )
-
-
-def test_a_response_that_ended_ends_with_an_end_token(stock):
+    """Lists of ids, in which a response that ended ends with an end token, and their log-probabilities."""
     assert stock.eos_token_ids == [stock.processing_class.eos_token_id], (
         f"GRPOTrainer.eos_token_ids is {stock.eos_token_ids}: {REWARDS} tells by it which responses are finished"
     )
     ids, images, fields = stock._tokenize_prompts([row["prompt"] for row in rows()])
-    responses, _ = stock._generate_single_turn(ids, images, fields, 4)
+    found = stock._generate_single_turn(ids, images, fields, 4)
+    assert len(found) == 2 and len(found[0]) == 8 and isinstance(found[0][0], list), (
+        f"GRPOTrainer._generate_single_turn returns {found} and not lists of ids and their log-probabilities: {GREEDY}"
+    )
+    responses, _ = found
     end = stock.eos_token_ids[0]
     assert any(end in response for response in responses)
     assert all(end not in response[:-1] for response in responses), f"what follows the end is kept: {REWARDS}"
@@ -190,12 +176,8 @@ def test_a_reference_is_the_policy_with_its_adapter_off_or_another_in_its_place(
             states.append((model is self.model, layer.disable_adapters, list(model.active_adapters)))
             return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
 
-    spec = {
-        "model": policy_path,
-        "trainer": "trl.GRPOTrainer",
-        "lora": True,
-        "args": {"beta": 0.1, "num_iterations": 2},
-    }
+    spec = {"model": policy_path, "trainer": "trl.GRPOTrainer", "lora": True}
+    spec["args"] = {"beta": 0.1, "num_iterations": 2}
     trainer = build(spec, str(tmp_path), trainer_class=Recording)
     if has_reference:
         trainer.model.add_adapter("ref", trainer.model.peft_config["default"])

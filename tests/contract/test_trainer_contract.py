@@ -58,7 +58,6 @@ METHODS = {
 FUNCTIONS = [
     (trl.DPOTrainer._compute_loss, ["self", "model", "inputs", "return_outputs"], PREFERENCE),
     (trl.DPOTrainer.compute_ref_log_probs, ["self", "model", "inputs"], PREFERENCE),
-    (trl.KTOTrainer.compute_ref_log_probs, ["self", "model", "inputs"], KTO),
     (trl.DPOTrainer._prepare_dataset, ["self", "dataset", "processing_class", "args", "dataset_name"], PREFERENCE),
     (trl.DPOTrainer._precompute_ref_logps, ["self", "dataset", "name", "batch_size"], PREFERENCE),
     (trl.DPOTrainer.create_model_card, ["self", "model_name", "dataset_name", "tags"], CARD),
@@ -67,8 +66,8 @@ FUNCTIONS = [
     (trl.GRPOTrainer._generate, ["self", "prompts"], f"{STOP}._generate"),
     (trl.GRPOTrainer._generate_single_turn, SINGLE_TURN, f"{GREEDY}.greedy_rewards"),
     (trl.GRPOTrainer.get_high_entropy_mask, ["self", "entropies", "mask", "threshold"], f"{POLICY}._compute_loss"),
-    (trl.GRPOTrainer.get_off_policy_mask, OFF_POLICY_MASK, f"{POLICY}._weights"),
-    (add_fused_lm_head, FUSED_HEAD, "trl_ext.trainers.policy.scoring_temperature"),
+    (trl.GRPOTrainer.get_off_policy_mask, OFF_POLICY_MASK, f"{POLICY}._surrogate_weights"),
+    (add_fused_lm_head, FUSED_HEAD, "trl_ext.trainers.policy.scoring.ScoringTemperature"),
 ]
 # What must stand in the source of a function or module, and what of ours stands on it.
 SOURCES = [
@@ -85,10 +84,8 @@ SOURCES = [
     *((kind._generate_and_score_completions, f"self._logs{key}", ROLLOUT) for kind in ONLINE for key in LOG_KEYS),
     (trl.GRPOTrainer._generate_single_turn, "generation_kwargs=self.generation_kwargs", GREEDY),
     (trl.GRPOTrainer._generate_single_turn, "generation_config=self.generation_config", GREEDY),
-    (trl.KTOTrainer._compute_loss, "outputs = model(**model_kwargs, labels=completion_labels", f"{KTO}.compute_loss"),
-    (trl.KTOTrainer._compute_loss, 'batch["ref_logps"]', f"{KTO}.compute_loss"),
-    (kto_trainer, 'not in ["apo_zero_unpaired"]', f"{KTO}.__init__"),
     (kto_trainer, '"KL_completion_ids"', f"{KTO}._prepare_dataset"),
+    (trl.KTOTrainer._prepare_dataset, "args.dataset_num_proc", f"{KTO}._prepare_dataset"),
     *((kind._save_checkpoint, "create_model_card(", CARD) for kind in TRAINERS),
     (peft.PeftModel.save_pretrained, "create_or_update_model_card(", CARD),
     *(

@@ -16,6 +16,7 @@ from tests.support.files import write_rows
 from trl_ext.models import resolve_model_path
 from trl_ext.resilience.training import _is_no_tied_head
 from trl_ext.runs import training_run
+from trl_ext.runs.loading import load_rows
 from trl_ext.runs.offline import OfflineArguments
 from trl_ext.runs.results import _show
 from trl_ext.trainers.context import (
@@ -31,40 +32,32 @@ from trl_ext.trainers.policy.reward_functions import as_reward_functions
 from trl_ext.trainers.policy.rollout_metrics import _warn_of_empty
 
 
-@pytest.fixture
-def training(monkeypatch):
-    """The recipes' module."""
-    from trl_ext.runs import loading as training
-
-    return training
-
-
 @pytest.fixture(scope="module")
 def tokenizer():
     return AutoTokenizer.from_pretrained(resolve_model_path("toy"))
 
 
-def model_of(context: int | None) -> SimpleNamespace:
-    config = SimpleNamespace() if context is None else SimpleNamespace(max_position_embeddings=context)
+def model_of(context: int) -> SimpleNamespace:
+    config = SimpleNamespace(max_position_embeddings=context)
     config.get_text_config = lambda: config
     return SimpleNamespace(config=config)
 
 
-class TestContext:
-    @pytest.mark.parametrize(
-        ("columns", "length"),
-        [
-            ({"prompt_ids": [[1] * 4, [1]], "chosen_ids": [[1], [1] * 2], "rejected_ids": [[1] * 3, [1]]}, 7),
-            ({"prompt_ids": [[1] * 4], "completion_ids": [[1] * 3]}, 7),
-            ({"chosen_ids": [[1] * 7], "rejected_ids": [[1]]}, 7),
-            ({"input_ids": [[1], [1] * 7]}, 7),
-        ],
-    )
-    def test_the_longest_row(self, columns, length):
-        rows, limits = Dataset.from_dict(columns), {"max_response_tokens": 512, "max_prompt_tokens": None}
-        check_rows(model_of(length), rows, limits)
-        with pytest.raises(ValueError, match=f"up to {length} tokens.*holds {length - 1}: lower --max_resp"):
-            check_rows(model_of(length - 1), rows, limits)
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"prompt_ids": [[1] * 4, [1]], "chosen_ids": [[1], [1] * 2], "rejected_ids": [[1] * 3, [1]]},
+        {"prompt_ids": [[1] * 4], "completion_ids": [[1] * 3]},
+        {"chosen_ids": [[1] * 7], "rejected_ids": [[1]]},
+        {"input_ids": [[1], [1] * 7]},
+    ],
+)
+def test_the_longest_row(columns):
+    """Of 7 tokens, with its prompt."""
+    rows, limits = Dataset.from_dict(columns), {"max_response_tokens": 512, "max_prompt_tokens": None}
+    check_rows(model_of(7), rows, limits)
+    with pytest.raises(ValueError, match="up to 7 tokens.*holds 6: lower --max_resp"):
+        check_rows(model_of(6), rows, limits)
 
 
 @pytest.mark.parametrize(
@@ -171,25 +164,19 @@ def test_pairs_without_a_prompt_need_a_common_beginning(tmp_path):
         trl_ext.DPOTrainer(str(tmp_path), args=args, train_dataset=rows)
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ("missing.py:f", "no file 'missing.py' to take a function from"),
-        ([3], "reward_funcs holds 3: give functions, reward models, or names of either"),
-    ],
-)
-def test_wrong_reward_functions(given, message):
-    with pytest.raises((ValueError, TypeError), match=message):
-        as_reward_functions(given)
+def test_wrong_reward_functions():
+    for given, message in {"missing.py:f": "no file 'missing.py'", 3: "reward_funcs holds 3: give functions"}.items():
+        with pytest.raises((ValueError, TypeError), match=message):
+            as_reward_functions(given)
     assert as_reward_functions("math:sqrt") == [math.sqrt]
 
 
-@pytest.mark.parametrize(("response", "told"), [("a", True), ("b", False)])
-def test_identical_responses_are_said(response, told, capsys):
+def test_identical_responses_are_said(capsys):
     parts = ("win_rate", "score", "rewards", "preferences", "kl", "generations")
-    row = {"prompt_text": "p", "response_text": response, "base_response_text": "a"}
-    _show(dict.fromkeys(parts), [row] * 12)
-    assert ("responses are identical, all 12 of them" in capsys.readouterr().out) == told
+    for response, told in (("a", True), ("b", False)):
+        row = {"prompt_text": "p", "response_text": response, "base_response_text": "a"}
+        _show(dict.fromkeys(parts), [row] * 12)
+        assert ("responses are identical, all 12 of them" in capsys.readouterr().out) == told
 
 
 def test_alarms_without_a_cause_are_turned_off(tokenizer, caplog):
@@ -209,49 +196,49 @@ def rows_of(path, *, train_split: str = "train_gen", **splits: str) -> SimpleNam
     return SimpleNamespace(**given, **splits)
 
 
-class TestRecipes:
-    def test_one_file_is_the_split_to_train_on(self, training, tmp_path):
-        path = tmp_path / "mine.jsonl"
-        path.write_text('{"prompt": "p", "chosen": "c", "rejected": "r"}\n')
-        rows = training.load_rows(rows_of(path), 42)
-        assert list(rows) == ["train_gen"] and rows["train_gen"]["prompt"][:] == ["p"]
-        path.rename(tmp_path / "test_gen.jsonl")
-        with pytest.raises(
-            ValueError, match=r"only test_gen. Name one .*, call the file of prompts \(prompt\) train_gen.jsonl"
-        ):
-            training.load_rows(rows_of(tmp_path), 42)
+def test_one_file_is_the_split_to_train_on(tmp_path):
+    path = tmp_path / "mine.jsonl"
+    path.write_text('{"prompt": "p", "chosen": "c", "rejected": "r"}\n')
+    rows = load_rows(rows_of(path), 42)
+    assert list(rows) == ["train_gen"] and rows["train_gen"]["prompt"][:] == ["p"]
+    path.rename(tmp_path / "test_gen.jsonl")
+    with pytest.raises(
+        ValueError, match=r"only test_gen. Name one .*, call the file of prompts \(prompt\) train_gen.jsonl"
+    ):
+        load_rows(rows_of(tmp_path), 42)
 
-    def test_a_fraction_of_the_prompts_is_held_out(self, training, tmp_path, capsys):
-        """Of 20 prompts of two rows, 0.1: two prompts, which no training row has, in both held-out splits."""
-        path = tmp_path / "mine.jsonl"
-        rows = [{"prompt": f"p{n % 20}", "chosen": f"c{n}", "rejected": "r"} for n in range(40)]
-        write_rows(path, rows)
-        given = rows_of(path, train_split="train_prefs", eval_split="test_prefs", prompt_split="test_gen")
-        given.eval_fraction = 0.1
-        loaded = [training.load_rows(given, seed) for seed in (42, 42, 43)]
-        chosen = [{*splits["test_gen"]["prompt"]} for splits in loaded]
-        assert len(chosen[0]) == 2 and chosen[0] == chosen[1] != chosen[2]
-        assert "held out: 2 of 20 prompts, in 4 rows, as test_prefs and test_gen" in capsys.readouterr().out
-        for splits, prompts in zip(loaded, chosen, strict=True):
-            counts = {name: len(split) for name, split in splits.items()}
-            assert counts == {"train_prefs": 36, "test_prefs": 4, "test_gen": 2}
-            assert {*splits["test_prefs"]["prompt"]} == prompts
-            assert not prompts & {*splits["train_prefs"]["prompt"]}
-        given.eval_fraction = 0.01
-        with pytest.raises(ValueError, match="eval_fraction 0.01 holds out 0 of the 20 prompts"):
-            training.load_rows(given, 42)
-        given.dataset_name = "toy"
-        with pytest.raises(ValueError, match="eval_fraction makes the held-out rows, and test_prefs is there already"):
-            training.load_rows(given, 42)
-        with pytest.raises(ValueError, match="eval_fraction must lie between 0 and 1, got 10"):
-            OfflineArguments(eval_fraction=10)
 
-    def test_a_hub_out_of_reach(self, training, monkeypatch):
+def test_a_fraction_of_the_prompts_is_held_out(tmp_path, capsys):
+    """Of 20 prompts of two rows, 0.1: two prompts, which no training row has, in both held-out splits."""
+    path = tmp_path / "mine.jsonl"
+    rows = [{"prompt": f"p{n % 20}", "chosen": f"c{n}", "rejected": "r"} for n in range(40)]
+    write_rows(path, rows)
+    given = rows_of(path, train_split="train_prefs", eval_split="test_prefs", prompt_split="test_gen")
+    given.eval_fraction = 0.1
+    loaded = [load_rows(given, seed) for seed in (42, 42, 43)]
+    chosen = [{*splits["test_gen"]["prompt"]} for splits in loaded]
+    assert len(chosen[0]) == 2 and chosen[0] == chosen[1] != chosen[2]
+    assert "held out: 2 of 20 prompts, in 4 rows, as test_prefs and test_gen" in capsys.readouterr().out
+    for splits, prompts in zip(loaded, chosen, strict=True):
+        counts = {name: len(split) for name, split in splits.items()}
+        assert counts == {"train_prefs": 36, "test_prefs": 4, "test_gen": 2}
+        assert {*splits["test_prefs"]["prompt"]} == prompts
+        assert not prompts & {*splits["train_prefs"]["prompt"]}
+    given.eval_fraction = 0.01
+    with pytest.raises(ValueError, match="eval_fraction 0.01 holds out 0 of the 20 prompts"):
+        load_rows(given, 42)
+    given.dataset_name = "toy"
+    with pytest.raises(ValueError, match="eval_fraction makes the held-out rows, and test_prefs is there already"):
+        load_rows(given, 42)
+    with pytest.raises(ValueError, match="eval_fraction must lie between 0 and 1, got 10"):
+        OfflineArguments(eval_fraction=10)
 
-        def whoami(token):
-            raise httpx.ConnectError("Name or service not known")
 
-        monkeypatch.setattr(training_run, "whoami", whoami)
-        training_run.check_hub(SimpleNamespace(push_to_hub=False))
-        with pytest.raises(ValueError, match="--push_to_hub needs the hub.*Name or service not known.*leave it out"):
-            training_run.check_hub(SimpleNamespace(push_to_hub=True, hub_token=None))
+def test_a_hub_out_of_reach(monkeypatch):
+    def whoami(token):
+        raise httpx.ConnectError("Name or service not known")
+
+    monkeypatch.setattr(training_run, "whoami", whoami)
+    training_run.check_hub(SimpleNamespace(push_to_hub=False))
+    with pytest.raises(ValueError, match="--push_to_hub needs the hub.*Name or service not known.*leave it out"):
+        training_run.check_hub(SimpleNamespace(push_to_hub=True, hub_token=None))

@@ -8,11 +8,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.support.tiny import pairs, perturbed, response_log_prob
-from tests.support.train_once import (
-    DEFAULTS,
-    relative_difference,
-    result,
-)
+from tests.support.train_once import DEFAULTS, relative_difference, result
 from trl_ext import KTOConfig, KTOTrainer
 from trl_ext.losses import kto
 
@@ -139,9 +135,6 @@ WRONG_ROWS = {
     "train_dataset has no desirable response among its 3": labelled(False, False, False),
     "train_dataset, row_id row1: label must be true or false, got None": labelled(True, None, False),
     "train_dataset, row_id row0: label must be true or false, got 1": labelled(1, 0),
-    "train_dataset has no column 'label': give rows of prompt, completion, label, or of prompt, chosen, rejected": [
-        {"prompt": "a", "completion": "b"}
-    ],
 }
 
 
@@ -149,10 +142,3 @@ WRONG_ROWS = {
 def test_wrong_rows(message, tiny_model_path, tmp_path):
     with pytest.raises(ValueError, match=message):
         build(tiny_model_path, tmp_path, WRONG_ROWS[message])
-
-
-def test_wrong_configuration_class(tiny_model_path, tmp_path):
-    import trl
-
-    with pytest.raises(TypeError, match=r"takes a KTOConfig, got DPOConfig of trl\.trainer.*import KTOConfig"):
-        KTOTrainer(tiny_model_path, args=trl.DPOConfig(str(tmp_path), use_cpu=True, bf16=False))

@@ -24,7 +24,7 @@ from tests.support.rollout_once import (
     train,
 )
 from tests.support.tiny import response_log_prob
-from tests.support.train_once import largest_difference, relative_difference, result
+from tests.support.train_once import largest_difference, parameters, relative_difference, result
 from tests.support.trl_private import forget_accelerator, rollout_batches
 from trl_ext.losses import PreferenceObjective, PreferenceScores, aot, dpo, ipo, simpo
 from trl_ext.rollouts.replay import importance_weights
@@ -315,3 +315,37 @@ def test_nothing_is_learned_from_ties(policy_path, tmp_path, caplog):
     assert "nothing was learned from rewards: no pair was made" in caplog.text
     start = {name: p.detach() for name, p in initial_model(policy_path).named_parameters()}
     assert largest_difference(run.parameters, start) == 0
+
+
+# ---- Resumption ----
+
+
+def replaying(policy_path: str, folder, **args) -> dict:
+    settings = {"max_steps": 4, "learning_rate": 0.02, "save_strategy": "steps", "save_steps": 2, **REPLAY}
+    return online_preference_specification(
+        policy_path, replay_weights="sequence", **{**settings, **args}, output_dir=str(folder)
+    )
+
+
+def test_resumes_as_it_would_have_gone_on(policy_path, tmp_path):
+    """Sampled, not fixed responses: replay, random state and all are those of the run that was not interrupted."""
+    spec = {**replaying(policy_path, tmp_path), "fixed": False, "prompts": 16}
+    straight = train(spec, str(tmp_path))
+    resumed = train({**spec, "resume_from_checkpoint": str(tmp_path / "checkpoint-2")}, str(tmp_path))
+    assert largest_difference(parameters(resumed), parameters(straight)) == 0
+    assert list(map(repr, resumed.replay.pairs)) == list(map(repr, straight.replay.pairs))
+    assert {pair.version for pair in resumed.replay.pairs} == {1, 2, 3}
+    names = [key for key in result(straight).logs[3] if key.startswith(("pairs/", "replay/", "rewards/"))]
+    assert len(names) > 10
+    for key in names:
+        assert result(resumed).logs[3][key] == result(straight).logs[3][key], key
+
+
+def test_pairs_that_other_rewards_labelled_are_left_out(policy_path, tmp_path, caplog):
+    spec = replaying(policy_path, tmp_path)
+    train({**spec, "args": {**spec["args"], "max_steps": 2}}, str(tmp_path))
+    assert (tmp_path / "checkpoint-2" / online_preference.REPLAY_FILE).is_file()
+    other = {**spec, "rewards": ["evens"], "resume_from_checkpoint": str(tmp_path / "checkpoint-2")}
+    resumed = train({**other, "args": {**spec["args"], "max_steps": 3}}, str(tmp_path))
+    assert "8 of 8 replayed pairs were labelled by other rewards" in caplog.text
+    assert {pair.reward_version for pair in resumed.replay.pairs} == {"1 evens"}

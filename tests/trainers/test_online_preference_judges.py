@@ -21,8 +21,7 @@ pytestmark = pytest.mark.usefixtures("in_float64")
 class Shorter:
     """Prefers the response of fewer characters."""
 
-    sequential = True
-    identity = None
+    sequential, identity = True, None
 
     def judge(self, prompt, response_a, response_b):
         if len(response_a) == len(response_b):
@@ -61,13 +60,10 @@ def test_what_the_judge_could_not_compare_has_no_reward():
 class Failing:
     """Judges as `Shorter`, and raises `error` where the response "bad" is compared."""
 
-    sequential = True
-    identity = None
-    name = "failing"
+    sequential, identity, name = True, None, "failing"
 
     def __init__(self, error: Exception):
-        self.error = error
-        self.calls = 0
+        self.error, self.calls = error, 0
 
     def judge(self, prompt, response_a, response_b):
         self.calls += 1

@@ -1,4 +1,4 @@
-"""Rewards of online training: what functions are given and may return, reward models, environments, and columns."""
+"""Rollouts of online training: prompts, what reward functions are given and may return, reward models and columns."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ import statistics
 import pandas
 import pytest
 import torch
-from transformers import (
-    AutoModelForSequenceClassification,
-)
+from transformers import AutoModelForSequenceClassification
 
 from tests.support.reward_adapters import load_adapter, plain_scores, save_adapter, save_full_model, turns
 from tests.support.rollout_once import build, prompts, thirds, train
 from tests.support.train_once import entries
-from tests.support.trl_private import logged_samples, rollout_batches
+from tests.support.trl_private import BeforeLoss, logged_samples, rollout_batches
+from trl_ext import PolicyTrainer
 from trl_ext.resilience.reward_guard import RewardError, RewardGuard
 from trl_ext.rewards import RewardEnsemble, RewardModel
 from trl_ext.trainers.policy.reward_functions import reward_columns
@@ -229,16 +228,57 @@ def test_reward_columns_outside_of_a_rollout(policy_path, tmp_path):
         "flat": [3.0, 3.0],
     }
 
+    async def cell():
+        """In a notebook, whose event loop is running: async functions are awaited beside it."""
+        return reward_columns(trainer, prompts(2), ["a", "bcd"], [True, False], [[7, 2], [8, 9, 200, 201, 202]])
 
-def test_reward_columns_in_a_notebook(policy_path, tmp_path):
-    """An event loop is running there, and an async function must be awaited beside it."""
+    assert asyncio.run(cell()) == columns
 
-    async def later(completion_ids, **_):
+
+# ---- Rollouts ----
+
+
+def test_long_prompts_lose_their_beginning(policy_path, tmp_path):
+    """The last 12 tokens, with the template's start of the answer at their end; reward functions see the whole."""
+    seen = []
+
+    def reward(prompts, completion_ids, **_):
+        seen.extend(prompts)
         return [float(len(ids)) for ids in completion_ids]
 
-    trainer = build({"model": policy_path}, str(tmp_path), reward_funcs=[later])
+    trainer = train({"model": policy_path, "args": {"max_prompt_tokens": 12}}, str(tmp_path), reward_funcs=reward)
+    batch = rollout_batches(trainer)[0]
+    found = {
+        tuple(ids[mask.bool()].tolist()) for ids, mask in zip(batch["prompt_ids"], batch["prompt_mask"], strict=True)
+    }
+    rows = [row["prompt"] for row in prompts(2)]
+    encode = trainer.processing_class.apply_chat_template
+    whole = [encode(row, add_generation_prompt=True, tokenize=True, return_dict=True)["input_ids"] for row in rows]
+    assert all(len(ids) > 12 for ids in whole)
+    assert found == {tuple(ids[-12:]) for ids in whole}
+    assert seen[0] == rows[0] and seen[-1] == rows[1]
 
-    async def cell():
-        return reward_columns(trainer, prompts(2), ["a", "bcd"], [True, False], [[7, 2], [8, 9, 200]])
 
-    assert asyncio.run(cell()) == {"later": [2.0, 3.0]}
+def test_the_mapping_of_the_course(policy_path, tmp_path):
+    """64 responses to 16 prompts, twice over in updates of 16: 8 updates a rollout, and two rollouts for 16 steps."""
+    calls, sizes = [], []
+
+    def reward(completion_ids, row_id, **_):
+        calls.append(row_id)
+        return [float(sum(ids) % 7) for ids in completion_ids]
+
+    class Counting(BeforeLoss, PolicyTrainer):
+        def before_loss(self, inputs):
+            sizes.append((self.state.global_step, len(inputs["completion_ids"])))
+            return inputs
+
+    args = {"generation_batch_size": 64, "num_generations": 4, "num_iterations": 2, "per_device_train_batch_size": 8}
+    args |= {"gradient_accumulation_steps": 2, "max_steps": 16, "learning_rate": 0.01}
+    spec = {"model": policy_path, "args": args, "prompts": 40}
+    trainer = train(spec, str(tmp_path), reward_funcs=reward, trainer_class=Counting)
+    assert trainer.args.updates_per_rollout == 8
+    assert trainer.state.global_step == 16
+    assert [len(call) for call in calls] == [64, 64]
+    assert [len(set(call)) for call in calls] == [16, 16]
+    assert not set(calls[0]) & set(calls[1])
+    assert sizes == [(step, 8) for step in range(16) for _ in range(2)]

@@ -65,9 +65,9 @@ EQUAL = {
     ),
     # With a gate so narrow that it shows.
     "sapo": (
-        {**UNCLIPPED, "loss_type": "sapo", "sapo_temperature_pos": 20.0, "sapo_temperature_neg": 30.0, "beta": 0.0}
-        | {"scale_rewards": "group"},
-        {}, {}, {},
+        {**UNCLIPPED, "loss_type": "sapo", "beta": 0.0, "scale_rewards": "group"},
+        {"algorithm_kwargs": {"temperature_pos": 20.0, "temperature_neg": 30.0}},
+        {"sapo_temperature_pos": 20.0, "sapo_temperature_neg": 30.0}, {},
     ),
     # Padded: of ratios that are 1 up to rounding, a cap at 1 counts those that rounding puts above.
     "cispo": (

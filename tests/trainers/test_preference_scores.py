@@ -90,10 +90,9 @@ def test_a_missing_column_is_named(tiny_model_path, tmp_path):
         build(spec, str(tmp_path))
     bare = Dataset.from_list(pairs(4)).remove_columns("avg_confidence")
     spec["args"] = {"weighting": ["confidence"]}
-    with pytest.raises(ValueError, match="column 'avg_confidence', which eval_dataset does not have"):
-        build(spec, str(tmp_path), eval_dataset=bare)
-    with pytest.raises(ValueError, match="column 'avg_confidence', which held_out does not have"):
-        build(spec, str(tmp_path), eval_dataset={"held_out": bare})
+    for name, held_out in (("eval_dataset", bare), ("held_out", {"held_out": bare})):
+        with pytest.raises(ValueError, match=f"column 'avg_confidence', which {name} does not have"):
+            build(spec, str(tmp_path), eval_dataset=held_out)
 
 
 @pytest.mark.parametrize("value", [None, "high"])

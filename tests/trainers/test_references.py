@@ -18,16 +18,8 @@ from tests.support.tiny import pairs, perturbed
 from trl_ext.rollouts.sampler import fast_rollouts
 from trl_ext.trainers.policies import base_policy, remember_base
 
-SETTINGS = {
-    "max_steps": 1,
-    "per_device_train_batch_size": 4,
-    "learning_rate": 0.01,
-    "logging_steps": 1,
-    "report_to": "none",
-    "save_strategy": "no",
-    "use_cpu": True,
-    "bf16": False,
-}
+SETTINGS = {"max_steps": 1, "per_device_train_batch_size": 4, "learning_rate": 0.01, "logging_steps": 1}
+SETTINGS |= {"report_to": "none", "save_strategy": "no", "use_cpu": True, "bf16": False}
 ROLLOUTS = {"num_generations": 4, "max_completion_length": 6, "fast_rollouts": "off"}
 TRAINERS = {
     "PreferenceTrainer": {"loss": "dpo"},
@@ -88,16 +80,10 @@ def test_the_reference_is_a_copy_of_the_model_in_memory(name, change, tiny_model
     start = {key: value.clone() for key, value in model.state_dict().items()}
     trainer = build(name, model, tiny_model_path, tmp_path / "run", TRAINERS[name])
     log = first_log(trainer)
-    if name == "PreferenceTrainer":
-        assert log["loss"] == pytest.approx(math.log(2), abs=1e-6) and log["rewards/margins"] == pytest.approx(
-            0, abs=1e-6
-        )
-    elif name == "KTOTrainer":
-        assert log["rewards/chosen"] == pytest.approx(0, abs=1e-6) and log["kl"] == pytest.approx(0, abs=1e-5)
-    elif name == "OnlinePreferenceTrainer":
-        assert log["loss"] == pytest.approx(math.log(2), abs=1e-6)
-    else:
-        assert log["kl"] == pytest.approx(0, abs=1e-6)
+    # Of a policy that is its reference.
+    expected = {"rewards/chosen": 0} if name == "KTOTrainer" else {}
+    expected |= {"loss": math.log(2), "rewards/margins": 0} if "Preference" in name else {"kl": 0}
+    assert {key: log[key] for key in expected} == pytest.approx(expected, abs=1e-6)
     reference = trainer.accelerator.unwrap_model(trainer.ref_model)
     left = reference.state_dict()
     assert all(torch.equal(left[key], value) for key, value in start.items())
@@ -190,17 +176,13 @@ def test_without_a_reference_such_an_adapter_trains_but_is_not_compared_with_its
         remember_base(trainer)
 
 
-def test_an_adapter_of_another_kind(tiny_model_path, tmp_path):
+@pytest.mark.parametrize("kind", ["of another kind", "trained and given"])
+def test_other_adapters_are_their_own_reference(kind, tiny_model_path, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.float32)
-    config = IA3Config(
-        task_type="CAUSAL_LM", target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]
-    )
-    trainer = build("PreferenceTrainer", model, tiny_model_path, tmp_path, {"loss": "dpo"}, peft_config=config)
-    assert first_log(trainer)["loss"] == pytest.approx(math.log(2), abs=1e-6)
-
-
-def test_a_trained_adapter_that_is_given_is_its_own_reference(tiny_model_path, tmp_path):
-    model = AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.float32)
-    config = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
-    trainer = build("PreferenceTrainer", get_peft_model(model, config), tiny_model_path, tmp_path, {"loss": "dpo"})
+    feedforward = {"target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]}
+    given = {"peft_config": IA3Config(task_type="CAUSAL_LM", **feedforward)}
+    if kind == "trained and given":
+        config = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+        model, given = get_peft_model(model, config), {}
+    trainer = build("PreferenceTrainer", model, tiny_model_path, tmp_path, {"loss": "dpo"}, **given)
     assert first_log(trainer)["loss"] == pytest.approx(math.log(2), abs=1e-6)

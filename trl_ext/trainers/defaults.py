@@ -14,6 +14,7 @@ from transformers import TrainingArguments
 from trl_ext.processes import warn_once_per_run
 from trl_ext.registry import nearest
 from trl_ext.resilience.secrets import KeepsSecrets
+from trl_ext.trainers.trl_settings import refuse_given
 
 PACKING_CHOICES = ("auto", "off")
 # Field of several configurations -> its least value.
@@ -132,6 +133,22 @@ def check_at_least(args: TrainingArguments, least: dict[str, float]) -> None:
             raise ValueError(f"{name} must be {bound}, got {value}")
 
 
+def check_positive(args: TrainingArguments, *names: str) -> None:
+    """Raise a ValueError for a field that is not above 0 or not a finite number; None means "not given"."""
+    for name in names:
+        value = getattr(args, name)
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"{name} must be positive, got {value}")
+
+
+def check_shares(args: TrainingArguments, *names: str) -> None:
+    """Raise a ValueError for a field that is not in [0, 1]; None means "not given"."""
+    for name in names:
+        value = getattr(args, name)
+        if value is not None and not 0 <= value <= 1:
+            raise ValueError(f"{name} must lie in [0, 1], got {value}")
+
+
 def check_training(args: TrainingArguments, **least: float) -> None:
     """Raise a ValueError for a value out of range in the fields that configurations share.
 
@@ -142,15 +159,12 @@ def check_training(args: TrainingArguments, **least: float) -> None:
     check_at_least(args, {name: value for name, value in _LEAST.items() if hasattr(args, name)} | least)
     if isinstance(args, PackedFields):
         check_choice("packing", args.packing, PACKING_CHOICES)
-    if isinstance(args, TruncatedFields) and args.max_length is not None:
-        raise ValueError(
-            f"max_length is not used by {type(args).__name__}: use max_prompt_tokens and max_response_tokens, which "
-            "truncate the two separately"
-        )
+    if isinstance(args, TruncatedFields):
+        refuse_given(args, {"max_length": "use max_prompt_tokens and max_response_tokens"})
     if args.max_steps < 1 and args.max_steps != -1:
         raise ValueError(f"max_steps must be at least 1, got {args.max_steps}; -1 trains num_train_epochs")
-    if args.max_steps == -1 and not 0 < args.num_train_epochs < math.inf:
-        raise ValueError(f"num_train_epochs must be a positive number, got {args.num_train_epochs}")
+    if args.max_steps == -1:
+        check_positive(args, "num_train_epochs")
 
 
 def parse_json_option(name: str, value: dict[str, Any] | str | None) -> dict[str, Any] | None:

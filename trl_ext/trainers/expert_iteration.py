@@ -30,8 +30,7 @@ from trl_ext.trainers.callbacks import MetricsFileCallback, read_metrics
 from trl_ext.trainers.defaults import check_at_least, configuration
 from trl_ext.trainers.policies import trained_policy
 from trl_ext.trainers.sft import SFTConfig, SFTTrainer
-
-_LEAST = {"n_steps": 1, "questions_per_step": 1, "rollouts_per_question": 1, "sft_epochs": 1, "max_per_question": 1}
+from trl_ext.trainers.trl_settings import refuse_given
 
 
 @dataclass
@@ -57,15 +56,12 @@ class ExpertIterationConfig(SFTConfig):
     )
 
     def __post_init__(self):
-        check_at_least(self, _LEAST)
+        own = ("n_steps", "questions_per_step", "rollouts_per_question", "sft_epochs", "max_per_question")
+        check_at_least(self, dict.fromkeys(own, 1))
+        of_rounds = ("save_strategy", "load_best_model_at_end")
+        refuse_given(self, dict.fromkeys(of_rounds, "every round ends with a checkpoint"))
         if self.max_steps != -1 or self.num_train_epochs not in (3.0, self.sft_epochs):
-            raise ValueError(
-                "max_steps and num_train_epochs are not used: n_steps and sft_epochs say how long to train"
-            )
-        if self.save_strategy != "no" or self.load_best_model_at_end:
-            raise ValueError(
-                "save_strategy and load_best_model_at_end are not used: every round ends with a checkpoint"
-            )
+            raise ValueError("max_steps and num_train_epochs are not used: give n_steps and sft_epochs")
         self.num_train_epochs = self.sft_epochs
         super().__post_init__()
 
@@ -86,10 +82,9 @@ class ExpertIterationTrainer(SFTTrainer):
     dataset to `{output_dir}/samples/expert_{k}_rollouts.jsonl` and `expert_{k}_dataset.jsonl`, and `checkpoint-{k}`.
     A run resumed from a checkpoint continues as the original would have, from the beginning of the next round.
 
-    Logged before a round's fine-tuning: `expert_step`, and for its responses `rollouts/reward`, `rollouts/format`,
-    `rollouts/entropy` (nats per token), `rollouts/mean_length`, `rollouts/kept`, `rollouts/questions` (with a kept
-    response) and `rollouts/correct_but_cut` (correct, cut at the limit, and so not kept). Steps count the updates of
-    all rounds.
+    Logged before a round's fine-tuning: `expert_step`, and of its responses `rollouts/reward`, `/format`, `/entropy`
+    (nats per token), `/mean_length`, `/kept`, `/questions` (with a kept response) and `/correct_but_cut` (cut at the
+    limit, and so not kept). Steps count the updates of all rounds.
 
     Args:
         model: as for `SFTTrainer`.
@@ -134,7 +129,7 @@ class ExpertIterationTrainer(SFTTrainer):
                 "lower it"
             )
         self.rows, self.prompts, self.grade, self.settings = list(rows), list(prompts), grade, settings
-        self.validate = validate
+        self.validate = validate or (lambda: None)
         self.stops: Callable[[], bool] | None = None
         self.rounds = 0
         # Updates of the rounds before the current one.
@@ -168,19 +163,15 @@ class ExpertIterationTrainer(SFTTrainer):
         """
         self.rounds = self._begin(self._checkpoint_to_resume(resume_from_checkpoint))
         if self.rounds == 0:
-            self._validate()
+            self.validate()
         for step in range(self.rounds + 1, self.args.n_steps + 1):
             demonstrations = self._collect(step)
             self._fine_tune(step, demonstrations)
-            self._validate()
+            self.validate()
             self._save_checkpoint_of(step)
             self.rounds = step
             if step < self.args.n_steps and self.stops is not None and self.stops():
                 break
-
-    def _validate(self) -> None:
-        if self.validate is not None:
-            self.validate()
 
     # ---- Progress of the run ----
 
@@ -243,12 +234,10 @@ class ExpertIterationTrainer(SFTTrainer):
         # TRL's own `log` would add the previous round's training metrics.
         Trainer.log(self, {name: value for name, value in figures.items() if value is not None})
         if not kept:
-            counts = count_categories(graded)
             raise NoCorrectResponseError(
                 f"round {step} of expert iteration: none of {len(graded)} responses to {len(prompts)} questions was "
-                f"correct and ended ({cut} correct and cut, {counts['wrong_answer']} with a wrong answer, "
-                f"{counts['wrong_format']} in another form): raise questions_per_step or rollouts_per_question, begin "
-                "from a better model, or check the prompt and the reward"
+                f"correct and ended ({dict(count_categories(graded))}, {cut} of the correct cut): raise "
+                "questions_per_step or rollouts_per_question, or check the model, the prompt and the reward"
             )
         demonstrations = [_demonstration(row, prompts[row["row_id"]], row["response_text"]) for row in kept]
         if self.accelerator.is_main_process:

@@ -14,12 +14,14 @@ from trl import KTOConfig as TRLKTOConfig
 from trl import KTOTrainer as TRLKTOTrainer
 
 from trl_ext.data.unpaired import pairs_to_unpaired
+from trl_ext.models.batches import temporarily
 from trl_ext.processes import warn_once_per_run
 from trl_ext.resilience.training import ResilientTraining
 from trl_ext.trainers.context import LABELLED, check_dataset, check_inputs, check_template, quiet_about_length
 from trl_ext.trainers.defaults import (
     TruncatedFields,
     check_choice,
+    check_positive,
     check_training,
     configuration,
     resolve_device_defaults,
@@ -44,9 +46,7 @@ class KTOConfig(TruncatedFields, TRLKTOConfig):
     loss_type: str = field(default="kto", metadata={"help": "kto or apo_zero_unpaired.", "choices": LOSSES})
 
     def __post_init__(self):
-        for name in ("beta", "desirable_weight", "undesirable_weight"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise ValueError(f"{name} must be a positive number, got {getattr(self, name)}")
+        check_positive(self, "beta", "desirable_weight", "undesirable_weight")
         check_choice("loss_type", self.loss_type, LOSSES)
         check_training(self, per_device_train_batch_size=2, per_device_eval_batch_size=2)
         resolve_device_defaults(self)
@@ -77,11 +77,6 @@ class KTOTrainer(ResilientTraining, WritesModelCard, TRLKTOTrainer):
     def __init__(self, model, ref_model=None, args: KTOConfig | None = None, **kwargs: Any):
         args = configuration(self, args, self._config_class)
         model = check_inputs(model, {**kwargs, "ref_model": ref_model}, LABELLED, one_kind=True)
-        for name in ("train_dataset", "eval_dataset"):
-            if isinstance(kwargs.get(name), Dataset):
-                kwargs[name] = _with_neighbours(kwargs[name], name, args)
-        if isinstance(kwargs.get("train_dataset"), Dataset):
-            _say_how_labels_weigh(_check_labels(kwargs["train_dataset"]), args)
         with reference_in_memory(TRLKTOTrainer, model):
             super().__init__(model, ref_model, args, **kwargs)
         if self.ref_model is None:
@@ -90,15 +85,16 @@ class KTOTrainer(ResilientTraining, WritesModelCard, TRLKTOTrainer):
 
     def _prepare_dataset(self, dataset, processing_class, args, dataset_name):
         if isinstance(dataset, Dataset):
-            # This also covers datasets passed to `evaluate` and named held-out sets.
+            # Of what is passed to `evaluate`, too.
             check_dataset(f"{dataset_name}_dataset", dataset, LABELLED, one_kind=True)
             dataset = _with_neighbours(dataset, f"{dataset_name}_dataset", args)
+            if dataset_name == "train":
+                _check_labels(dataset, args)
         check_template(processing_class, dataset)
         quiet_about_length(processing_class)
-        dataset = super()._prepare_dataset(dataset, processing_class, args, dataset_name)
-        if self.calculate_KL and isinstance(dataset, Dataset) and (args.dataset_num_proc or 1) > 1:
-            # Each of TRL's processes batches its own shard, where rows have other neighbours than in training.
-            dataset = dataset.map(_with_mismatched, batched=True, batch_size=args.per_device_train_batch_size)
+        # Each of several processes would batch its own shard, where rows have other neighbours than in training.
+        with temporarily(args, dataset_num_proc=None):
+            dataset = super()._prepare_dataset(dataset, processing_class, args, dataset_name)
         prompt, response = args.max_prompt_tokens, args.max_response_tokens
 
         def truncate(row):
@@ -131,14 +127,8 @@ def _with_neighbours(dataset: Dataset, name: str, args: KTOConfig) -> Dataset:
     return dataset.select(range(count - 1))
 
 
-def _with_mismatched(rows: dict[str, list]) -> dict[str, list]:
-    """Pair each prompt of a batch with the response to the prompt before it."""
-    responses = rows["completion_ids"]
-    return {"KL_completion_ids": [*responses[-1:], *responses[:-1]]}
-
-
-def _check_labels(dataset: Dataset) -> tuple[int, int]:
-    """The numbers of desirable and of undesirable rows."""
+def _check_labels(dataset: Dataset, args: KTOConfig) -> None:
+    """Raise ValueError for labels that are not both there, or not booleans; one line says how the two weigh."""
     labels = dataset["label"]
     for index, label in enumerate(labels):
         if not isinstance(label, bool):
@@ -150,17 +140,11 @@ def _check_labels(dataset: Dataset) -> tuple[int, int]:
         if not counts[label]:
             raise ValueError(
                 f"train_dataset has no {word} response among its {len(labels)}: KTO weighs the two labels against "
-                "each other, and with one alone it only makes every response likelier, or unlikelier; add rows with "
-                f"label {str(label).lower()}"
+                f"each other; add rows with label {str(label).lower()}"
             )
-    return counts[True], counts[False]
-
-
-def _say_how_labels_weigh(counts: tuple[int, int], args: KTOConfig) -> None:
-    desirable, undesirable = counts
-    ratio = args.desirable_weight * desirable / (args.undesirable_weight * undesirable)
+    ratio = args.desirable_weight * counts[True] / (args.undesirable_weight * counts[False])
     # TRL says which weights would do where these do not.
     warn_once_per_run(
-        f"KTO: {desirable} desirable and {undesirable} undesirable responses weigh {ratio:.3g} to 1; between 1 and "
-        "4/3 is recommended (arXiv 2402.01306)"
+        f"KTO: {counts[True]} desirable and {counts[False]} undesirable responses weigh {ratio:.3g} to 1; between "
+        "1 and 4/3 is recommended (arXiv 2402.01306)"
     )

@@ -182,14 +182,13 @@ class RolloutMetrics(StepMetrics):
 
     def _step_metrics(self, mode: str) -> dict[str, str]:
         by = "rows" if self.importance_sampling_level == "sequence" else "tokens"
-        of_sampler = ("sampling_logp_difference/mean", "effective_sample_size", "weight_mean", "dropped")
         return {
             "kl": "tokens",
             "entropy": "tokens",
             "cispo_clip_ratio": "tokens",
             "log_ratio/clamped": "counted",
             **dict.fromkeys(self._own_means, "counted"),
-            **{f"sampling/{name}": "counted" for name in of_sampler},
+            "sampling/sampling_logp_difference/mean": "counted",
             "sampling/sampling_logp_difference/max": "max",
             **{f"clip_ratio/{name}_mean": by for name in ("low", "high", "region")},
             "clip_ratio/low_min": "min",

@@ -8,7 +8,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub import ModelCardData
 from peft import PeftModel
 
 from trl_ext.files import markdown_line, read_json, write_json, write_text
@@ -56,8 +56,7 @@ class WritesModelCard:
         """
         if self.is_world_process_zero():
             tags = [tags] if isinstance(tags, str) else tags or []
-            folder = Path(self.args.output_dir)
-            write_text(folder / CARD_NAME, _card(self, model_name, dataset_name, tags))
+            write_text(Path(self.args.output_dir) / CARD_NAME, _card(self, model_name, dataset_name, tags))
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         super()._save(output_dir, state_dict)
@@ -89,31 +88,38 @@ def _card(trainer, model_name: str | None, dataset_name: str | None, tags: list[
     folder = Path(trainer.args.output_dir)
     run = _run(folder)
     name = model_name or (trainer.args.hub_model_id or folder.absolute().name).split("/")[-1]
-    base_path = trainer.model.config._name_or_path
-    base = portable_name(run.get("model") or base_path)
+    base = portable_name(run.get("model") or trainer.model.config._name_or_path)
     data = run.get("dataset") or dataset_name
     is_adapter = isinstance(trainer.model, PeftModel)
     head = ModelCardData(
         model_name=name,
-        license=LICENCES.get(base) or _licence(Path(base_path)),
+        license=LICENCES.get(base),
         base_model=HUB_BASE.get(base) or (base if _is_hub_name(base) else None),
         datasets=data if data and _is_hub_name(data) else None,
         library_name="peft" if is_adapter else "transformers",
         tags=sorted({"generated_from_trainer", *_tags(trainer), *tags}),
     )
-    kind = "An adapter of" if is_adapter else "A fine-tuned version of"
+    libraries = ", ".join(f"{name} {version(name)}" for name in ("trl_ext", "trl", "transformers", "torch", "peft"))
     parts = [
         f"---\n{head.to_yaml()}\n---",
         f"# {markdown_line(name)}",
-        f"{kind} {_shown(base, 'models')}.",
+        f"{'An adapter of' if is_adapter else 'A fine-tuned version of'} {_shown(base, 'models')}.",
         _how_to_use(trainer, base, is_adapter),
         _method(trainer, run),
         _data(trainer, run, data),
         trainer.card_results,
         _how_to_repeat(folder, run),
-        _versions(),
+        f"Trained with {libraries}.",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _run(folder: Path) -> dict[str, Any]:
+    """The entry `run` of `results.json`; empty if there is none, as in another program's file of this name."""
+    try:
+        return read_json(folder / "results.json")["run"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
 
 
 def _tags(trainer) -> set[str]:
@@ -122,60 +128,6 @@ def _tags(trainer) -> set[str]:
     if method not in preference_losses and method not in policy_algorithms:
         return {*trainer._tag_names}
     return {*trainer._tag_names} - METHOD_TAGS | {method}
-
-
-def _licence(base: Path) -> str | None:
-    """The licence that the card in the base model's folder names, if it has one."""
-    try:
-        return ModelCard.load(base / CARD_NAME, ignore_metadata_errors=True).data.license
-    except (OSError, ValueError):
-        return None
-
-
-def _how_to_use(trainer, base: str, is_adapter: bool) -> str:
-    """Lines of Python that load the model from its folder or from the hub, and use it."""
-    model = trainer.args.hub_model_id or "."
-    where = "" if model != "." else " in its folder"
-    prompt = "What is the capital of France?"
-    if getattr(getattr(trainer, "processing_class", None), "chat_template", None):
-        prompt = [{"role": "user", "content": prompt}]
-    if "reward-trainer" in trainer._tag_names:
-        lines = [
-            "from trl_ext import RewardModel",
-            "",
-            f'reward_model = RewardModel("{model}")',
-            f'print(reward_model.score([{json.dumps(prompt)}], ["Paris."]))',
-        ]
-    else:
-        load = [f'generate = pipeline("text-generation", model="{model}")']
-        own = [f'model, tokenizer = load_policy("{model}")']
-        if is_adapter and not (_is_hub_name(base) or base in OURS):
-            where += f", beside a copy of its base `{Path(base).name}`"
-            own = [
-                f'model, tokenizer = load_policy("{Path(base).name}")',
-                f'model = PeftModel.from_pretrained(model, "{model}")',
-            ]
-        if is_adapter and not _is_hub_name(base):
-            imports = ["from peft import PeftModel"] * (len(own) > 1)
-            load = [*own, 'generate = pipeline("text-generation", model=model, tokenizer=tokenizer)']
-            imports += ["from transformers import pipeline", "", "from trl_ext.models import load_policy"]
-        else:
-            imports = ["from transformers import pipeline"]
-        ask = f"print(generate({json.dumps(prompt)}, max_new_tokens=64, return_full_text=False))"
-        lines = [*imports, "", *load, ask]
-    code = "\n".join(lines)
-    return f"## Use\n\nRun{where}:\n\n```python\n{code}\n```"
-
-
-def _run(folder: Path) -> dict[str, Any]:
-    """The entry `run` of `results.json`; empty if there is none yet."""
-    try:
-        results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    # A folder may hold another program's file of this name.
-    run = results.get("run") if isinstance(results, dict) else None
-    return run if isinstance(run, dict) else {}
 
 
 def _is_hub_name(name: str) -> bool:
@@ -188,6 +140,27 @@ def _shown(name: str, kind: str) -> str:
     if _is_hub_name(name):
         return f"[{name}](https://huggingface.co/{'datasets/' if kind == 'datasets' else ''}{name})"
     return OURS.get(name) or f"`{Path(name).name}`"
+
+
+def _how_to_use(trainer, base: str, is_adapter: bool) -> str:
+    """Lines of Python that load the model from its folder or from the hub, and use it."""
+    model = trainer.args.hub_model_id or "."
+    prompt = "What is the capital of France?"
+    if getattr(getattr(trainer, "processing_class", None), "chat_template", None):
+        prompt = [{"role": "user", "content": prompt}]
+    lines = ["from transformers import pipeline", "", f'generate = pipeline("text-generation", model="{model}")']
+    if "reward-trainer" in trainer._tag_names:
+        lines = ["from trl_ext import RewardModel", "", f'reward_model = RewardModel("{model}")']
+        ask = f'reward_model.score([{json.dumps(prompt)}], ["Paris."])'
+    else:
+        # transformers finds only bases that are on the hub.
+        if is_adapter and not _is_hub_name(base):
+            lines[1:] = ["", "from trl_ext.models import load_policy", ""]
+            lines += [f'model, tokenizer = load_policy("{model}")']
+            lines += ['generate = pipeline("text-generation", model=model, tokenizer=tokenizer)']
+        ask = f"generate({json.dumps(prompt)}, max_new_tokens=64, return_full_text=False)"
+    code = "\n".join([*lines, f"print({ask})"])
+    return f"## Use\n\nRun{' in its folder' if model == '.' else ''}:\n\n```python\n{code}\n```"
 
 
 def _method(trainer, run: dict[str, Any]) -> str:
@@ -214,20 +187,13 @@ def _data(trainer, run: dict[str, Any], data: str | None) -> str:
 
 
 def _how_to_repeat(folder: Path, run: dict[str, Any]) -> str:
-    recipe = run.get("recipe")
-    if not recipe or not (folder / "config.yaml").is_file():
+    if "recipe" not in run or not (folder / "config.yaml").is_file():
         return ""
     # The command runs where training was started; of a folder elsewhere, only the last part is told.
-    here = Path.cwd().resolve()
-    shown = folder.resolve().relative_to(here).as_posix() if folder.resolve().is_relative_to(here) else folder.name
-    command = f"trl-ext train {recipe} --config {shown}/config.yaml --output_dir {shown}-again"
+    here, folder = Path.cwd().resolve(), folder.resolve()
+    shown = folder.relative_to(here).as_posix() if folder.is_relative_to(here) else folder.name
     return (
-        "## Training it again\n\n`config.yaml` in this folder holds every argument. Paths in it, of data, reward "
-        "models or functions, are as seen from the folder that training was started in: run this there, or give your "
-        f"own paths as flags, such as `--dataset_name`.\n\n```bash\n{command}\n```"
+        "## Training it again\n\n`config.yaml` in this folder holds every argument; paths in it are as seen from the "
+        f"folder that training was started in.\n\n```bash\ntrl-ext train {run['recipe']} --config {shown}/config.yaml "
+        f"--output_dir {shown}-again\n```"
     )
-
-
-def _versions() -> str:
-    names = ("trl_ext", "trl", "transformers", "torch", "peft")
-    return "Trained with " + ", ".join(f"{name} {version(name)}" for name in names) + "."

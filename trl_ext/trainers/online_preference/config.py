@@ -11,7 +11,7 @@ from trl_ext.rollouts.pairing import PAIR_CHOICES
 from trl_ext.rollouts.replay import WEIGHT_CHOICES
 from trl_ext.settings import SETTINGS
 from trl_ext.trainers.defaults import check_at_least, check_choice, parse_json_option
-from trl_ext.trainers.policy.config import RESAMPLING, PolicyConfig
+from trl_ext.trainers.policy.config import PolicyConfig
 from trl_ext.trainers.trl_settings import refuse_given
 
 # Policy-gradient settings that a preference loss does not read: setting -> why.
@@ -26,7 +26,7 @@ _NOT_READ = {
     **dict.fromkeys(
         ("entropy_coef", "use_adaptive_entropy", "top_entropy_quantile"), "train an algorithm of PolicyConfig for it"
     ),
-    **dict.fromkeys(RESAMPLING, "prompts whose responses tie make no pair and take no part in the mean"),
+    "resample_groups": "prompts whose responses tie make no pair and take no part in the mean",
     "multi_objective_aggregation": "combine rewards with `trl_ext.rewards.RewardEnsemble`",
     "mask_truncated_completions": "use missing_eos_penalty, which lets finished responses win",
 }
@@ -154,27 +154,19 @@ class OnlinePreferenceConfig(PolicyConfig):
                 "a rollout (steps_per_generation): change one of the two"
             )
         if not self.replay_capacity:
-            for name in ("replay_fraction", "replay_max_age", "replay_weights", "replay_weight_cap"):
-                if (value := getattr(self, name)) != getattr(type(self), name):
-                    raise ValueError(f"{name} {value} needs a replay: set replay_capacity, or leave it out")
+            of_replay = ("replay_fraction", "replay_max_age", "replay_weights", "replay_weight_cap")
+            refuse_given(self, dict.fromkeys(of_replay, "it needs a replay: set replay_capacity, or leave it out"))
             return
         if not 0 < self.replay_fraction < 1:
             raise ValueError(
                 f"replay_fraction must lie between 0 and 1, got {self.replay_fraction}; for no replay, set "
                 "replay_capacity 0"
             )
-        if self.replay_weights == "none" and self.replay_weight_cap != type(self).replay_weight_cap:
-            raise ValueError(
-                f"replay_weight_cap {self.replay_weight_cap} caps nothing with replay_weights none: choose weights, "
-                "or leave it out"
-            )
+        if self.replay_weights == "none":
+            refuse_given(self, {"replay_weight_cap": "replay_weights none has no weights to cap"})
         if self.replay_max_age < self.updates_per_rollout:
             raise ValueError(
                 f"replay_max_age {self.replay_max_age} leaves nothing to replay: at the next rollout, pairs are "
                 f"{self.updates_per_rollout} updates old; set it to that at least"
             )
-        if self.sync_ref_model:
-            raise ValueError(
-                "replay does not go with sync_ref_model: pairs are kept with log-probabilities of a reference that "
-                "stays as it is"
-            )
+        refuse_given(self, {"sync_ref_model": "pairs of a replay keep the log-probabilities of one fixed reference"})

@@ -10,7 +10,6 @@ from trl import GRPOConfig as TRLGRPOConfig
 from trl import RLOOConfig as TRLRLOOConfig
 
 from trl_ext.algorithms import PolicyObjective
-from trl_ext.names import load_function
 from trl_ext.processes import warn_once_per_run, world_size
 from trl_ext.registry import Algorithm
 from trl_ext.rollouts.stopping import check_stop
@@ -18,29 +17,32 @@ from trl_ext.settings import SETTINGS, AdvantageFields, LossFields
 from trl_ext.trainers.defaults import (
     PackedFields,
     check_choice,
+    check_positive,
+    check_shares,
     check_training,
     parse_json_option,
     resolve_device_defaults,
 )
 from trl_ext.trainers.trl_settings import POLICY_SETTINGS, explain, merge, refuse_given, translate
 
-# TRL's fields for options of a surrogate, whose names they begin with.
-_OPTION_FIELDS = {"sapo": ("temperature_pos", "temperature_neg")}
 # Method -> TRL's configuration of the same name, and the fields of its loss whose defaults differ, each with the
 # fields here that decide the same.
+_OF_GRPO = {"beta": "beta", "loss_type": "loss_type surrogate aggregation"}
+_OF_GRPO |= {"scale_rewards": "scale_rewards advantage std_ddof"}
 _UNLIKE_TRL = {
-    "grpo": (
-        TRLGRPOConfig,
-        {
-            "beta": ("beta",),
-            "loss_type": ("loss_type", "surrogate", "aggregation"),
-            "scale_rewards": ("scale_rewards", "advantage", "std_ddof"),
-        },
-    ),
-    "rloo": (TRLRLOOConfig, {"beta": ("beta",), "num_generations": ("num_generations",)}),
+    "grpo": (TRLGRPOConfig, _OF_GRPO),
+    "rloo": (TRLRLOOConfig, {"beta": "beta", "num_generations": "num_generations"}),
 }
-# Settings that a configuration without their part refuses together.
-RESAMPLING = ("resample_groups", "group_filter")
+# TRL's settings that act inside its own loss: setting -> what to use.
+_NOT_CARRIED = {
+    **dict.fromkeys(
+        ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
+        "VESPO is --algorithm recipes/own/vespo.py:vespo, with --algorithm_kwargs",
+    ),
+    "sapo_temperature_pos": "use --algorithm_kwargs '{\"temperature_pos\": 1.0}'",
+    "sapo_temperature_neg": "use --algorithm_kwargs '{\"temperature_neg\": 1.05}'",
+    "label_smoothing_factor": "it belongs to the loss of transformers.Trainer",
+}
 
 
 def _override(text: str) -> Any:
@@ -129,13 +131,6 @@ class PolicyConfig(LossFields, AdvantageFields, PackedFields, TRLGRPOConfig):
         "Dynamic sampling: replace groups whose rewards are all equal, which teach nothing, by groups of further "
         "prompts, in at most this many further rollouts. 0: off."
     )
-    group_filter: str | None = field(
-        default=None,
-        metadata={
-            "help": "Which groups resample_groups keeps: your own file.py:function(rewards [G]) -> bool, of rewards "
-            "before shaping and penalties. Default: those with two different rewards."
-        },
-    )
     fast_rollouts: str = field(
         default="auto",
         metadata={
@@ -170,7 +165,8 @@ class PolicyConfig(LossFields, AdvantageFields, PackedFields, TRLGRPOConfig):
 
     def _compare_defaults_with_trl(self) -> None:
         stock, fields_of_loss = _UNLIKE_TRL.get(self._method, (None, {}))
-        unset = [n for n, ours in fields_of_loss.items() if all(getattr(self, name) is None for name in ours)]
+        given = {name for name in " ".join(fields_of_loss.values()).split() if getattr(self, name) is not None}
+        unset = [name for name, ours in fields_of_loss.items() if given.isdisjoint(ours.split())]
         if unset:
             name = type(self).__name__
             theirs = ", ".join(f"{field_name} {getattr(stock, field_name)}" for field_name in unset)
@@ -178,9 +174,7 @@ class PolicyConfig(LossFields, AdvantageFields, PackedFields, TRLGRPOConfig):
 
     def build_objective(self) -> PolicyObjective:
         """The algorithm with its settings resolved."""
-        return self._objective_of(self._row or self.algorithm)
-
-    def _objective_of(self, algorithm: str | Algorithm) -> PolicyObjective:
+        algorithm = self._row or self.algorithm
         given = {name: getattr(self, name) for name in SETTINGS}
         translated = translate(self, POLICY_SETTINGS)
         if self.delta is not None:
@@ -191,9 +185,6 @@ class PolicyConfig(LossFields, AdvantageFields, PackedFields, TRLGRPOConfig):
         given = merge(given, translated)
         try:
             objective = PolicyObjective(algorithm, options=self.algorithm_kwargs, **given)
-            options = self._options_in_trl_fields(objective.surrogate)
-            if options:
-                objective = PolicyObjective(algorithm, options={**options, **objective.options}, **given)
         except ValueError as error:
             error.args = (explain(error, translated),)
             raise
@@ -209,17 +200,6 @@ class PolicyConfig(LossFields, AdvantageFields, PackedFields, TRLGRPOConfig):
             )
         return objective
 
-    def _options_in_trl_fields(self, surrogate: str) -> dict[str, float]:
-        """The surrogate's options that TRL has fields for, such as `sapo_temperature_pos`, where they are given."""
-        given = {}
-        for owner, options in _OPTION_FIELDS.items():
-            fields = {f"{owner}_{option}": option for option in options}
-            if owner != surrogate:
-                refuse_given(self, dict.fromkeys(fields, f"it is for --loss_type {owner} or --algorithm {owner}"))
-                continue
-            given = {o: getattr(self, f) for f, o in fields.items() if getattr(self, f) != getattr(type(self), f)}
-        return given
-
     @property
     def updates_per_rollout(self) -> int:
         """The number of optimizer steps that use one rollout; the next step samples a new one."""
@@ -228,9 +208,7 @@ class PolicyConfig(LossFields, AdvantageFields, PackedFields, TRLGRPOConfig):
 
     def _refuse_what_is_not_carried(self) -> None:
         self.scale_rewards = {True: "group", False: "none"}.get(self.scale_rewards, self.scale_rewards)
-        of_vespo = ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")
-        refused = dict.fromkeys(of_vespo, "VESPO is --algorithm recipes/own/vespo.py:vespo, with --algorithm_kwargs")
-        refuse_given(self, refused | {"label_smoothing_factor": "it belongs to the loss of transformers.Trainer"})
+        refuse_given(self, _NOT_CARRIED)
         if self._method is not None and self.algorithm != self._method:
             raise ValueError(
                 f"{type(self).__name__} is the algorithm {self._method!r} and cannot be {self.algorithm!r}: "
@@ -246,13 +224,10 @@ class PolicyConfig(LossFields, AdvantageFields, PackedFields, TRLGRPOConfig):
             reward_timeout=0,
             missing_eos_penalty=0,
             resample_groups=0,
-            overlong_share=0,
             top_k=0,
         )
-        if self.overlong_share > 1:
-            raise ValueError(
-                f"overlong_share is a share of max_completion_length and at most 1: {self.overlong_share}"
-            )
+        check_shares(self, "overlong_share", "min_p", "top_p")
+        check_positive(self, "temperature", "repetition_penalty", "top_p")
         if self.max_completion_length is None:
             raise ValueError("max_completion_length must be at least 1, got None: it is the budget of a response")
         if not 0 <= self.min_new_tokens <= self.max_completion_length:
@@ -260,14 +235,6 @@ class PolicyConfig(LossFields, AdvantageFields, PackedFields, TRLGRPOConfig):
                 f"min_new_tokens must be from 0 to max_completion_length ({self.max_completion_length}), "
                 f"got {self.min_new_tokens}"
             )
-        if not 0 < self.temperature < math.inf:
-            raise ValueError(f"temperature must be positive, got {self.temperature}: greedy responses are all alike")
-        if not 0 < self.repetition_penalty < math.inf:
-            raise ValueError(f"repetition_penalty must be positive, got {self.repetition_penalty}; 1 is none")
-        if self.min_p is not None and not 0 <= self.min_p <= 1:
-            raise ValueError(f"min_p must lie in [0, 1], got {self.min_p}")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
         if self.top_k == 1:
             raise ValueError("top_k 1 samples from one token, so that responses are all alike; 0 is all tokens")
         check_choice("reward_errors", self.reward_errors, ("raise", "skip"))
@@ -292,10 +259,6 @@ class PolicyConfig(LossFields, AdvantageFields, PackedFields, TRLGRPOConfig):
                 f"the advantage {objective.advantage} reads each reward function by itself, and no penalty on their "
                 "sum: leave out missing_eos_penalty, overlong_share and kl_in reward"
             )
-        if self.group_filter is not None:
-            if not self.resample_groups:
-                raise ValueError("group_filter says which groups resample_groups replaces: set resample_groups")
-            load_function(self.group_filter, "group filter")
 
     def _give_generation_limits(self) -> None:
         """Pass on `min_new_tokens`, and `stop` to vLLM, under the names that transformers or vLLM uses for them."""
@@ -356,8 +319,8 @@ class PolicyConfig(LossFields, AdvantageFields, PackedFields, TRLGRPOConfig):
             return
         if self.save_steps < 1:
             raise ValueError(
-                f"save_steps {self.save_steps} is a share of the run, and checkpoints must lie between rollouts: give "
-                f"a multiple of {period} steps"
+                f"save_steps {self.save_steps} is a share of the run: checkpoints lie between rollouts, so give a "
+                f"multiple of {period} steps"
             )
         later = int(math.ceil(self.save_steps / period) * period)
         if self.load_best_model_at_end and self.eval_strategy == "steps" and later % self.eval_steps:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -14,27 +13,21 @@ from datasets import Dataset
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from trl_ext.names import load_function
 from trl_ext.rewards import ShapedReward
 from trl_ext.trainers.policy.config import PolicyConfig
 
 Rows = list[dict[str, Any]]
 
 
-def group_filter(args: PolicyConfig, given: dict[str, Any]) -> Callable[[Tensor], bool]:
-    """The function that tells whether a group of rewards, [G], has a signal; `given` are the trainer's arguments.
-
-    Raises:
-        ValueError: groups are to be replaced, and prompts cannot be drawn from such data by their index.
-    """
+def check_data(args: PolicyConfig, given: dict[str, Any]) -> None:
+    """Raise ValueError if groups are to be replaced and the trainer's arguments hold no data to draw prompts from."""
     dataset = given.get("train_dataset")
-    if args.resample_groups and given.get("environment_factory"):
-        raise ValueError("resample_groups draws prompts from the data, and an environment makes its own")
-    if args.resample_groups and not isinstance(dataset, Dataset):
-        raise ValueError("resample_groups draws prompts by their index: give a Dataset, not a stream")
-    if args.resample_groups and {"image", "images"} & set(dataset.column_names):
-        raise ValueError("resample_groups is for text: this dataset has images")
-    return has_two_rewards if args.group_filter is None else load_function(args.group_filter, "group filter")
+    by_index = isinstance(dataset, Dataset) and not {"image", "images"} & set(dataset.column_names)
+    if args.resample_groups and (given.get("environment_factory") or not by_index):
+        raise ValueError(
+            "resample_groups draws prompts from the training data by their index: give a Dataset of text, not a "
+            "stream, images or an environment"
+        )
 
 
 def has_two_rewards(rewards: Tensor) -> bool:
@@ -85,12 +78,12 @@ def _further_inputs(trainer, inputs: Rows) -> Iterator[Rows]:
 
     Their order follows from the seed and the number of the rollout, so that a resumed run draws the same.
     """
-    data = trainer.train_dataset
+    data, size = trainer.train_dataset, trainer.num_generations
     order = np.random.default_rng((trainer.args.seed, trainer.rollouts)).permutation(len(data)).tolist()
     seen = set(map(repr, trainer._logs["prompt"]))
     unseen = (index for index in order if repr(data[index]["prompt"]) not in seen)
     indices = itertools.chain(unseen, itertools.cycle(order))
-    first, size = trainer.accelerator.process_index * len(inputs), trainer.num_generations
+    first = trainer.accelerator.process_index * len(inputs)
     while True:
         drawn = list(itertools.islice(indices, trainer.args.generation_batch_size // size))
         own = [data[drawn[row // size]] for row in range(first, first + len(inputs))]
@@ -101,19 +94,19 @@ class _Round:
     """What a round has sampled and scored, over all processes."""
 
     def __init__(self, trainer, output: dict):
-        self.output, faults = output, trainer.reward_guard
+        self.output, guard = output, trainer.reward_guard
         self.rewards, finished, lengths = trainer._rollout
-        self.failed = faults.failed
+        self.failed = guard.failed
         columns = {name: value.cpu() for name, value in output.items() if value.ndim}
         columns |= {"finished": torch.tensor(finished), "length": torch.tensor(lengths)}
-        columns["not_finite"] = torch.tensor([row in faults.not_finite for row in range(len(finished))])
+        columns["not_finite"] = torch.tensor([row in guard.not_finite for row in range(len(finished))])
         # A slice would be sent with the whole tensor.
         self.rows = gather_object([{n: c[row].clone() for n, c in columns.items()} for row in range(len(finished))])
         self.table = {name: list(column) for name, column in _table(trainer).items()}
-        self.signals = [bool(trainer.group_filter(r)) for r in _raw_rewards(trainer).view(-1, trainer.num_generations)]
+        self.signals = list(map(has_two_rewards, _raw_rewards(trainer).view(-1, trainer.num_generations)))
 
 
-def _table(trainer) -> dict[str, deque]:
+def _table(trainer) -> dict:
     """TRL's table of the completions of a rollout, by column; the trainer itself replaces the advantages."""
     logs = trainer._logs
     return {"prompt": logs["prompt"], "completion": logs["completion"], **logs["rewards"], **logs["extra"]}
@@ -127,9 +120,8 @@ def _raw_rewards(trainer) -> Tensor:
         function = trainer.plain_reward_functions.get(name)
         if isinstance(function, ShapedReward):
             own = rewards[first : first + len(finished), index].contiguous()
-            # A call that failed leaves those of an earlier call; its own rewards are NaN.
-            known = function.unshaped is not None and len(function.unshaped) == len(own)
-            plain[:, index] = gather(function.unshaped.to(own) if known else own)
+            # There are none after a call that failed, whose rewards are NaN.
+            plain[:, index] = gather(own if function.unshaped is None else function.unshaped.to(own))
     return trainer._weighted_sum(plain.masked_fill(rewards.isnan(), float("nan")))
 
 

@@ -34,7 +34,7 @@ from trl_ext.trainers.packing import can_regroup, keeps_groups, pack_trainer, re
 from trl_ext.trainers.policies import check_base_of_adapter, reference_in_memory
 from trl_ext.trainers.policy.config import PolicyConfig
 from trl_ext.trainers.policy.generation import PolicyGeneration, greedy_rewards
-from trl_ext.trainers.policy.resampling import group_filter, sample_rollout
+from trl_ext.trainers.policy.resampling import check_data, sample_rollout
 from trl_ext.trainers.policy.reward_functions import (
     as_reward_functions,
     check_arguments,
@@ -91,12 +91,12 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
         several = [name for name in ("tools", "environment_factory", "rollout_func") if kwargs.get(name)]
         if several and self.objective.reads("greedy_rewards"):
             raise ValueError(f"a greedy baseline does not go with {several[0]}: its greedy responses are single turns")
-        self._check_prompts(kwargs.get("train_dataset"), args)
         dataset = kwargs.get("train_dataset")
+        self._check_prompts(dataset, args)
         if isinstance(dataset, Dataset) and len(dataset) and not kwargs.get("rollout_func"):
             # A transform may add columns.
             check_arguments(functions, list(dataset[0]))
-        self.group_filter = group_filter(args, kwargs)
+        check_data(args, kwargs)
         self._reward_models = reward_models(functions)
         self.reward_guard = RewardGuard(args.reward_errors, args.reward_timeout)
         # The latest rollout's rewards, which responses ended, and their lengths; and the latest forward pass.

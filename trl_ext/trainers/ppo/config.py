@@ -10,8 +10,8 @@ from torch import Tensor
 from trl_ext.advantages import no_baseline
 from trl_ext.losses import clipped_surrogate
 from trl_ext.registry import Algorithm
-from trl_ext.trainers.defaults import check_at_least, check_choice
-from trl_ext.trainers.policy.config import RESAMPLING, PolicyConfig
+from trl_ext.trainers.defaults import check_at_least, check_choice, check_positive, check_shares
+from trl_ext.trainers.policy.config import PolicyConfig
 from trl_ext.trainers.trl_settings import refuse_given
 
 VALUE_MODELS = ("shared", "separate")
@@ -51,9 +51,10 @@ _NOT_USED = {
         ("advantage", "std_ddof", "advantage_eps", "scale_rewards", "multi_objective_aggregation"),
         "PPO's advantages are those of its value function; use whiten_advantages, gamma and lam",
     ),
-    **dict.fromkeys(RESAMPLING, "a value function learns from groups of equal rewards too: leave it out"),
+    "resample_groups": "a value function learns from groups of equal rewards too: leave it out",
     "use_vllm": "the value head would be sent to vLLM with the policy's weights",
     "torch_compile": "the value head reads the hidden states inside the forward pass",
+    "ddp_find_unused_parameters": "parameters that both losses reach would be marked ready twice",
     "off_policy_mask_threshold": "it masks whole responses by one advantage, and here each token has its own",
 }
 
@@ -117,28 +118,16 @@ class PPOConfig(PolicyConfig):
     def __post_init__(self):
         self._check_value_model()
         check_at_least(self, {"kl_horizon": 1, "value_coefficient": 0, "value_learning_rate": 0})
-        for name in ("gamma", "lam"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} must lie in [0, 1], got {getattr(self, name)}")
-        for name in ("value_clip", "kl_target"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise ValueError(f"{name} must be positive, got {value}; leave it None for none")
+        check_shares(self, "gamma", "lam")
+        check_positive(self, "value_clip", "kl_target")
         refuse_given(self, _NOT_USED)
-        if self.ddp_find_unused_parameters:
-            raise ValueError(
-                "ddp_find_unused_parameters does not go with PPO: parameters that both losses reach would be marked "
-                "ready twice; leave it out"
-            )
         # transformers would enable it for a model with adapters.
         self.ddp_find_unused_parameters = False
         super().__post_init__()
         if self.kl_target is not None and not self.beta:
             raise ValueError(f"kl_target {self.kl_target} has no coefficient to adapt: give a beta above 0")
-        if self.kl_target is None and self.kl_horizon != type(self).kl_horizon:
-            raise ValueError(
-                f"kl_horizon {self.kl_horizon} is of kl_target, which is not set: set it, or leave it out"
-            )
+        if self.kl_target is None:
+            refuse_given(self, {"kl_horizon": "it is of kl_target, which is not set"})
         if self.kl_target is not None and LARGEST_ERROR * self.generation_batch_size >= self.kl_horizon:
             raise ValueError(
                 f"kl_horizon {self.kl_horizon} is too short for a rollout of generation_batch_size "

@@ -56,15 +56,6 @@ class ValueModel:
 
         Passes take `batch_size` rows, or all if it is None. [B, count].
         """
-        size = batch_size or len(input_ids)
-        parts = [
-            self._every_value(ids, attended)
-            for ids, attended in zip(input_ids.split(size), attention_mask.split(size), strict=True)
-        ]
-        return torch.cat(parts)[:, -count - 1 : -1]
-
-    def _every_value(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """The value after each token, [B, L]."""
         raise NotImplementedError
 
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -144,10 +135,14 @@ class SeparateValueModel(ValueModel):
         trunk, head = _load_value_model(trainer)
         _add_head(self.policy, nn.ModuleDict({"trunk": trunk, "head": head}))
 
-    def _every_value(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        own = self.policy.value_head
+    def values(self, input_ids: Tensor, attention_mask: Tensor, count: int, batch_size: int | None) -> Tensor:
+        own, size = self.policy.value_head, batch_size or len(input_ids)
         with self.trainer.accelerator.autocast():
-            return _estimate(own["head"], _hidden_states(own["trunk"], input_ids, attention_mask))
+            parts = [
+                _estimate(own["head"], _hidden_states(own["trunk"], ids, attended))
+                for ids, attended in zip(input_ids.split(size), attention_mask.split(size), strict=True)
+            ]
+        return torch.cat(parts)[:, -count - 1 : -1]
 
 
 VALUE_MODELS = {own.kind: own for own in (SharedValueModel, SeparateValueModel)}

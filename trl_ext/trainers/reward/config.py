@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from trl import RewardConfig as TRLRewardConfig
 
 from trl_ext.trainers.defaults import TruncatedFields, check_training, resolve_device_defaults
+from trl_ext.trainers.trl_settings import refuse_given
 
 
 @dataclass
@@ -40,8 +41,7 @@ class RewardConfig(TruncatedFields, TRLRewardConfig):
             raise ValueError(
                 f"label_smoothing must lie in [0, 0.5), got {self.label_smoothing}: at one half labels say nothing"
             )
-        if self.label_smoothing_factor:
-            raise ValueError("label_smoothing_factor is not used by RewardConfig: use label_smoothing")
+        refuse_given(self, {"label_smoothing_factor": "use label_smoothing"})
         if not math.isfinite(self.margin_scale):
             raise ValueError(f"margin_scale must be a number, got {self.margin_scale}")
         check_training(self, center_rewards_coefficient=0)

@@ -42,8 +42,6 @@ from trl_ext.trainers.reward.config import RewardConfig
 
 # Entries of a batch that the loss reads and the model must not see.
 _OWN_KEYS = ("margin", "window")
-# Columns of pairs that are already token ids; the second row has TRL's earlier names, which it also accepts.
-_TOKENIZED = (("chosen_ids", "rejected_ids"), ("chosen_input_ids", "rejected_input_ids"))
 
 
 class RewardTrainer(ResilientTraining, WritesModelCard, RewardMetrics, TRLRewardTrainer):
@@ -102,7 +100,8 @@ class RewardTrainer(ResilientTraining, WritesModelCard, RewardMetrics, TRLReward
         has_length = isinstance(dataset, Dataset)
         options = {"num_proc": args.dataset_num_proc} if has_length else {}
         margin_column = args.margin_column or ("margin" if "margin" in columns else None)
-        if not _is_tokenized(columns):
+        # TRL also accepts its earlier names, chosen_input_ids and rejected_input_ids.
+        if not {"chosen_ids", "chosen_input_ids"} & {*columns}:
             described = {"desc": f"Tokenizing {dataset_name} dataset"} if has_length else {}
             dataset = dataset.map(_encode_pair, fn_kwargs={"tokenizer": processing_class}, **described, **options)
             dataset = truncate_pairs(dataset, dataset_name, args)
@@ -127,8 +126,7 @@ class RewardTrainer(ResilientTraining, WritesModelCard, RewardMetrics, TRLReward
         if batches:
             pairs = sum(len(batch["input_ids"]) // 2 for batch in batches)
             pairs = self.accelerator.reduce(torch.tensor(pairs, device=self.accelerator.device), reduction="sum")
-            accelerator = self.accelerator
-            window = Window(len(batches), int(pairs), accelerator.num_processes, accelerator.process_index)
+            window = Window(len(batches), int(pairs), self.accelerator.num_processes, self.accelerator.process_index)
             batches = [{**batch, "window": window} for batch in batches]
         return batches, num_items_in_batch
 
@@ -192,10 +190,6 @@ class RewardTrainer(ResilientTraining, WritesModelCard, RewardMetrics, TRLReward
         scores = self.score([*dataset["chosen_ids"], *dataset["rejected_ids"]], progress=progress)
         chosen, rejected = scores.chunk(2)
         return chosen, rejected
-
-
-def _is_tokenized(columns: Sequence[str]) -> bool:
-    return any(set(names) <= set(columns) for names in _TOKENIZED)
 
 
 def _encode_pair(row: dict, tokenizer) -> dict:
@@ -267,14 +261,12 @@ def _check_labels(config, name: str) -> None:
 
 def _check_model(model) -> None:
     _check_labels(model.config, getattr(model.config, "_name_or_path", "") or type(model).__name__)
-    if isinstance(model, PeftModel):
-        config = model.active_peft_config
-        saved = set(config.modules_to_save or ())
-        if not saved & {"score", "classifier"}:
-            raise ValueError(
-                "the given adapter would leave the score head untrained and unsaved: build it with a configuration "
-                "of task_type SEQ_CLS, or pass peft_config to the trainer, which sees to it"
-            )
+    heads = {"score", "classifier"}
+    if isinstance(model, PeftModel) and not heads & {*(model.active_peft_config.modules_to_save or ())}:
+        raise ValueError(
+            "the given adapter would leave the score head untrained and unsaved: build it with a configuration of "
+            "task_type SEQ_CLS, or pass peft_config to the trainer, which sees to it"
+        )
 
 
 def _with_score_head(peft_config: PeftConfig) -> PeftConfig:
