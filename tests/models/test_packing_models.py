@@ -368,11 +368,11 @@ def test_calls_of_a_classifier_that_are_left_padded():
 # ---- Attention functions ----
 
 
-def varlen_by_contract(calls: list, grouped: bool = True):
+def varlen_by_contract(calls: list):
     """`torch.nn.attention.varlen.varlen_attn` as it is documented, in plain operations, and what it was called with.
 
     Queries and keys of a segment end together. (-1, 0) is causal attention, (W, 0) that to W tokens before a token
-    and the token itself. Without `grouped` it is that of torch 2.11, which has no grouped heads.
+    and the token itself.
     """
 
     def varlen_attn(
@@ -398,10 +398,7 @@ def varlen_by_contract(calls: list, grouped: bool = True):
             outputs.append(output[0].transpose(0, 1))
         return torch.cat(outputs)
 
-    def varlen_attn_2_11(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):
-        return varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, window_size=window_size)
-
-    return varlen_attn if grouped else varlen_attn_2_11
+    return varlen_attn
 
 
 def hidden_states(model, plan, backend: str) -> Tensor:
@@ -409,15 +406,14 @@ def hidden_states(model, plan, backend: str) -> Tensor:
     return packing_of(model).hidden_states(plan)
 
 
-@pytest.mark.parametrize("grouped", [True, False])
 @pytest.mark.parametrize("shares", [True, False])
 @pytest.mark.parametrize(
     ("architecture", "windows"), [("llama", {(-1, 0)}), ("mistral", {(8, 0)}), ("gemma3", {(6, 0), (-1, 0)})]
 )
-def test_varlen_by_its_contract(architecture, windows, shares, grouped, monkeypatch):
+def test_varlen_by_its_contract(architecture, windows, shares, monkeypatch):
     """A window of nine tokens counts the token itself, so that the kernel is given the eight before it."""
     calls: list[dict] = []
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_by_contract(calls, grouped))
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_by_contract(calls))
     model, batch = tiny_model(architecture).eval(), ragged()
     share_prefixes(model)
     expected = hidden_states(model, plan_batch(**batch, share=shares), "sdpa")
@@ -425,7 +421,7 @@ def test_varlen_by_its_contract(architecture, windows, shares, grouped, monkeypa
     got = hidden_states(model, plan_batch(**batch, share=shares), "varlen")
     assert len(calls) == 3
     assert {call["window_size"] for call in calls} == windows
-    assert all(call["enable_gqa"] == grouped for call in calls)
+    assert all(call["enable_gqa"] for call in calls)
     assert largest(got, expected) < 1e-5
 
 

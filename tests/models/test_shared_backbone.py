@@ -335,7 +335,6 @@ EMBEDDING = {"base_model.model.model.embed_tokens.weight": torch.zeros(300, 16)}
     [
         ({"bias": "all"}, "bias='all'"),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights='pissa_niter_4'"),
-        ({"alora_invocation_tokens": [5]}, r"alora_invocation_tokens=\[5\]"),
         ({"tensors": lambda weights: weights.update(EMBEDDING)}, "weights of the base.*embed_tokens.weight"),
         ({"tensors": lambda weights: weights.pop(ONE)}, "lacks 1 tensors.*v_proj.lora_B"),
         ({"tensors": lambda weights: weights.update({ONE: torch.zeros(9, 4)})}, "does not fit .*size mismatch"),

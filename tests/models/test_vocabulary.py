@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from tests.support.packing import tiny_model
 from tests.support.tiny import pairs
-from tests.support.train_once import build_plain
+from tests.support.train_once import build
 from trl_ext.models.loading import load_policy
 from trl_ext.rewards import RewardModel
 
@@ -26,7 +26,7 @@ def small(path: str, kind=AutoModelForCausalLM, **options):
 
 def spec_of(trainer: str, model) -> dict:
     rows = [{"prompt": r["prompt"], "completion": r["chosen"], "label": i % 2 == 0} for i, r in enumerate(pairs(6))]
-    return {"trainer": trainer, "model": model} | ({"rows": rows} if trainer == "KTOTrainer" else {})
+    return {"trainer": trainer, "model": model, "dtype": None} | ({"rows": rows} if trainer == "KTOTrainer" else {})
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)
@@ -40,14 +40,14 @@ def test_a_tokenizer_larger_than_the_model_is_refused_before_training(trainer, p
     for own in [{}, *precomputed]:
         spec = spec_of(trainer, small(policy_path, kind, **options)) | own
         with pytest.raises(ValueError, match=MESSAGE):
-            build_plain(spec, str(tmp_path / "run"), processing_class=tokenizer)
+            build(spec, str(tmp_path / "run"), processing_class=tokenizer)
     # A token that no text contains, as Gemma 3's of images, is none of the model's business.
     tokenizer.add_tokens(["<image>"])
     model = kind.from_pretrained(policy_path, **options)
-    build_plain(spec_of(trainer, model), str(tmp_path / "unused"), processing_class=tokenizer)
+    build(spec_of(trainer, model), str(tmp_path / "unused"), processing_class=tokenizer)
     # Nor is room in the model for more.
     model.resize_token_embeddings(len(tokenizer) + 64)
-    build_plain(spec_of(trainer, model), str(tmp_path / "room"), processing_class=tokenizer)
+    build(spec_of(trainer, model), str(tmp_path / "room"), processing_class=tokenizer)
 
 
 def test_policies_and_reward_models_are_checked_where_they_are_loaded(policy_path, tmp_path):
@@ -68,9 +68,9 @@ def test_policies_and_reward_models_are_checked_where_they_are_loaded(policy_pat
 def test_a_router_loss_is_said_to_keep_rows_padded(policy_path, tmp_path, caplog):
     tokenizer = AutoTokenizer.from_pretrained(policy_path)
     model = tiny_model("qwen2_moe", output_router_logits=True, vocab_size=len(tokenizer))
-    spec = {"trainer": "PreferenceTrainer", "model": model, "args": {"loss": "simpo"}}
+    spec = {"trainer": "PreferenceTrainer", "model": model, "dtype": None, "args": {"loss": "simpo"}}
     with caplog.at_level(logging.WARNING):
-        trainer = build_plain(spec, str(tmp_path), processing_class=tokenizer)
+        trainer = build(spec, str(tmp_path), processing_class=tokenizer)
     lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("packing:")]
     assert lines == ["packing: off, rows are padded: the loss of its router counts padding (output_router_logits)"]
     assert trainer.packing is None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import importlib.util
 import json
-import os
 import resource
 import subprocess
 import sys
@@ -16,23 +15,21 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from tests.support.faults_once import NAMES, build, end_of_processes
+from tests.support import train_once
+from tests.support.faults_once import build, end_of_processes
 from tests.support.recipes import RECIPES, environment
-from tests.support.rollout_once import prompts
 from tests.support.tiny import pairs
-from tests.support.train_once import build_plain, largest_difference, launch, parameters
+from tests.support.train_once import largest_difference, launch, parameters
 from trl_ext.resilience.checkpoints import PARTIAL_FOLDER, last_checkpoint
 from trl_ext.resilience.faults import (
     TrainingFault,
-    disk_message,
-    is_disk_full,
     is_lost_process,
     is_out_of_memory,
     plain_faults,
 )
 from trl_ext.resilience.reward_guard import Stalled, time_limit
 
-TRAINERS = sorted(NAMES)
+TRAINERS = ["PolicyTrainer", "PreferenceTrainer", "RewardTrainer", "SFTTrainer"]
 
 
 @pytest.fixture
@@ -72,11 +69,9 @@ SAVING = {"save_strategy": "steps", "save_steps": 1, "optim": "adamw_torch", "ma
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("trainer", "size", "file"),
-    [(trainer, 20_000, "model.safetensors") for trainer in TRAINERS]
-    + [("PreferenceTrainer", 100_000, "optimizer.pt")],
+    ("trainer", "size"), [(trainer, 20_000) for trainer in TRAINERS] + [("PreferenceTrainer", 100_000)]
 )
-def test_a_full_disk_ends_the_run_and_leaves_the_earlier_checkpoint(trainer, size, file, spec, tmp_path):
+def test_a_full_disk_ends_the_run_and_leaves_the_earlier_checkpoint(trainer, size, spec, tmp_path):
     """The language model's 13,040 numbers take 52 kB and Adam's two moments 104 kB; checkpoint-1 is written before."""
     straight = build(spec(trainer, args=SAVING), str(tmp_path / "straight"))
     straight.train()
@@ -87,34 +82,14 @@ def test_a_full_disk_ends_the_run_and_leaves_the_earlier_checkpoint(trainer, siz
             stopped.train()
     message = str(caught.value)
     assert "\n" not in message
-    assert message.startswith("the disk is full: ") and file in message and "MiB were free there" in message
+    assert message.startswith("the checkpoint of step 2 could not be written, and ")
+    assert "MiB were free there. Make room" in message
     assert f"--resume_from_checkpoint goes on from {tmp_path / 'run' / 'checkpoint-1'}" in message
     assert last_checkpoint(tmp_path / "run") == tmp_path / "run" / "checkpoint-1"
+    assert not (tmp_path / "run" / PARTIAL_FOLDER).exists()
     resumed = build(spec(trainer, args=SAVING), str(tmp_path / "run"))
     resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1"))
     assert largest_difference(parameters(resumed), parameters(straight)) == 0.0
-
-
-def test_torchs_file_is_named_among_files_of_the_same_clock_tick(tmp_path):
-    folder = tmp_path / PARTIAL_FOLDER / "checkpoint-2"
-    folder.mkdir(parents=True)
-    for name in ("config.json", "optimizer.pt", "tokenizer.json"):
-        (folder / name).touch()
-        os.utime(folder / name, ns=(1, 1))
-    error = RuntimeError("[enforce fail at inline_container.cc:672] . PytorchStreamWriter failed writing")
-    assert f"{folder / 'optimizer.pt'} could not be written" in disk_message(error, str(tmp_path))
-
-
-def test_what_is_a_full_disk():
-    """As the writers of Python, safetensors and torch say it; a missing file is none."""
-    assert is_disk_full(OSError(errno.ENOSPC, "No space left on device"))
-    assert is_disk_full(OSError(errno.EDQUOT, "Disk quota exceeded"))
-    assert is_disk_full(RuntimeError("[enforce fail at inline_container.cc:672] . PytorchStreamWriter failed writing"))
-    assert is_disk_full(Exception("Error while serializing: I/O error: No space left on device (os error 28)"))
-    assert not is_disk_full(FileNotFoundError(errno.ENOENT, "No such file or directory"))
-    for text in ("mat1 and mat2 shapes cannot be multiplied", "file too large for the tokenizer", "quota exceeded"):
-        assert not is_disk_full(RuntimeError(text))
-    assert not is_disk_full(ValueError("the server has no space left for this request"))
 
 
 # ---- Out of memory ----
@@ -179,7 +154,7 @@ def test_a_reward_function_that_hangs_is_named_with_its_rows(spec, tmp_path):
         await asyncio.sleep(60)
 
     for function in (judge, judge_later):
-        trainer = build(spec("PolicyTrainer", args=HANGS), str(tmp_path), reward=function)
+        trainer = build(spec("PolicyTrainer", args=HANGS), str(tmp_path), reward_funcs=[function])
         begun = time.monotonic()
         with pytest.raises(TrainingFault) as caught:
             trainer.train()
@@ -201,7 +176,7 @@ def test_a_reward_function_that_hangs_can_be_skipped(spec, tmp_path):
         return [float(len(ids)) for ids in completion_ids]
 
     args = {**HANGS, "reward_errors": "skip", "max_steps": 3}
-    trainer = build(spec("PolicyTrainer", args=args), str(tmp_path), reward=judge)
+    trainer = build(spec("PolicyTrainer", args=args), str(tmp_path), reward_funcs=[judge])
     trainer.train()
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert [entry["reward_errors"] for entry in logged] == [0.0, 8.0, 0.0]
@@ -265,7 +240,7 @@ def test_a_killed_process_ends_the_other(spec, tmp_path):
     assert survivor.seconds - killed.seconds < 60
     error = survivor.runs[0]["error"]
     assert error.startswith(
-        "TrainingFault: another process of this run has ended, and this one cannot go on without it"
+        "TrainingFault: another process of this run has ended, and this one cannot continue without it"
     )
     assert f"goes on from {tmp_path}/0-run/checkpoint-2" in error and "\n" not in error
 
@@ -274,7 +249,7 @@ def test_a_killed_process_ends_the_other(spec, tmp_path):
 def test_a_reward_function_that_hangs_on_one_process_ends_both(spec, tmp_path):
     """Both groups of four: rows 0 and 1 are the first process's, 2 and 3 the second's, whose function never ends."""
     args = {"reward_timeout": 2.0}
-    keys = {"reward": "hangs_on_the_last_rank", "last": True, "args": args}
+    keys = {"rewards": ["hangs_on_the_last_rank"], "last": True, "args": args}
     waiting, hanging = end_of_processes([spec("PolicyTrainer", **keys)], tmp_path)
     assert (waiting.code, hanging.code) == (2, 2)
     assert abs(waiting.seconds - hanging.seconds) < 60
@@ -305,7 +280,8 @@ def test_a_recipe_says_in_one_line_that_the_disk_is_full(tmp_path):
     ended = run_recipe(tmp_path, [], "--loss", "dpo", preexec_fn=limit)
     assert ended.returncode == 2 and "Traceback" not in ended.stderr
     (line,) = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
-    assert line.startswith("error: the disk is full: ") and "There is no checkpoint to go on from" in line
+    assert line.startswith("error: the checkpoint of step 1 could not be written, and ")
+    assert "There is no checkpoint to go on from" in line
     assert last_checkpoint(tmp_path / "run") is None
     assert not (tmp_path / "run" / "checkpoint.partial").exists()
 
@@ -335,12 +311,19 @@ def test_what_is_a_lost_process(error, lost, processes, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "error", [RuntimeError("redis: connection refused"), RuntimeError("prompt.txt: file too large for the tokenizer")]
+    ("error", "said"),
+    [
+        (RuntimeError("redis: connection refused"), None),
+        (RuntimeError("prompt.txt: file too large for the tokenizer"), None),
+        (FileNotFoundError(errno.ENOENT, "No such file or directory", "a.jsonl"), None),
+        (OSError(errno.ENOSPC, "No space left on device", "a.jsonl"), "^the disk is full: a.jsonl could not be"),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), "^the disk is full: a file could not be written, and .* MiB"),
+    ],
 )
-def test_an_error_of_the_users_own_code_passes_unchanged(error, tmp_path):
-    with pytest.raises(RuntimeError) as caught, plain_faults(str(tmp_path)):
+def test_a_full_disk_is_told_and_an_error_of_the_users_own_code_passes_unchanged(error, said, tmp_path):
+    with pytest.raises(TrainingFault if said else type(error), match=said) as caught, plain_faults(str(tmp_path)):
         raise error
-    assert caught.value is error
+    assert said or caught.value is error
 
 
 # ---- Nothing to train on ----
@@ -353,11 +336,11 @@ def test_fewer_rows_than_a_batch_are_refused_before_training(trainer, tiny_model
     rows = pairs(3)
     if trainer == "KTOTrainer":
         rows = [{"prompt": r["prompt"], "completion": r["chosen"], "label": i % 2 == 0} for i, r in enumerate(rows)]
-    spec = {"trainer": trainer, "model": tiny_model_path, "rows": rows, "args": args}
+    spec = {"trainer": trainer, "model": tiny_model_path, "dtype": None, "rows": rows, "args": args}
     with pytest.raises(ValueError, match="^the training data has 3 rows, and dataloader_drop_last leaves"):
-        build_plain(spec, str(tmp_path))
+        train_once.build(spec, str(tmp_path))
     args["dataloader_drop_last"] = False
-    built = build_plain(spec, str(tmp_path))
+    built = train_once.build(spec, str(tmp_path))
     built.train()
     assert built.state.global_step == 1
 
@@ -365,8 +348,7 @@ def test_fewer_rows_than_a_batch_are_refused_before_training(trainer, tiny_model
 def test_a_rollout_needs_no_row_for_each_response(policy_path, tmp_path):
     """Two prompts are a batch of eight responses."""
     args = {"dataloader_drop_last": True}
-    trainer = build_plain(
-        {"trainer": "PolicyTrainer", "model": policy_path, "rows": prompts(2), "args": args}, str(tmp_path)
-    )
+    spec = {"trainer": "PolicyTrainer", "model": policy_path, "prompts": 2, "args": args}
+    trainer = train_once.build(spec, str(tmp_path))
     trainer.train()
     assert trainer.state.global_step == 1

@@ -20,9 +20,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.support import REPOSITORY
-from tests.support.tiny import pairs
-from tests.support.train_once import demonstrations
+from tests.support import REPOSITORY, train_once
+from tests.support.rollout_once import save_policy
+from tests.support.tiny import pairs, save_tiny_model
 
 COMMON = {
     "optim": "adamw_torch",
@@ -96,34 +96,19 @@ KINDS: dict[str, dict[str, Any]] = {
 
 def build(kind: str, models: Path, folder: Path):
     """The trainer of a kind with its callbacks, not yet trained."""
-    from tests.support import rollout_once, train_once
     from trl_ext.trainers.callbacks import MetricsFileCallback
 
-    spec = {**KINDS[kind], "model": str(models / "tiny"), "args": {"save_strategy": "no", **KINDS[kind]["args"]}}
+    spec = {"pairs": 10, "dtype": "float32", **KINDS[kind]}
     output = str(folder / "run")
     if spec["trainer"] == "ExpertIterationTrainer":
-        return _expert(spec["args"], output)
-    if spec["trainer"] == "PolicyTrainer":
-        spec["model"] = str(models / "policy")
-        trainer = rollout_once.build(spec, output)
-    elif spec["trainer"] == "PreferenceTrainer":
-        held_out = _held_out() if "eval_strategy" in spec["args"] else None
-        trainer = train_once.build(spec, output, eval_dataset=held_out)
-    else:
-        spec["rows"] = pairs(spec.get("pairs", 10))
-        held_out = _held_out(demonstrations if spec["trainer"] == "SFTTrainer" else list)
-        trainer = train_once.build_plain(
-            spec, output, eval_dataset=held_out if "eval_strategy" in spec["args"] else None
-        )
+        return _expert({"save_strategy": "no", **spec["args"]}, output)
+    spec["model"] = str(models / ("policy" if spec["trainer"] == "PolicyTrainer" else "tiny"))
+    if "eval_strategy" in spec["args"]:
+        spec["held_out"] = pairs(4, seed=7)
+    trainer = train_once.build(spec, output)
     # As the recipes do: first the file of metrics, then what logs.
     trainer.add_callback(MetricsFileCallback(folder / "run" / "metrics.jsonl"))
     return trainer
-
-
-def _held_out(of=list):
-    from datasets import Dataset
-
-    return Dataset.from_list(of(pairs(4, seed=7)))
 
 
 def _expert(arguments: dict, output: str):
@@ -150,15 +135,15 @@ def _expert(arguments: dict, output: str):
 # ---- Where a life ends ----
 
 
-def _at_event(event: str):
+def _at_event(event: str, number: int = signal.SIGKILL):
     def arrange(trainer, step: int) -> None:
         from transformers import TrainerCallback
 
-        def end(self, args, state, control, **kwargs):
+        def tell(self, args, state, control, **kwargs):
             if state.global_step == step:
-                os.kill(os.getpid(), signal.SIGKILL)
+                os.kill(os.getpid(), number)
 
-        trainer.add_callback(type("Kill", (TrainerCallback,), {event: end})())
+        trainer.add_callback(type("Tell", (TrainerCallback,), {event: tell})())
 
     return arrange
 
@@ -182,20 +167,6 @@ def _within(owner: str, name: str):
     return arrange
 
 
-def _signal(number: int):
-    from transformers import TrainerCallback
-
-    def place(trainer, step: int) -> None:
-        class Notice(TrainerCallback):
-            def on_step_begin(self, args, state, control, **kwargs):
-                if state.global_step == step:
-                    os.kill(os.getpid(), number)
-
-        trainer.add_callback(Notice())
-
-    return place
-
-
 CHECKPOINTS = "trl_ext.resilience.checkpoints"
 PLACES = {
     "step_end": _at_event("on_step_end"),
@@ -208,8 +179,8 @@ PLACES = {
     # With its name, and nothing yet deleted or scored.
     "renamed": _within(CHECKPOINTS, "delete_old"),
     # No kill: the notice of a preemption, or Ctrl-C, in the middle of the step that follows.
-    "notice": _signal(signal.SIGTERM),
-    "interrupt": _signal(signal.SIGINT),
+    "notice": _at_event("on_step_begin", signal.SIGTERM),
+    "interrupt": _at_event("on_step_begin", signal.SIGINT),
 }
 
 
@@ -289,9 +260,6 @@ def in_a_fork(function, *arguments, log: Path, until: Callable[[], bool] | None 
 
 
 def save_models(folder: Path) -> None:
-    from tests.support.rollout_once import save_policy
-    from tests.support.tiny import save_tiny_model
-
     save_tiny_model(folder / "tiny", dropout=0.1)
     save_policy(str(folder / "tiny"), folder / "policy")
 
@@ -343,15 +311,8 @@ def preload() -> None:
     """Import what lives need, so that forks have it."""
     import trl_ext
 
-    for name in (
-        "PreferenceTrainer",
-        "KTOTrainer",
-        "RewardTrainer",
-        "PolicyTrainer",
-        "SFTTrainer",
-        "ExpertIterationTrainer",
-    ):
-        getattr(trl_ext, name)
+    for spec in KINDS.values():
+        getattr(trl_ext, spec["trainer"])
 
 
 # ---- What two runs are compared by ----

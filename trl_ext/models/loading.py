@@ -53,7 +53,7 @@ def resolve_model_path(name_or_path: str) -> str:
     if _looks_like_path(name_or_path):
         raise FileNotFoundError(
             f"no model folder {name_or_path!r}: give a folder, a GGUF file, a hub name such as "
-            f"Qwen/Qwen2.5-1.5B-Instruct, toy or smollm2{_siblings(path)}"
+            f"Qwen/Qwen2.5-1.5B-Instruct, toy or smollm2"
         )
     return name_or_path
 
@@ -79,15 +79,6 @@ def _looks_like_path(name: str) -> bool:
     path = Path(name)
     is_no_hub_name = name.startswith((".", "/", "~", "runs/")) or name.endswith(("/", ".gguf")) or name.count("/") > 1
     return is_no_hub_name or path.exists() or ("/" in name and path.parent.is_dir())
-
-
-def _siblings(path: Path) -> str:
-    """List the saved models in the parent folder, to help the user find the right one."""
-    if not path.parent.is_dir():
-        return ""
-    files = ("config.json", "adapter_config.json")
-    names = sorted(child.name for child in path.parent.iterdir() if any((child / file).is_file() for file in files))
-    return f"; {path.parent} holds {', '.join(names[:5])}{' and others' if len(names) > 5 else ''}" if names else ""
 
 
 def load_policy(name_or_path: str | Path, *, dtype: str = "auto", device: str | None = None) -> tuple[Any, Any]:

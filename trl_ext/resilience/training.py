@@ -24,6 +24,7 @@ from typing import Any, ClassVar
 
 import torch
 from accelerate.utils import broadcast_object_list, set_seed
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from trl_ext.files import write_text
@@ -34,7 +35,7 @@ from trl_ext.resilience import checkpoints
 from trl_ext.resilience.faults import (
     TrainingFault,
     disk_message,
-    is_disk_full,
+    is_lost_process,
     is_out_of_memory,
     memory_message,
     plain_faults,
@@ -51,7 +52,7 @@ class ResilientTraining:
 
     Updates that are not finite are skipped on all processes and counted (`skipped_updates`).
 
-    A checkpoint gets its name only when every process has written its part and everything has reached the disk.
+    A checkpoint gets its name only when every process has written its part.
     `save_total_limit` deletes older ones after that, but never the best one nor the one that the run was resumed from.
     `train(resume_from_checkpoint=True)` uses the last complete one, with a warning for each incomplete one.
 
@@ -189,10 +190,12 @@ class ResilientTraining:
         output_dir = Path(self._get_output_dir(trial))
         try:
             self._write_checkpoint(output_dir, model, trial)
-        except Exception as error:
-            if not is_disk_full(error):
+        # Each writer has an error of its own for a full disk, and most of them keep no error number.
+        except (OSError, RuntimeError, SafetensorError) as error:
+            if is_lost_process(error) or is_out_of_memory(error):
                 raise
-            message = disk_message(error, str(output_dir))
+            what = f"the checkpoint of step {self.state.global_step} could not be written"
+            message = disk_message(what, error, str(output_dir))
             if self.args.should_save:
                 # An incomplete checkpoint is of no use and takes up space.
                 shutil.rmtree(output_dir / checkpoints.PARTIAL_FOLDER, ignore_errors=True)
@@ -254,7 +257,7 @@ class ResilientTraining:
             self._warn(f"{checkpoint} has no {path.name}: metrics gathered since its last log, and counts, begin anew")
             return None
         progress = json.loads(path.read_text(encoding="utf-8"))
-        before, now = progress.get("processes", self.args.world_size), self.args.world_size
+        before, now = progress["processes"], self.args.world_size
         if before != now:
             self._warn(
                 f"{checkpoint} was written by {before} processes, and {now} go on from it: random numbers differ from "
@@ -285,7 +288,7 @@ class ResilientTraining:
         for mode, metrics in progress["metrics"].items():
             self._metrics[mode].clear()
             self._metrics[mode].update(metrics)
-        self.model.train(progress.get("training", True))
+        self.model.train(progress["training"])
         self._set_counts(progress["carried_over"])
         self._load_reference(self._resumed_from)
 
@@ -293,10 +296,9 @@ class ResilientTraining:
         return {name: attrgetter(name)(self) for name in self.carried_over}
 
     def _set_counts(self, counts: dict[str, Any]) -> None:
-        # An older checkpoint may have other counts.
-        for name, value in ((name, counts[name]) for name in self.carried_over if name in counts):
+        for name in self.carried_over:
             owner, _, attribute = name.rpartition(".")
-            setattr(attrgetter(owner)(self) if owner else self, attribute, value)
+            setattr(attrgetter(owner)(self) if owner else self, attribute, counts[name])
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any):
         self._train_sampler = super()._get_train_sampler(*args, **kwargs)

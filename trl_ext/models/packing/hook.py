@@ -25,7 +25,6 @@ from trl_ext.models.packing.obstacles import (
     has_embedding_noise,
     has_fused_head,
     is_classifier,
-    original_context,
     packing_obstacle,
     sliding_window,
 )
@@ -69,9 +68,7 @@ class Packing:
         self.skipped: dict[str, str] = {}
         self._forward = model.forward
         self._hooked = None
-        self._context = None
         if self.reason is None:
-            self._context = original_context(model.config)
             let_take_plans(model.config._attn_implementation)
             self._hooked = _hooked_forward(model)
             model.forward = types.MethodType(self._hooked, model)
@@ -128,8 +125,6 @@ class Packing:
             self._settle()
             if not self.active:
                 return None
-        if reason is None and self._context is not None and input_ids.shape[1] > self._context:
-            reason = "rotary angles depend on the length of the batch"
         window = sliding_window(self.model.config)
         if reason is None and window is not None and LONGEST_WINDOW < window < input_ids.shape[1]:
             reason = "is longer than a sliding window that the first batch's check does not reach"
