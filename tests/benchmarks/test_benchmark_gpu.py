@@ -131,19 +131,6 @@ def test_only_what_fits_into_the_budget_starts(tmp_path, capsys):
     assert lines[-1].split()[-2] == "22.000"  # 6 and 16.
 
 
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (["--device", "cpu"], "--device cpu would take hours"),
-        ([*QUICK, "--only", "X"], "--only X: no arm begins so"),
-    ],
-)
-def test_refusals(flags, said, capsys):
-    with pytest.raises(SystemExit):
-        battery.main(flags)
-    assert said in capsys.readouterr().err
-
-
 def test_the_battery_of_two_calls_of_eight_minutes(capsys):
     battery.main(["--dry_run"])
     assert float(capsys.readouterr().out.split()[-2]) < 2 * 480

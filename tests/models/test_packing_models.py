@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import trl.trainer.utils
-from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from trl.trainer.utils import add_fused_lm_head
@@ -254,29 +253,6 @@ def test_gradient_checkpointing(architecture, reentrant):
     assert packing.packed_tokens == 95
     assert apart < 1e-4 and gradient_apart < 1e-5
     assert relative(values_and_gradient(model, ragged())[1], plain) < 1e-5
-
-
-def test_adapter_on_and_off():
-    """The policy with its adapter, and the reference that is the same model without it."""
-    torch.manual_seed(3)
-    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "up_proj"], init_lora_weights=False)
-    model, batch = get_peft_model(tiny_model("qwen2"), lora), ragged()
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    model.enable_input_require_grads()
-
-    def both():
-        with torch.no_grad(), model.disable_adapter():
-            reference = forward(model, batch).log_probs
-        return reference, *values_and_gradient(model, batch)
-
-    expected_reference, expected, expected_gradient = both()
-    packing = share_prefixes(model)
-    reference, got, got_gradient = both()
-    assert packing.packed_tokens == 2 * 95
-    assert largest(reference, expected_reference) < 1e-4
-    assert largest(got.log_probs, expected.log_probs) < 1e-4
-    assert relative(got_gradient, expected_gradient) < 1e-5
-    assert largest(expected.log_probs, expected_reference) > 0.1
 
 
 @pytest.mark.parametrize("autocast", [False, True])

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import random
 import shutil
-from copy import deepcopy
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -78,14 +75,6 @@ def test_shared_scores_are_those_of_a_separate_copy(name, tiny_model_path, adapt
         assert apart(backbone.score(names[name], SEQUENCES, batch_size=2, pad_token_id=0), separate) <= 2e-6
 
 
-def test_scores_follow_neither_batch_size_nor_order_nor_padding(tiny_model_path, adapters):
-    _, backbone, name = on_policy(tiny_model_path, adapters["plain"])
-    together = backbone.score(name, SEQUENCES, batch_size=4, pad_token_id=0)
-    assert apart(backbone.score(name, SEQUENCES, batch_size=1, pad_token_id=0), together) <= 1e-6
-    reversed_order = backbone.score(name, SEQUENCES[::-1], batch_size=3, pad_token_id=0)
-    assert apart(reversed_order.flip(0), together) <= 1e-6
-
-
 def test_the_score_is_read_at_the_last_token_that_is_not_padding(tiny_model_path, adapters):
     """With the end token as padding, a sequence scores as without its end: transformers' rule, in both copies."""
     _, backbone, name = on_policy(tiny_model_path, adapters["plain"])
@@ -130,14 +119,12 @@ def test_attaching_changes_nothing_else(tiny_model_path, adapters):
     ids = torch.tensor(SEQUENCES[:1])
     logits = policy(ids).logits
     weights = {name: parameter.clone() for name, parameter in policy.named_parameters()}
-    seeds = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
+    seed = torch.get_rng_state()
     backbone = SharedBackbone(policy)
     for folder in adapters.values():
         backbone.add_reward_adapter(folder)
     backbone.score("reward1", SEQUENCES, pad_token_id=0)
-    assert torch.equal(torch.get_rng_state(), seeds[0])
-    assert random.getstate() == seeds[1]
-    assert np.array_equal(np.random.get_state()[1], seeds[2])
+    assert torch.equal(torch.get_rng_state(), seed)
     after = state(policy)
     assert after[0] == before[0] == ["default"]
     assert {module: after[4][module] for module in before[4]} == before[4]
@@ -240,19 +227,13 @@ def test_only_the_policy_is_saved(tiny_model_path, adapters, tmp_path):
     name = backbone.add_reward_adapter(adapters["plain"])
     SharedBackbone(policy).add_reward_adapter(adapters["rslora"])
     policy.save_pretrained(tmp_path / "with")
-    files = sorted(str(path.relative_to(tmp_path / "with")) for path in (tmp_path / "with").rglob("*.*"))
-    assert files == sorted(str(path.relative_to(tmp_path / "without")) for path in (tmp_path / "without").rglob("*.*"))
+    files = [{path.relative_to(tmp_path / f) for path in (tmp_path / f).rglob("*.*")} for f in ("with", "without")]
+    assert files[0] == files[1]
     saved, expected = (load_file(tmp_path / f / "adapter_model.safetensors") for f in ("with", "without"))
     assert saved.keys() == expected.keys()
     assert all(torch.equal(saved[key], expected[key]) for key in saved)
     assert not any("score" in key for key in policy.state_dict()), "the heads are outside of the model"
 
-    copy = deepcopy(policy)
-    randomize(copy, ".default.", seed=1)
-    copy.save_pretrained(tmp_path / "copy")
-    assert not torch.equal(
-        load_file(tmp_path / "copy" / "adapter_model.safetensors")[next(iter(saved))], saved[next(iter(saved))]
-    )
     policy.save_pretrained(tmp_path / "selected", selected_adapters=[name])
     assert (tmp_path / "selected" / name / "adapter_model.safetensors").is_file()
     restored = PeftModel.from_pretrained(load_policy(tiny_model_path).unload(), tmp_path / "with")
@@ -384,12 +365,6 @@ def unfrozen(base: str):
     return policy
 
 
-def quantized(base: str):
-    policy = load_policy(base)
-    policy.get_base_model().is_quantized = True
-    return policy
-
-
 def two_active(base: str):
     policy = load_policy(base)
     policy.add_adapter("other", policy.peft_config["default"])
@@ -397,19 +372,12 @@ def two_active(base: str):
     return policy
 
 
-def ia3(base: str):
-    targets = {"target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]}
-    return get_peft_model(AutoModelForCausalLM.from_pretrained(base), IA3Config(task_type="CAUSAL_LM", **targets))
-
-
 @pytest.mark.parametrize(
     ("policy", "phrases"),
     [
         (AutoModelForCausalLM.from_pretrained, "Qwen2ForCausalLM, not a model with a LoRA adapter"),
-        (ia3, "'default' is IA3, not LoRA"),
         (lambda base: load_policy(base, init_lora_weights="pissa"), "'default' .*init_lora_weights='pissa'"),
         (unfrozen, "trains weights of its base, such as norm.weight"),
-        (quantized, "base is quantized"),
         (two_active, "2 active adapters"),
     ],
 )

@@ -17,6 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from transformers import TrainerCallback
+
 from tests.support import REPOSITORY, train_once
 
 
@@ -25,24 +27,32 @@ def build(spec: dict, output_dir: str, **own):
 
     A further key is `kill_at`, the step before which the last process dies.
     """
-    from transformers import TrainerCallback
-
     args = {"learning_rate": 0.01, "max_steps": 4, **spec.get("args", {})}
     if spec["trainer"] in ("PreferenceTrainer", "RewardTrainer", "PolicyTrainer"):
         args = {"packing": "off", **args}
 
-    class KillAt(TrainerCallback):
-        def on_step_begin(self, args, state, control, **kwargs):
-            if is_last_rank() and state.global_step == spec["kill_at"]:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    callbacks = [KillAt()] if "kill_at" in spec else []
+    callbacks = []
+    if "kill_at" in spec and is_last_rank():
+        callbacks = [At("on_step_begin", spec["kill_at"], lambda: signal.raise_signal(signal.SIGKILL))]
     spec = {"pairs": 12, "dtype": None, "rewards": ["lengths"], **spec, "args": args}
     return train_once.build(spec, output_dir, callbacks=callbacks, **own)
 
 
 def is_last_rank() -> bool:
     return int(os.environ.get("RANK", 0)) == int(os.environ.get("WORLD_SIZE", 1)) - 1
+
+
+class At(TrainerCallback):
+    """Calls a function once, when an event of that name comes at that step."""
+
+    def __init__(self, event: str, step: int, function):
+        self.step, self.function = step, function
+        setattr(self, event, self.act)
+
+    def act(self, args, state, control, **_):
+        if state.global_step == self.step:
+            self.step = None
+            self.function()
 
 
 class NotANumber:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support import REPOSITORY, train_once
+from tests.support.faults_once import At
 from tests.support.rollout_once import save_policy
 from tests.support.tiny import pairs, save_tiny_model
 
@@ -136,16 +137,7 @@ def _expert(arguments: dict, output: str):
 
 
 def _at_event(event: str, number: int = signal.SIGKILL):
-    def arrange(trainer, step: int) -> None:
-        from transformers import TrainerCallback
-
-        def tell(self, args, state, control, **kwargs):
-            if state.global_step == step:
-                os.kill(os.getpid(), number)
-
-        trainer.add_callback(type("Tell", (TrainerCallback,), {event: tell})())
-
-    return arrange
+    return lambda trainer, step: trainer.add_callback(At(event, step, lambda: signal.raise_signal(number)))
 
 
 def _within(owner: str, name: str):

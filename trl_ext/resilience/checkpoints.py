@@ -74,11 +74,7 @@ def fault_of(checkpoint: Path) -> str | None:
         return f"it has no {STATE_FILE}, so it was not finished"
     listed = checkpoint / FILES_FILE
     if listed.is_file():
-        try:
-            sizes = dict(json.loads(listed.read_text(encoding="utf-8")))
-        except (ValueError, TypeError):
-            return f"{FILES_FILE} is damaged"
-        for name, size in sizes.items():
+        for name, size in json.loads(listed.read_text(encoding="utf-8")).items():
             path = checkpoint / name
             if not path.is_file():
                 return f"{name} is missing"
