@@ -51,7 +51,7 @@ TRAINERS = {
     "preference, checkpointing": {"lora": True, "args": {"gradient_checkpointing": True}},
     "WPO": {"reference_seed": 1, "args": {"weighting": ["wpo"]}},
     "reward": {"trainer": "RewardTrainer", **SCORED},
-    "reward, adapter": {"trainer": "RewardTrainer", "lora": True, **SCORED},
+    "reward, adapter": {"trainer": "RewardTrainer", "lora": True, **SCORED, "args": {"learning_rate": 0.05}},
     "GRPO": policy(epsilon=0.01, beta=0.05),
     "Dr. GRPO": policy("dr_grpo", epsilon=0.01),
     "GSPO": policy("gspo", epsilon=0.001, epsilon_high=0.002),
@@ -64,7 +64,7 @@ TRAINERS = {
     "trl.GRPO": {**policy(epsilon=0.01, beta=0.1), "trainer": "trl.GRPOTrainer"},
     "trl.RLOO": {**policy(epsilon=0.01, beta=0.1), "trainer": "trl.RLOOTrainer", "fixed": False},
     "trl.Reward": {"trainer": "trl.RewardTrainer", **SCORED},
-    "trl.Reward, adapter": {"trainer": "trl.RewardTrainer", "lora": True, **SCORED},
+    "trl.Reward, adapter": {"trainer": "trl.RewardTrainer", "lora": True, **SCORED, "args": {"learning_rate": 0.05}},
 }
 
 

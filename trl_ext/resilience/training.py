@@ -64,7 +64,7 @@ class ResilientTraining:
 
     Raises:
         ValueError: `auto_find_batch_size` is set, which would let transformers change the optimizer batch; the
-            training data makes no batch; or the model lacks embeddings of the tokenizer's tokens.
+            training data makes no batch; or the model lacks embeddings of the tokenizer's special tokens.
     """
 
     carried_over: ClassVar[tuple[str, ...]] = (
@@ -85,12 +85,11 @@ class ResilientTraining:
         super().__init__(*args, **kwargs)
         if self.args.auto_find_batch_size:
             raise ValueError(
-                "auto_find_batch_size cannot be used: transformers would shrink the optimizer batch and go on from "
-                "parameters that have been trained. Lower per_device_train_batch_size and raise "
-                "gradient_accumulation_steps by the same factor, or use gradient_checkpointing"
+                "auto_find_batch_size cannot be used, as it changes the optimizer batch: lower "
+                "per_device_train_batch_size and raise gradient_accumulation_steps by the same factor"
             )
         self._require_a_batch()
-        check_vocabulary(self.model, self.processing_class, self.train_dataset)
+        check_vocabulary(self.model, self.processing_class)
         self.update_guard = UpdateGuard(self, self.args.max_skipped_updates)
         self.add_callback(self.update_guard)
 
@@ -105,9 +104,6 @@ class ResilientTraining:
         """
         begin_warnings()
         self.interrupted, self._progress = False, None
-        tied = getattr(self.model.config.get_text_config(), "tie_word_embeddings", False)
-        log = logging.getLogger("transformers.trainer")
-        (log.addFilter if tied else log.removeFilter)(_is_no_tied_head)
         checkpoint = self._checkpoint_to_resume(resume_from_checkpoint)
         if checkpoint is not None:
             self.check_optimizer_batch(checkpoint)
@@ -132,7 +128,7 @@ class ResilientTraining:
         if rows < needed:
             raise ValueError(
                 f"the training data has {rows} rows, and dataloader_drop_last leaves out a batch of fewer than "
-                f"{needed}: give more rows or a smaller per_device_train_batch_size, or leave dataloader_drop_last out"
+                f"{needed}: give more rows or a smaller per_device_train_batch_size"
                 if rows
                 else "the training data has no rows"
             )
@@ -365,11 +361,6 @@ class ResilientTraining:
     def _warn(self, message: str) -> None:
         if self.is_world_process_zero():
             logger.warning(message)
-
-
-def _is_no_tied_head(record: logging.LogRecord) -> bool:
-    """False for the warning that a checkpoint lacks the head of a model whose head is its embedding."""
-    return "checkpoint model loaded: ['lm_head.weight']" not in record.getMessage()
 
 
 def _progress_file(process_index: int) -> str:
