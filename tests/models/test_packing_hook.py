@@ -368,15 +368,6 @@ def test_only_adapters_in_use_draw_dropout():
         assert not has_active_dropout(model)
 
 
-def test_equal_rows_differ_under_dropout():
-    """Each of two equal rows has draws of its own."""
-    row = list(range(10, 30))
-    model, batch = tiny_model("qwen2", attention_dropout=0.5), padded([row, row, row[:4]], [4, 4, 2])
-    share_prefixes(model)
-    log_probs = forward(model, batch).log_probs
-    assert (log_probs[0] - log_probs[1]).abs().max() > 0.1
-
-
 def test_a_window_that_the_first_check_does_not_reach():
     """The check has rows of 640 tokens; with a window of 700, wider batches than that stay padded."""
     model = tiny_model("mistral", sliding_window=700, max_position_embeddings=1024)

@@ -111,8 +111,11 @@ def test_scores_in_bfloat16(tiny_model_path, adapters):
     assert scores.dtype == torch.float32 and not torch.equal(scores, scores.bfloat16().float())
 
 
-def test_attaching_changes_nothing_else(tiny_model_path, adapters):
+def test_attaching_and_scoring_change_nothing_else(tiny_model_path, adapters):
+    """Of its own adapter the first layer only is trained: PEFT's switches would train all of it, or nothing."""
     policy = load_policy(tiny_model_path)
+    for name, parameter in policy.named_parameters():
+        parameter.requires_grad_(".default." in name and ".layers.0." in name)
     policy.train()
     policy.get_base_model().model.layers[0].eval()
     before = state(policy)
@@ -124,6 +127,10 @@ def test_attaching_changes_nothing_else(tiny_model_path, adapters):
     for folder in adapters.values():
         backbone.add_reward_adapter(folder)
     backbone.score("reward1", SEQUENCES, pad_token_id=0)
+    with pytest.raises(ValueError, match="sequence 1 is empty"):
+        backbone.score("reward0", [[1], []], pad_token_id=0)
+    with pytest.raises(IndexError):
+        backbone.score("reward0", [[10**6]], pad_token_id=0)
     assert torch.equal(torch.get_rng_state(), seed)
     after = state(policy)
     assert after[0] == before[0] == ["default"]
@@ -187,37 +194,6 @@ def test_within_a_disabled_adapter(tiny_model_path, adapters):
         backbone.score(added, SEQUENCES, batch_size=2, pad_token_id=0),
         separate_scores(tiny_model_path, adapters["all linear, rank 6"]),
     )
-
-
-def test_an_exception_restores_everything(tiny_model_path, adapters):
-    policy = load_policy(tiny_model_path)
-    policy.train()
-    backbone = SharedBackbone(policy)
-    name = backbone.add_reward_adapter(adapters["plain"])
-    before = state(policy)
-    with pytest.raises(ValueError, match="sequence 1 is empty"):
-        backbone.score(name, [[1], []], pad_token_id=0)
-    with pytest.raises(IndexError):
-        backbone.score(name, [[10**6]], pad_token_id=0)
-    assert state(policy) == before
-
-
-def test_what_the_policy_froze_stays_frozen(tiny_model_path, adapters):
-    """Of its own adapter the first layer only is trained: PEFT's switches would train all of it, or nothing."""
-    policy = load_policy(tiny_model_path)
-    for name, parameter in policy.named_parameters():
-        parameter.requires_grad_(".default." in name and ".layers.0." in name)
-
-    def trained() -> set[str]:
-        return {name for name, parameter in policy.named_parameters() if parameter.requires_grad}
-
-    before = trained()
-    assert 0 < len(before) < sum(".default." in name for name, _ in policy.named_parameters())
-    backbone = SharedBackbone(policy)
-    name = backbone.add_reward_adapter(adapters["plain"])
-    assert trained() == before
-    backbone.score(name, SEQUENCES, pad_token_id=0)
-    assert trained() == before
 
 
 def test_only_the_policy_is_saved(tiny_model_path, adapters, tmp_path):

@@ -27,9 +27,7 @@ class Preemption(TrainerCallback):
     change nothing. Outside of training, where there is nothing to save, a signal ends the process at once. Rounds of
     expert iteration are not saved halfway: they start again from their responses.
 
-    SLURM sends SIGTERM on preemption. On request it sends SIGUSR1 earlier to job steps: `--signal=USR1@300`. Under
-    torchrun, SIGUSR1 must reach the worker processes, and torchrun kills them 30 seconds after a SIGTERM. torchrun and
-    `accelerate launch` exit with 1 themselves: requeue on any failure, or on the printed line.
+    torchrun kills its workers 30 seconds after a SIGTERM, and exits with 1 itself, as `accelerate launch` does.
 
     Create it in the main thread, and add it to the trainer after its other callbacks.
 
