@@ -10,12 +10,13 @@ processes: `python -m torch.distributed.run ... -m tests.support.resume_once KIN
 
 from __future__ import annotations
 
+import importlib
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -144,8 +145,6 @@ def _within(owner: str, name: str):
     """Before a function runs for the checkpoint of a step."""
 
     def arrange(trainer, step: int) -> None:
-        import importlib
-
         target = trainer if owner == "trainer" else importlib.import_module(owner)
         original = getattr(target, name)
 
@@ -220,35 +219,20 @@ def in_a_fork(function, *arguments, log: Path, until: Callable[[], bool] | None 
 
     It is killed as soon as `until()` is true, which is asked every few milliseconds.
     """
-    sys.stdout.flush()
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            with log.open("a") as file:
-                os.dup2(file.fileno(), 1)
-                os.dup2(file.fileno(), 2)
-            function(*arguments)
-            code = 0
-        except SystemExit as ended:
-            code = ended.code
-        except BaseException:
-            import traceback
+    process = multiprocessing.get_context("fork").Process(target=_logged, args=(log, function, *arguments))
+    process.start()
+    while process.is_alive():
+        process.join(None if until is None else 0.004)
+        if until is not None and until():
+            process.kill()
+    return process.exitcode
 
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
-    ended, status = os.waitpid(child, 0 if until is None else os.WNOHANG)
-    while not ended:
-        if until():
-            os.kill(child, signal.SIGKILL)
-            ended, status = os.waitpid(child, 0)
-        else:
-            time.sleep(0.004)
-            ended, status = os.waitpid(child, os.WNOHANG)
-    return os.waitstatus_to_exitcode(status)
+
+def _logged(log: Path, function, *arguments) -> None:
+    with log.open("a") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    function(*arguments)
 
 
 def save_models(folder: Path) -> None:
@@ -257,26 +241,16 @@ def save_models(folder: Path) -> None:
 
 
 def carry_out(job: dict, models: Path) -> None:
-    """All lives of a job.
+    """All lives of a job, each of which must end as it should."""
+    from trl_ext.resilience.preemption import REQUEUE
 
-    Raises:
-        RuntimeError: a life ended otherwise than it should; with the end of its log.
-    """
-    folder = Path(job["folder"])
+    expected, folder = {"notice": REQUEUE, "interrupt": 130}, Path(job["folder"])
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / "log.txt"
     for kill in [*job["kills"], None]:
         code = in_a_fork(live, job["kind"], models, folder, kill, log=log)
-        if code != _expected_code(kill):
+        if code != (0 if kill is None else expected.get(kill[0], -signal.SIGKILL)):
             raise RuntimeError(f"{job} with {kill} ended with {code}: {log.read_text()[-4000:]}")
-
-
-def _expected_code(kill: list | None) -> int:
-    from trl_ext.resilience.preemption import REQUEUE
-
-    if kill is None:
-        return 0
-    return {"notice": REQUEUE, "interrupt": 130}.get(kill[0], -signal.SIGKILL)
 
 
 def run_jobs(jobs: list[dict], folder: Path) -> None:
