@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from contextlib import nullcontext
 
 import pytest
@@ -158,21 +157,6 @@ def test_regroup_by_hand():
     assert first["group"].tolist() == [1, 1, 0] and second["group"].tolist() == [0, 2, 2]
     assert first["text"] == ["a", "c", "b"] and second["text"] == ["e", "d", "f"]
     assert first["count"] == 6 and second["none"] is None
-
-
-# ---- Settings ----
-
-
-def test_one_line_at_start(tiny_model_path, tmp_path, caplog):
-    def lines():
-        return [record.message for record in caplog.records if record.message.startswith("packing: ")]
-
-    with caplog.at_level(logging.WARNING):
-        train_once.train({"model": tiny_model_path, "args": {"max_steps": 2}}, str(tmp_path / "on"))
-        assert len(lines()) == 1 and "on, without padding and with common prefixes encoded once" in lines()[0]
-        caplog.clear()
-        train_once.train({"model": tiny_model_path, "args": {"packing": "off"}}, str(tmp_path / "off"))
-        assert lines() == ["packing: off, rows are padded: as asked"]
 
 
 # ---- Reference log-probabilities once ----

@@ -89,21 +89,16 @@ def test_the_score_is_read_at_the_last_token_that_is_not_padding(tiny_model_path
 def test_scores_in_bfloat16(tiny_model_path, adapters):
     """bfloat16 keeps 8 bits: relative steps of 0.4%, over two layers. The adapter and the head stay in float32."""
     expected = separate_scores(tiny_model_path, adapters["plain"])
-    policy = load_policy(tiny_model_path)
+    policy, before = load_policy(tiny_model_path), torch.get_rng_state()
     for parameter in policy.get_base_model().parameters():
         parameter.data = parameter.data if parameter.requires_grad else parameter.data.bfloat16()
-    backbone = SharedBackbone(policy)
-    name = backbone.add_reward_adapter(adapters["plain"])
-    assert {p.dtype for n, p in policy.named_parameters() if f".{name}." in n} == {torch.float32}
-    assert apart(backbone.score(name, SEQUENCES, pad_token_id=0), expected) < 0.1
-
-    before = torch.get_rng_state()
-    frozen = SharedBackbone.load(tiny_model_path, dtype=torch.bfloat16)
-    name = frozen.add_reward_adapter(adapters["plain"])
+    for backbone in (SharedBackbone(policy), SharedBackbone.load(tiny_model_path, dtype=torch.bfloat16)):
+        name, named = backbone.add_reward_adapter(adapters["plain"]), dict(backbone.model.named_parameters())
+        assert {p.dtype for n, p in named.items() if f".{name}." in n} == {torch.float32}
+        assert {p.dtype for n, p in named.items() if ".lora_" not in n} == {torch.bfloat16}
+        assert apart(backbone.score(name, SEQUENCES, pad_token_id=0), expected) < 0.1
+    assert not any(parameter.requires_grad for parameter in named.values())
     assert torch.equal(torch.get_rng_state(), before)
-    assert not any(parameter.requires_grad for parameter in frozen.model.parameters())
-    assert {p.dtype for n, p in frozen.model.named_parameters() if ".lora_" not in n} == {torch.bfloat16}
-    assert apart(frozen.score(name, SEQUENCES, pad_token_id=0), expected) < 0.1
 
     _, backbone, name = on_policy(tiny_model_path, adapters["plain"])
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -43,20 +43,6 @@ def test_a_batch_by_hand(tokenizer):
     assert batch["input_ids"].tolist() == [[a, b, c, d], [a, b, pad, pad]], "the tensors share no memory"
 
 
-def test_labels_under_the_mask_are_the_output(tokenizer):
-    """Of one row as of many, with an empty output and texts of several bytes per letter."""
-    prompts, outputs = ["What is 1+1?", "x", "é", "long " * 9], ["two", "", "ü→", "y"]
-    batch = tokenize_prompt_and_output(prompts, outputs, tokenizer)
-    longest = max(len((prompt + output).encode()) for prompt, output in zip(prompts, outputs, strict=True))
-    assert batch["labels"].shape == (4, longest - 1)
-    for row, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
-        mask = batch["response_mask"][row]
-        assert tokenizer.decode(batch["labels"][row][mask]) == output
-        assert int(mask.sum()) == len(output.encode())
-        # The first output token is the label of the prompt's last token.
-        assert mask.tolist().index(True) == len(prompt.encode()) - 1 if output else not mask.any()
-
-
 def test_tokenized_apart():
     """A tokenizer that merges `ab` does not merge over the border between prompt and output."""
     from tokenizers import Tokenizer, models

@@ -15,7 +15,6 @@ skipping updates.
 from __future__ import annotations
 
 import json
-import logging
 import shutil
 from collections.abc import Sized
 from operator import attrgetter
@@ -30,7 +29,7 @@ from safetensors.torch import load_file, save_file
 from trl_ext.files import write_text
 from trl_ext.models.batches import temporarily
 from trl_ext.models.loading import check_vocabulary
-from trl_ext.processes import begin_warnings
+from trl_ext.processes import begin_warnings, warn_once_per_run
 from trl_ext.resilience import checkpoints
 from trl_ext.resilience.faults import (
     TrainingFault,
@@ -41,8 +40,6 @@ from trl_ext.resilience.faults import (
     plain_faults,
 )
 from trl_ext.resilience.guards import UpdateGuard
-
-logger = logging.getLogger(__name__)
 
 REFERENCE_FILE = "reference.safetensors"
 
@@ -250,12 +247,12 @@ class ResilientTraining:
         if not path.is_file():
             path = checkpoint / _progress_file(0)
         if not path.is_file():
-            self._warn(f"{checkpoint} has no {path.name}: metrics gathered since its last log, and counts, begin anew")
+            warn_once_per_run(f"{checkpoint} has no {path.name}: metrics since its last log, and counts, begin anew")
             return None
         progress = json.loads(path.read_text(encoding="utf-8"))
         before, now = progress["processes"], self.args.world_size
         if before != now:
-            self._warn(
+            warn_once_per_run(
                 f"{checkpoint} was written by {before} processes, and {now} go on from it: random numbers differ from "
                 "those of an unbroken run, and so do the metrics of the window that it lies in"
             )
@@ -345,7 +342,7 @@ class ResilientTraining:
         if reference is None:
             return
         if self.is_fsdp_enabled or getattr(self.accelerator.state.deepspeed_plugin, "zero_stage", 0) == 3:
-            self._warn("sync_ref_model: a sharded reference model is not part of a checkpoint")
+            warn_once_per_run("sync_ref_model: a sharded reference model is not part of a checkpoint")
         elif self.args.should_save:
             tensors = self.accelerator.unwrap_model(reference).named_parameters()
             save_file({name: tensor.detach().contiguous() for name, tensor in tensors}, folder / REFERENCE_FILE)
@@ -357,10 +354,6 @@ class ResilientTraining:
             with torch.no_grad():
                 for name, tensor in self.accelerator.unwrap_model(reference).named_parameters():
                     tensor.copy_(saved[name])
-
-    def _warn(self, message: str) -> None:
-        if self.is_world_process_zero():
-            logger.warning(message)
 
 
 def _progress_file(process_index: int) -> str:
