@@ -57,12 +57,10 @@ def check_checkpoint(checkpoint: str | Path) -> None:
         FileNotFoundError: it has no trainer_state.json, or there is no such folder.
         ValueError: it is incomplete; the message names the file.
     """
-    checkpoint = Path(checkpoint)
-    if not (checkpoint / STATE_FILE).is_file():
-        raise FileNotFoundError(f"{str(checkpoint)!r} is no checkpoint: it has no {STATE_FILE}")
-    fault = fault_of(checkpoint)
+    fault = fault_of(Path(checkpoint))
     if fault is not None:
-        raise ValueError(f"the checkpoint {checkpoint} cannot be resumed from: {fault}; name an earlier one")
+        kind = ValueError if (Path(checkpoint) / STATE_FILE).is_file() else FileNotFoundError
+        raise kind(f"the checkpoint {checkpoint} cannot be resumed from: {fault}; name an earlier one")
 
 
 def fault_of(checkpoint: Path) -> str | None:

@@ -326,12 +326,6 @@ class ResilientTraining:
         with temporarily(self.args, **hidden):
             return super()._finalize_training(*args, **kwargs)
 
-    def _evaluate(self, trial, ignore_keys_for_eval, skip_scheduler: bool = False):
-        if skip_scheduler and self.state.global_step:
-            # `eval_on_start` applies only at the start, which a resumed run has passed.
-            return {}
-        return super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler=skip_scheduler)
-
     # ---- A reference model that follows the policy ----
 
     def _moving_reference(self):
