@@ -11,7 +11,6 @@ import os
 import re
 import shutil
 import signal
-import stat
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -329,16 +328,3 @@ def test_machines_without_a_shared_disk(tmp_path):
     assert names(folders[0]) == names(folders[1]) == {"checkpoint-1"}
     assert names(folders[0] / "checkpoint-1") == {"progress_0.json", "trainer_state.json", FILES_FILE}
     assert names(folders[1] / "checkpoint-1") == {"progress_1.json"}
-
-
-def test_files_have_the_rights_of_new_ones_while_others_are_made(tmp_path, monkeypatch):
-    """The process's mask is everybody's: it is not touched for a moment either."""
-    before = os.umask(0o027)
-    try:
-        monkeypatch.setattr(os, "umask", lambda mask: pytest.fail("the mask of the whole process is changed"))
-        write_text(tmp_path / "a.json", "{}")
-    finally:
-        monkeypatch.undo()
-        os.umask(before)
-    assert stat.S_IMODE((tmp_path / "a.json").stat().st_mode) == 0o640
-    assert names(tmp_path) == {"a.json"}
