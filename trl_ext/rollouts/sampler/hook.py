@@ -15,7 +15,7 @@ from transformers.generation import StopStringCriteria
 
 from trl_ext.models.batches import evaluating
 from trl_ext.models.packing.hook import unwrapped
-from trl_ext.models.packing.obstacles import original_context, packing_obstacle, sliding_window
+from trl_ext.models.packing.obstacles import packing_obstacle, sliding_window
 from trl_ext.processes import warn_once_per_run
 from trl_ext.rollouts.sampler.loop import Decoder, sample
 from trl_ext.rollouts.sampler.rows import CannotSample
@@ -242,9 +242,6 @@ class Sampler:
         window = sliding_window(self.model.config)
         if window is not None and longest > window:
             raise CannotSample("responses can exceed the sliding window")
-        context = original_context(self.model.config)
-        if context is not None and longest > context:
-            raise CannotSample("rotary angles depend on the length of the batch")
 
     def _try(self) -> None:
         """Compare the log-probabilities of a few tokens with those of plain forward passes, or turn sampling off."""
