@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import trl.trainer.utils
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from trl.trainer.utils import add_fused_lm_head
@@ -26,7 +27,7 @@ from tests.support.packing import (
     values_and_gradient,
 )
 from trl_ext.models.packing import attention as packed_attention
-from trl_ext.models.packing import packed_inputs, packing_of, share_prefixes
+from trl_ext.models.packing import head, packed_inputs, packing_of, share_prefixes
 from trl_ext.models.packing.planner import plan_batch
 
 architectures = pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -88,6 +89,23 @@ def test_places_without_a_label_are_zero():
     for name in OUTPUTS:
         assert largest(getattr(got, name), getattr(expected, name)) < 1e-4, name
         assert not getattr(got, name)[~expected.label_mask].any(), name
+
+
+def test_narrow_tiles_of_the_vocabulary(monkeypatch):
+    """TRL's head scores 7 columns at a time here, fewer in the last tile; afterwards, its width is as before."""
+    own, seen = trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE, set()
+    monkeypatch.setattr(head, "CPU_TILE", 7)
+    model, batch = tiny_model("qwen2"), ragged()
+    assert model.config.vocab_size % 7
+    expected, expected_gradient = values_and_gradient(model, batch)
+    share_prefixes(model)
+    model.base_model.register_forward_pre_hook(lambda *_: seen.add(trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE))
+    got, got_gradient = values_and_gradient(model, batch)
+    assert seen == {7}
+    assert own == trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE
+    for name in OUTPUTS:
+        assert largest(getattr(got, name), getattr(expected, name)) < 1e-4, name
+    assert relative(got_gradient, expected_gradient) < 1e-5
 
 
 def test_temperature_and_scaled_logits_stay_the_heads():

@@ -18,6 +18,7 @@ from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 
 from trl_ext.models.packing.attention import BACKENDS, PLAN_KEYWORD, let_take_plans, takes_plans
 from trl_ext.models.packing.canary import LONGEST_WINDOW, difference
+from trl_ext.models.packing.head import tiles_for
 from trl_ext.models.packing.obstacles import (
     forward_functions,
     has_active_dropout,
@@ -202,7 +203,8 @@ class Packing:
         """The model's own forward pass: padded, or packed if a plan is given as keyword."""
         # Calls the function, so that a copy of the model calls itself.
         function = getattr(self._forward, "__func__", None)
-        return self._forward(*args, **kwargs) if function is None else function(self.model, *args, **kwargs)
+        with tiles_for(self.model.device):
+            return self._forward(*args, **kwargs) if function is None else function(self.model, *args, **kwargs)
 
     def hidden_states(self, plan: Plan, backbone: nn.Module | None = None) -> Tensor:
         """Last hidden states of a packed row, [T, hidden size]; `plan.columns` maps them to the batch."""
