@@ -87,3 +87,23 @@ def test_the_reward_model_of_a_full_policy_keeps_a_base_of_its_own(policy_path, 
     spec["args"] = {"share_backbone": "always"}
     with pytest.raises(ValueError, match="cannot sit on the policy's backbone: the policy is fully fine-tuned"):
         build(spec, str(tmp_path))
+
+
+def test_a_checkpoint_within_a_rollout(policy_path, tmp_path):
+    """A rollout serves two steps. Resumed after the first, it is sampled again for the second, and then the next."""
+    sampled: list[list[str]] = []
+
+    def thirds(prompts, completions, **kwargs):
+        sampled.append(prompts)
+        return [len(text) % 3 for text in completions]
+
+    def trained(folder: str, **spec):
+        sampled.clear()
+        args = {"num_iterations": 2, "save_strategy": "steps", "save_steps": 2, "max_steps": spec.pop("max_steps", 3)}
+        train({"model": policy_path, "args": args, **spec}, str(tmp_path / folder), reward_funcs=thirds)
+        return list(sampled)
+
+    straight = trained("straight")
+    assert len(straight) == 2
+    assert trained("resumed", max_steps=1) == straight[:1]
+    assert trained("resumed", resume_from_checkpoint=str(tmp_path / "resumed/checkpoint-1")) == straight
