@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tqdm.auto import tqdm
+from transformers.hf_argparser import HfArg
 from trl import ModelConfig, TrlParser
 
 from trl_ext.files import brief, read_yaml
@@ -48,9 +49,9 @@ def one_line_errors(kinds: tuple[type[Exception], ...] = MENDABLE) -> Iterator[N
 class ModelArguments(ModelConfig):
     """TRL's model arguments, with the embedded model as the default."""
 
-    model_name_or_path: str | None = dataclasses.field(
+    model_name_or_path: str | None = HfArg(
         default="toy",
-        metadata={"help": "toy, smollm2, a folder, a GGUF file, or a hub model such as Qwen/Qwen2.5-1.5B-Instruct."},
+        help="toy, smollm2, a folder, a GGUF file, or a hub model such as Qwen/Qwen2.5-1.5B-Instruct.",
     )
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+from transformers.hf_argparser import HfArg
 
 from trl_ext.processes import is_main_process, warn_once_per_run
 
@@ -12,14 +14,12 @@ from trl_ext.processes import is_main_process, warn_once_per_run
 class LaunchArguments:
     """How a run is launched."""
 
-    allow_engine_fallback: bool = field(
-        default=False,
-        metadata={"help": "Train on where FSDP was asked for and accelerate puts DDP or nothing in its place."},
+    allow_engine_fallback: bool = HfArg(
+        default=False, help="Train on where FSDP was asked for and accelerate puts DDP or nothing in its place."
     )
 
-    doctor: str = field(
-        default="on",
-        metadata={"help": "Examine data, model and configuration before training, without a step; off to leave it."},
+    doctor: str = HfArg(
+        default="on", help="Examine data, model and configuration before training, without a step; off to leave it."
     )
 
     def __post_init__(self):

@@ -6,10 +6,11 @@ import json
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from transformers.hf_argparser import HfArg
 from trl import get_peft_config, get_quantization_config
 
 from trl_ext import SFTConfig, load_benchmark
@@ -26,7 +27,7 @@ from trl_ext.trainers.context import check_rows
 from trl_ext.trainers.defaults import check_at_least
 from trl_ext.trainers.policies import remember_base
 
-EVAL_FRACTION = {"help": "Hold out this fraction of the training prompts, for data without held-out splits."}
+EVAL_FRACTION = "Hold out this fraction of the training prompts, for data without held-out splits."
 
 
 def check_fraction(fraction: float | None) -> None:
@@ -39,28 +40,22 @@ def check_fraction(fraction: float | None) -> None:
 class EvaluatedArguments:
     """The benchmark, its held-out prompts, and how responses to them are sampled."""
 
-    dataset_name: str = field(
-        default="toy",
-        metadata={"help": "toy, instructions, a folder of {split}.jsonl, one .jsonl file, or a hub dataset."},
+    dataset_name: str = HfArg(
+        default="toy", help="toy, instructions, a folder of {split}.jsonl, one .jsonl file, or a hub dataset."
     )
-    prompt_split: str = field(default="test_gen", metadata={"help": "Held-out prompts; none for no evaluation."})
-    eval_fraction: float | None = field(default=None, metadata=EVAL_FRACTION)
-    skip_bad_rows: bool = field(default=False, metadata={"help": "Drop bad rows and say how many and why."})
-    overwrite_output_dir: bool = field(default=False, metadata={"help": "Replace an earlier run in output_dir."})
-    num_generation_prompts: int = field(default=32, metadata={"help": "Prompts in each table while training."})
-    num_eval_prompts: int | None = field(
-        default=None, metadata={"help": "Prompts of the comparison at the end. Default: all of prompt_split."}
+    prompt_split: str = HfArg(default="test_gen", help="Held-out prompts; none for no evaluation.")
+    eval_fraction: float | None = HfArg(default=None, help=EVAL_FRACTION)
+    skip_bad_rows: bool = HfArg(default=False, help="Drop bad rows and say how many and why.")
+    overwrite_output_dir: bool = HfArg(default=False, help="Replace an earlier run in output_dir.")
+    num_generation_prompts: int = HfArg(default=32, help="Prompts in each table while training.")
+    num_eval_prompts: int | None = HfArg(
+        default=None, help="Prompts of the comparison at the end. Default: all of prompt_split."
     )
-    num_kl_prompts: int | None = field(
+    num_kl_prompts: int | None = HfArg(
         default=None,
-        metadata={
-            "help": "Prompts to which further responses are sampled, for the divergence from the base. "
-            "Default: all of them."
-        },
+        help="Prompts to which further responses are sampled, for the divergence from the base. Default: all of them.",
     )
-    generation_temperature: float = field(
-        default=0.0, metadata={"help": "Of the held-out responses; 0 for greedy decoding."}
-    )
+    generation_temperature: float = HfArg(default=0.0, help="Of the held-out responses; 0 for greedy decoding.")
 
     def __post_init__(self):
         counts = ("num_generation_prompts", "num_eval_prompts", "num_kl_prompts")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
+
+from transformers.hf_argparser import HfArg
 
 from trl_ext.evaluation.reporting.plots import ONLINE_PANELS
 from trl_ext.processes import world_size
@@ -32,25 +34,21 @@ WAY_OUT = "give --reward_model FOLDER, as recipes/reward_model.py trains one, or
 class RewardSources:
     """The rewards of responses."""
 
-    reward_model: list[str] | None = field(
-        default=None,
-        metadata={"help": "Folder or hub name of a reward model, full or adapter; several make an ensemble."},
+    reward_model: list[str] | None = HfArg(
+        default=None, help="Folder or hub name of a reward model, full or adapter; several make an ensemble."
     )
-    reward_function: list[str] | None = field(
-        default=None,
-        metadata={"help": "Further rewards, as file.py:function or module:function with TRL's reward signature."},
+    reward_function: list[str] | None = HfArg(
+        default=None, help="Further rewards, as file.py:function or module:function with TRL's reward signature."
     )
-    reward_aggregate: str = field(
-        default="mean",
-        metadata={"help": "How several reward models are combined: mean, min, mean_minus_std, uwo or quantile."},
+    reward_aggregate: str = HfArg(
+        default="mean", help="How several reward models are combined: mean, min, mean_minus_std, uwo or quantile."
     )
-    reward_coefficient: float | None = field(
-        default=None, metadata={"help": "Weight of the deviation in mean_minus_std, of the variance in uwo."}
+    reward_coefficient: float | None = HfArg(
+        default=None, help="Weight of the deviation in mean_minus_std, of the variance in uwo."
     )
-    reward_quantile: float = field(default=0.25, metadata={"help": "Which quantile of the members."})
-    calibrate_rewards: bool = field(
-        default=False,
-        metadata={"help": "Centre and scale each reward model on the reference responses of the training prompts."},
+    reward_quantile: float = HfArg(default=0.25, help="Which quantile of the members.")
+    calibrate_rewards: bool = HfArg(
+        default=False, help="Centre and scale each reward model on the reference responses of the training prompts."
     )
 
 
@@ -103,19 +101,16 @@ def reference_responses(rows, flag: str) -> tuple[list[Any], list[str]]:
 class OnlineArguments(EvaluatedArguments, RewardSources):
     """Data, rewards, evaluation and output of a run."""
 
-    train_split: str = field(default="train_gen", metadata={"help": "Prompts to train on."})
-    reward_shaping: str | None = field(
+    train_split: str = HfArg(default="train_gen", help="Prompts to train on.")
+    reward_shaping: str | None = HfArg(
         default=None,
-        metadata={
-            "help": "Steps that each reward goes through in training, in order, as JSON: "
-            '\'["center_reference", {"kind": "clip", "limit": 5}]\'.'
-        },
+        help="Steps that each reward goes through in training, in order, as JSON: "
+        '\'["center_reference", {"kind": "clip", "limit": 5}]\'.',
     )
-    generation_eval_every: int | None = field(
-        default=None,
-        metadata={"help": "Steps between evaluations on held-out prompts; 0 for none. Default: eval_steps, or 50."},
+    generation_eval_every: int | None = HfArg(
+        default=None, help="Steps between evaluations on held-out prompts; 0 for none. Default: eval_steps, or 50."
     )
-    generation_eval_batch_size: int = field(default=32, metadata={"help": "Prompts per batch of the evaluations."})
+    generation_eval_batch_size: int = HfArg(default=32, help="Prompts per batch of the evaluations.")
 
 
 @can_be_resumed()

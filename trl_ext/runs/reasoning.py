@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
+from transformers.hf_argparser import HfArg
 
 from trl_ext.data.math import demonstration, load_math, math_prompt
 from trl_ext.data.templates import load_prompt_template, render
@@ -29,37 +30,31 @@ BOXED = ("question_only", "boxed")
 class ProblemArguments:
     """Problems, prompts and rewards, and how responses to held-out problems are sampled."""
 
-    dataset_name: str = field(
-        default="toy",
-        metadata={"help": "toy (additions), word_problems, a folder of {split}.jsonl, or one .jsonl file."},
+    dataset_name: str = HfArg(
+        default="toy", help="toy (additions), word_problems, a folder of {split}.jsonl, or one .jsonl file."
     )
-    eval_split: str = field(default="test", metadata={"help": "Problems to evaluate on."})
-    prompt_template: str | None = field(
+    eval_split: str = HfArg(default="test", help="Problems to evaluate on.")
+    prompt_template: str | None = HfArg(
         default=None,
-        metadata={
-            "help": "r1_zero, question_only, boxed, alpaca_sft or a text file with {question} for plain text; chat "
-            "for the model's chat template; chat+NAME for the template within a chat. Default: chat on toy, "
-            "chat+boxed on word_problems, r1_zero on everything else."
-        },
+        help="r1_zero, question_only, boxed, alpaca_sft or a text file with {question} for plain text; chat "
+        "for the model's chat template; chat+NAME for the template within a chat. Default: chat on toy, "
+        "chat+boxed on word_problems, r1_zero on everything else.",
     )
-    reward: str | None = field(
+    reward: str | None = HfArg(
         default=None,
-        metadata={
-            "help": "r1_zero (answer in tags), question_only (answer in a box), gsm8k (the last number) or countdown. "
-            "Default: countdown where problems have numbers and a target, question_only for the prompts of that name "
-            "and boxed, else r1_zero."
-        },
+        help="r1_zero (answer in tags), question_only (answer in a box), gsm8k (the last number) or countdown. "
+        "Default: countdown where problems have numbers and a target, question_only for the prompts of that name "
+        "and boxed, else r1_zero.",
     )
-    use_math_verify: bool = field(
-        default=False,
-        metadata={"help": "Also ask math-verify about answers that string and value comparison do not decide."},
+    use_math_verify: bool = HfArg(
+        default=False, help="Also ask math-verify about answers that string and value comparison do not decide."
     )
-    num_eval_prompts: int | None = field(default=None, metadata={"help": "Problems to evaluate on. Default: all."})
-    max_new_tokens: int = field(default=1024, metadata={"help": "Longest response, in tokens."})
-    generation_temperature: float = field(default=1.0, metadata={"help": "Of sampled evaluations; 0 is greedy."})
-    generation_top_p: float = field(default=1.0, metadata={"help": "Nucleus sampling in evaluations."})
-    generation_eval_batch_size: int = field(default=32, metadata={"help": "Prompts per batch of the evaluations."})
-    overwrite_output_dir: bool = field(default=False, metadata={"help": "Replace an earlier run in output_dir."})
+    num_eval_prompts: int | None = HfArg(default=None, help="Problems to evaluate on. Default: all.")
+    max_new_tokens: int = HfArg(default=1024, help="Longest response, in tokens.")
+    generation_temperature: float = HfArg(default=1.0, help="Of sampled evaluations; 0 is greedy.")
+    generation_top_p: float = HfArg(default=1.0, help="Nucleus sampling in evaluations.")
+    generation_eval_batch_size: int = HfArg(default=32, help="Prompts per batch of the evaluations.")
+    overwrite_output_dir: bool = HfArg(default=False, help="Replace an earlier run in output_dir.")
 
     def __post_init__(self):
         check_at_least(self, {"num_eval_prompts": 1})
@@ -70,9 +65,9 @@ class ProblemArguments:
 class TrainingProblems(ProblemArguments):
     """Problems to train on and the length of training, in addition to the evaluation's problems."""
 
-    train_split: str = field(default="train", metadata={"help": "Problems to train on."})
-    max_hours: float | None = field(
-        default=None, metadata={"help": "End training after so long, with a checkpoint and the final table."}
+    train_split: str = HfArg(default="train", help="Problems to train on.")
+    max_hours: float | None = HfArg(
+        default=None, help="End training after so long, with a checkpoint and the final table."
     )
 
     def __post_init__(self):
@@ -85,16 +80,12 @@ class TrainingProblems(ProblemArguments):
 class SFTArguments(TrainingProblems):
     """The worked problems to train on, and how often to evaluate."""
 
-    num_examples: int | None = field(
-        default=None, metadata={"help": "Train on the first so many, after filtering. Default: all."}
+    num_examples: int | None = HfArg(default=None, help="Train on the first so many, after filtering. Default: all.")
+    filter_correct: bool = HfArg(
+        default=False, help="Train only on responses whose answer verifies; says how many do."
     )
-    filter_correct: bool = field(
-        default=False, metadata={"help": "Train only on responses whose answer verifies; says how many do."}
-    )
-    generation_eval_every: int = field(
-        default=50, metadata={"help": "Steps between evaluations on held-out problems; 0 for none."}
-    )
-    num_generation_prompts: int = field(default=64, metadata={"help": "Problems in each of these evaluations."})
+    generation_eval_every: int = HfArg(default=50, help="Steps between evaluations on held-out problems; 0 for none.")
+    num_generation_prompts: int = HfArg(default=64, help="Problems in each of these evaluations.")
 
     def __post_init__(self):
         super().__post_init__()
@@ -105,14 +96,11 @@ class SFTArguments(TrainingProblems):
 class ValidatedProblems(TrainingProblems):
     """Problems to validate on, in addition to those for training and for the final comparison."""
 
-    validation_split: str | None = field(
-        default=None,
-        metadata={"help": "Problems to validate on. Default: validation on embedded problems, else eval_split."},
+    validation_split: str | None = HfArg(
+        default=None, help="Problems to validate on. Default: validation on embedded problems, else eval_split."
     )
-    num_validation_prompts: int = field(default=128, metadata={"help": "The first so many are the fixed set."})
-    num_train_problems: int | None = field(
-        default=None, metadata={"help": "Train on the first so many. Default: all."}
-    )
+    num_validation_prompts: int = HfArg(default=128, help="The first so many are the fixed set.")
+    num_train_problems: int | None = HfArg(default=None, help="Train on the first so many. Default: all.")
 
     def __post_init__(self):
         super().__post_init__()
@@ -123,7 +111,7 @@ class ValidatedProblems(TrainingProblems):
 class GRPOMathArguments(ValidatedProblems):
     """Problems, prompts and rewards, how often to validate, and how long to train."""
 
-    eval_every: int = field(default=10, metadata={"help": "Steps between validations; 0 for none."})
+    eval_every: int = HfArg(default=10, help="Steps between validations; 0 for none.")
 
     def __post_init__(self):
         super().__post_init__()

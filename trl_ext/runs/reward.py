@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from transformers.hf_argparser import HfArg
 
 from trl_ext.data.benchmark import known_score
 from trl_ext.evaluation import plot_reward_run, reward_metrics, reward_mistakes, true_order_metrics
@@ -30,28 +32,22 @@ DEFAULT_SELECTION_SPLIT = "validation_prefs"
 class RewardArguments:
     """Data, evaluation and output of a run."""
 
-    dataset_name: str = field(
-        default="toy", metadata={"help": "toy, a folder of {split}.jsonl, one .jsonl file, or a hub dataset."}
-    )
-    train_split: str = field(default="train_prefs", metadata={"help": "Pairs to train on."})
-    eval_split: str = field(default="test_prefs", metadata={"help": "Held-out pairs; none for no evaluation."})
-    selection_split: str | None = field(
+    dataset_name: str = HfArg(default="toy", help="toy, a folder of {split}.jsonl, one .jsonl file, or a hub dataset.")
+    train_split: str = HfArg(default="train_prefs", help="Pairs to train on.")
+    eval_split: str = HfArg(default="test_prefs", help="Held-out pairs; none for no evaluation.")
+    selection_split: str | None = HfArg(
         default=None,
-        metadata={
-            "help": "Pairs by which the best checkpoint is chosen. Default: validation_prefs where there is one, "
-            "else eval_split."
-        },
+        help="Pairs by which the best checkpoint is chosen. Default: validation_prefs where there is one, "
+        "else eval_split.",
     )
-    num_train_pairs: int | None = field(
-        default=None, metadata={"help": "Train on the first so many pairs. Default: all."}
+    num_train_pairs: int | None = HfArg(default=None, help="Train on the first so many pairs. Default: all.")
+    label_noise: float = HfArg(
+        default=0.0, help="Share of the training pairs whose labels are turned round, for a weak model."
     )
-    label_noise: float = field(
-        default=0.0, metadata={"help": "Share of the training pairs whose labels are turned round, for a weak model."}
-    )
-    num_mistakes: int = field(default=50, metadata={"help": "Most held-out pairs in reward_mistakes.jsonl."})
-    eval_fraction: float | None = field(default=None, metadata=EVAL_FRACTION)
-    skip_bad_rows: bool = field(default=False, metadata={"help": "Drop bad rows and say how many and why."})
-    overwrite_output_dir: bool = field(default=False, metadata={"help": "Replace an earlier run in output_dir."})
+    num_mistakes: int = HfArg(default=50, help="Most held-out pairs in reward_mistakes.jsonl.")
+    eval_fraction: float | None = HfArg(default=None, help=EVAL_FRACTION)
+    skip_bad_rows: bool = HfArg(default=False, help="Drop bad rows and say how many and why.")
+    overwrite_output_dir: bool = HfArg(default=False, help="Replace an earlier run in output_dir.")
 
     def __post_init__(self):
         check_at_least(self, {"num_mistakes": 0, "num_train_pairs": 1})

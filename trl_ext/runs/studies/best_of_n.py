@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from transformers.hf_argparser import HfArg
 
 from trl_ext import load_benchmark
 from trl_ext.data.benchmark import EMBEDDED, known_score
@@ -49,55 +51,43 @@ FILES = (
 class BestOfNArguments(EngineArguments, RewardSources):
     """Prompts, the reward, the judge, how responses are sampled, how many to pick from, and which of them to keep."""
 
-    dataset_name: str = field(
-        default="toy",
-        metadata={"help": "toy, instructions, a folder of {split}.jsonl, one .jsonl file, or a hub dataset."},
+    dataset_name: str = HfArg(
+        default="toy", help="toy, instructions, a folder of {split}.jsonl, one .jsonl file, or a hub dataset."
     )
-    prompt_split: str = field(default="test_gen", metadata={"help": "Prompts to respond to."})
-    num_prompts: int | None = field(default=None, metadata={"help": "The first so many. Default: all."})
-    skip_bad_rows: bool = field(default=False, metadata={"help": "Drop bad rows and say how many and why."})
-    overwrite_output_dir: bool = field(default=False, metadata={"help": "Replace an earlier run in output_dir."})
-    judge: str | None = field(
+    prompt_split: str = HfArg(default="test_gen", help="Prompts to respond to.")
+    num_prompts: int | None = HfArg(default=None, help="The first so many. Default: all.")
+    skip_bad_rows: bool = HfArg(default=False, help="Drop bad rows and say how many and why.")
+    overwrite_output_dir: bool = HfArg(default=False, help="Replace an earlier run in output_dir.")
+    judge: str | None = HfArg(
         default=None,
-        metadata={
-            "help": "Who compares responses with the base's, which are greedy: ground_truth (embedded data "
-            "only), openai, or none. Default: ground_truth on embedded data, none on everything else."
-        },
+        help="Who compares responses with the base's, which are greedy: ground_truth (embedded data "
+        "only), openai, or none. Default: ground_truth on embedded data, none on everything else.",
     )
-    judge_model: str = field(default="gpt-5.4", metadata={"help": "For the judge openai; key in OPENAI_API_KEY."})
-    judge_base_url: str | None = field(default=None, metadata={"help": "Of a server with OpenAI's API."})
-    max_prompt_tokens: int | None = field(default=None, metadata={"help": "Longer prompts lose their beginning."})
-    max_new_tokens: int = field(default=256, metadata={"help": "Longest response, in tokens."})
-    generation_batch_size: int = field(default=32, metadata={"help": "Prompts per batch of generation."})
-    reward_batch_size: int = field(default=32, metadata={"help": "Responses per batch of a reward model."})
-    n: list[int] | None = field(
-        default=None, metadata={"help": "Numbers to pick the best from. Default: 1, 2, 4, 8, 16."}
+    judge_model: str = HfArg(default="gpt-5.4", help="For the judge openai; key in OPENAI_API_KEY.")
+    judge_base_url: str | None = HfArg(default=None, help="Of a server with OpenAI's API.")
+    max_prompt_tokens: int | None = HfArg(default=None, help="Longer prompts lose their beginning.")
+    max_new_tokens: int = HfArg(default=256, help="Longest response, in tokens.")
+    generation_batch_size: int = HfArg(default=32, help="Prompts per batch of generation.")
+    reward_batch_size: int = HfArg(default=32, help="Responses per batch of a reward model.")
+    n: list[int] | None = HfArg(default=None, help="Numbers to pick the best from. Default: 1, 2, 4, 8, 16.")
+    num_samples: int | None = HfArg(default=None, help="Responses to each prompt. Default: largest n.")
+    temperature: float = HfArg(default=1.0, help="Of the sampling.")
+    top_p: float = HfArg(default=1.0, help="Nucleus sampling.")
+    top_k: int = HfArg(default=0, help="Most likely tokens to sample from; 0 for all.")
+    repetition_penalty: float = HfArg(default=1.0, help="Above 1 makes tokens less likely to come again.")
+    empty: str = HfArg(
+        default="score", help="Responses without text: score them like others, leave_out of the picks, or refuse."
     )
-    num_samples: int | None = field(default=None, metadata={"help": "Responses to each prompt. Default: largest n."})
-    temperature: float = field(default=1.0, metadata={"help": "Of the sampling."})
-    top_p: float = field(default=1.0, metadata={"help": "Nucleus sampling."})
-    top_k: int = field(default=0, metadata={"help": "Most likely tokens to sample from; 0 for all."})
-    repetition_penalty: float = field(
-        default=1.0, metadata={"help": "Above 1 makes tokens less likely to come again."}
+    missing_eos_penalty: float = HfArg(
+        default=0.0, help="Taken off the reward of a response that was cut at max_new_tokens."
     )
-    empty: str = field(
-        default="score",
-        metadata={"help": "Responses without text: score them like others, leave_out of the picks, or refuse."},
-    )
-    missing_eos_penalty: float = field(
-        default=0.0, metadata={"help": "Taken off the reward of a response that was cut at max_new_tokens."}
-    )
-    keep: str | None = field(
+    keep: str | None = HfArg(
         default=None,
-        metadata={
-            "help": "Write sft.jsonl to fine-tune on: each prompt's best response, its top_k (--keep_count), or all "
-            "from a threshold (--keep_threshold) up."
-        },
+        help="Write sft.jsonl to fine-tune on: each prompt's best response, its top_k (--keep_count), or all "
+        "from a threshold (--keep_threshold) up.",
     )
-    keep_count: int | None = field(
-        default=None, metadata={"help": "Responses to a prompt, for --keep top_k. Default: 1."}
-    )
-    keep_threshold: float | None = field(default=None, metadata={"help": "Lowest reward, for --keep threshold."})
+    keep_count: int | None = HfArg(default=None, help="Responses to a prompt, for --keep top_k. Default: 1.")
+    keep_threshold: float | None = HfArg(default=None, help="Lowest reward, for --keep threshold.")
 
     def __post_init__(self):
         counts = ("num_prompts", "save_every", "reward_batch_size", "max_new_tokens", "generation_batch_size")

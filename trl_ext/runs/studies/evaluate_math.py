@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
+
+from transformers.hf_argparser import HfArg
 
 from trl_ext.evaluation.command_line import format_table
 from trl_ext.evaluation.reasoning import evaluate_reasoning, summarize_reasoning
@@ -21,9 +23,9 @@ FILES = ("config.yaml", "generations.jsonl", "results.json")
 class EvaluationArguments(EngineArguments, ProblemArguments):
     """The number of sampled responses, and the k of pass@k."""
 
-    samples_per_prompt: int = field(default=1, metadata={"help": "Responses to each problem; several give pass@k."})
-    pass_at: list[int] | None = field(
-        default=None, metadata={"help": "The k of pass@k and maj@k. Default: powers of 2 up to samples_per_prompt."}
+    samples_per_prompt: int = HfArg(default=1, help="Responses to each problem; several give pass@k.")
+    pass_at: list[int] | None = HfArg(
+        default=None, help="The k of pass@k and maj@k. Default: powers of 2 up to samples_per_prompt."
     )
 
     def __post_init__(self):

@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.hf_argparser import HfArg
 from trl import get_quantization_config
 
 from trl_ext.files import write_json, write_text
@@ -31,12 +32,12 @@ _MAY_CHANGE = ("output_dir", "use_vllm", "vllm_gpu_memory_utilization")
 class EngineArguments:
     """The sampling engine, and the output folder."""
 
-    output_dir: str | None = field(default=None, metadata={"help": "Where results go. Default: in runs/."})
-    use_vllm: bool = field(default=False, metadata={"help": "Sample with vLLM, which the extra vllm installs."})
-    vllm_gpu_memory_utilization: float = field(default=0.9, metadata={"help": "Share of the GPU's memory for vLLM."})
-    use_cpu: bool = field(default=False, metadata={"help": "Use no accelerator even if there is one."})
-    save_every: int = field(default=512, metadata={"help": "Responses between saves, from which a run goes on."})
-    seed: int = field(default=42, metadata={"help": "Of the sampling."})
+    output_dir: str | None = HfArg(default=None, help="Where results go. Default: in runs/.")
+    use_vllm: bool = HfArg(default=False, help="Sample with vLLM, which the extra vllm installs.")
+    vllm_gpu_memory_utilization: float = HfArg(default=0.9, help="Share of the GPU's memory for vLLM.")
+    use_cpu: bool = HfArg(default=False, help="Use no accelerator even if there is one.")
+    save_every: int = HfArg(default=512, help="Responses between saves, from which a run goes on.")
+    seed: int = HfArg(default=42, help="Of the sampling.")
 
     def place(self, name: str) -> None:
         """Set the default `output_dir`."""
