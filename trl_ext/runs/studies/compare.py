@@ -31,7 +31,7 @@ from trl_ext.evaluation.methods.runs import read_method_run
 from trl_ext.evaluation.report import write_report
 from trl_ext.runs import RECIPES
 from trl_ext.runs.studies.compare_plan import Plan, check_metric, read_plan
-from trl_ext.runs.studies.processes import Run, check_runs, print_commands, run_all, say_finished
+from trl_ext.runs.studies.processes import Run, check_runs, print_commands, run_all
 
 # Flags that each job of an array has, too.
 FLAGS = ("methods", "seeds", "config", "baseline", "metric", "max_steps", "accelerate_config")
@@ -55,10 +55,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             runs = planned_runs(plan, [_seed_at(plan, given.array_index)] if alone else plan.seeds)
             check_runs(runs)
             failed = run_all(runs)
-            say_finished(len(runs), failed, plan.folder)
+            print(f"\n{len(runs) - len(failed)} of {len(runs)} runs are finished, in {plan.folder}")
             if not alone:
                 report(plan, plan.folder)
             if failed:
+                print(f"failed: {', '.join(failed)}; the same command tries them again")
                 raise SystemExit(1)
 
 
