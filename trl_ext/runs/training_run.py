@@ -23,7 +23,7 @@ from trl_ext.processes import is_main_process, world_size
 from trl_ext.resilience.preemption import Preemption
 from trl_ext.resilience.secrets import arguments_without_secrets
 from trl_ext.runs.arguments import MENDABLE_IN_TRAINING, ModelArguments, one_line_errors, parse_arguments, toy_config
-from trl_ext.runs.engine import LaunchArguments, check_launch, print_batch
+from trl_ext.runs.engine import LaunchArguments, check_engine, engine_in_force, print_batch
 from trl_ext.runs.folder import (
     check_same_settings,
     clear_run_folder,
@@ -40,18 +40,8 @@ class TrainingRun:
     """One call of a recipe that trains, from its arguments to its results.
 
     A recipe creates it with `begin_run`, calls `load_trainer`, `open` and `train` in this order, and uses `describe`
-    for its results.
-
-    Attributes:
-        arguments: the recipe's own arguments.
-        model: model arguments.
-        training: the trainer's configuration.
-        launch: launch arguments.
-        checkpoint: the checkpoint that the run resumes from; None to start from the beginning.
-        started: start time in seconds of the system clock.
-        resolved: the arguments as config.yaml holds them; set by `load_trainer`.
-        training_seconds: duration of `train` with its evaluations; that of a resumed run includes the earlier parts.
-        metrics: the callback that writes metrics.jsonl, after `open`.
+    for its results. `checkpoint` is the one that the run resumes from, or None; `resolved` are the arguments as
+    config.yaml holds them. `training_seconds` include evaluations and the parts before a resumption.
     """
 
     arguments: Any
@@ -92,15 +82,10 @@ class TrainingRun:
             trainer.check_optimizer_batch(self.checkpoint)
         return trainer
 
-    def open(self, trainer, metrics: MetricsFileCallback | None = None) -> MetricsFileCallback:
+    def open(self, trainer, metrics: MetricsFileCallback | None = None) -> None:
         """Clear the folder if requested, write config.yaml, and print what the doctor finds before a first step.
 
-        Args:
-            trainer: this run's trainer.
-            metrics: the callback that writes metrics.jsonl; None to add one.
-
-        Returns:
-            the callback that writes metrics.jsonl.
+        The callback that writes metrics.jsonl is added to the trainer, unless it is given.
         """
         if trainer.accelerator.is_main_process:
             if self.arguments.overwrite_output_dir:
@@ -119,15 +104,9 @@ class TrainingRun:
         print_batch(self.training)
         if self.launch.doctor == "on" and self.checkpoint is None:
             report_before_training(trainer)
-        return metrics
 
     def train(self, trainer, *, mendable: tuple[type[Exception], ...] = MENDABLE_IN_TRAINING) -> None:
-        """Train, from the checkpoint if there is one, and save the model into the folder.
-
-        Args:
-            trainer: this run's trainer.
-            mendable: errors that end the run with one line.
-        """
+        """Train, from the checkpoint if there is one, and save the model; `mendable` errors end with one line."""
         with one_line_errors(mendable), logging_redirect_tqdm():
             # Add it last: it may end the program, and all other callbacks must have finished.
             trainer.add_callback(Preemption(trainer))
@@ -146,10 +125,10 @@ class TrainingRun:
             "total_seconds": time.time() - self.started,
         }
 
-    def time_budget(self, trainer, metrics: MetricsFileCallback, *, period: int = 1) -> TimeBudgetCallback | None:
-        """A callback that ends training when `max_hours` are used up, at multiples of `period` steps; None without."""
+    def time_budget(self, trainer, *, period: int = 1) -> list[TimeBudgetCallback]:
+        """Callbacks, one or none, that end training when `max_hours` are used up, at multiples of `period` steps."""
         hours = self.arguments.max_hours
-        return None if hours is None else TimeBudgetCallback(hours, metrics, trainer.accelerator, period=period)
+        return [] if hours is None else [TimeBudgetCallback(hours, self.metrics, trainer.accelerator, period=period)]
 
     def _check_time_left(self) -> None:
         hours = getattr(self.arguments, "max_hours", None)
@@ -162,12 +141,7 @@ class TrainingRun:
 
 
 def begin_run(
-    argument_class: type,
-    config_class: type,
-    *,
-    config: str,
-    description: str | None,
-    name: Callable[[Any], str],
+    argument_class: type, config_class: type, *, config: str, description: str | None, name: Callable[[Any], str]
 ) -> TrainingRun:
     """Read the arguments, and check the run folder and the trackers before anything is loaded.
 
@@ -176,8 +150,7 @@ def begin_run(
         config_class: class of the trainer's configuration.
         config: name of the file in configs/toy that is used without arguments.
         description: text for `--help`.
-        name: function from the trainer's configuration to the start of the run folder's name, before the dataset's
-            name.
+        name: the start of the run folder's name, before the dataset's, from the trainer's configuration.
 
     Raises:
         ValueError, OSError: see `parse_arguments`, `open_run_folder`, `check_trackers` and `check_hub`.
@@ -192,7 +165,7 @@ def begin_run(
     sys.argv[1:] = arguments_without_secrets(sys.argv[1:])
     if training.output_dir == "trainer_output":
         training.output_dir = f"runs/{name(training)}-{Path(arguments.dataset_name).absolute().stem}"
-    check_launch(launch, training)
+    check_engine(engine_in_force(training), str(training.device), allow_fallback=launch.allow_engine_fallback)
 
     checkpoint = of_first_process(
         lambda: open_run_folder(
