@@ -65,10 +65,7 @@ def parse_arguments(
 ) -> tuple[Any, ...]:
     """Instances of the dataclasses from `--config FILE.yaml` and from the flags, which override the file.
 
-    Args:
-        dataclass_types: dataclasses whose fields become flags and keys.
-        default_config: file used without `--config` for the embedded model, whatever the data.
-        description: text for `--help`.
+    Without `--config`, the embedded model uses `default_config`, whatever the data.
 
     Raises:
         ValueError: an unknown flag or key (with the nearest valid one), or a value of the wrong type.
@@ -104,17 +101,7 @@ def parse_arguments(
 
 
 def check_arguments(dataclass_types: Sequence[type], arguments: Sequence[str]) -> None:
-    """Reject unknown names and values of the wrong type, without creating an instance.
-
-    Instances query the machine's devices and may occupy them.
-
-    Args:
-        dataclass_types: as for `parse_arguments`.
-        arguments: those of a command line, which may include `--config`.
-
-    Raises:
-        ValueError, FileNotFoundError: see `parse_arguments`.
-    """
+    """Reject what `parse_arguments` rejects, without an instance, which might occupy the machine's devices."""
     parser = _Parser(dataclass_types)
     parser.refuse_unknown(arguments)
     given, _ = parser.parse_known_args(arguments)
@@ -126,8 +113,7 @@ def check_arguments(dataclass_types: Sequence[type], arguments: Sequence[str]) -
 class _Parser(TrlParser):
     """A parser that raises errors instead of printing all usage, and reads -1e-3 as a number.
 
-    Attributes:
-        flags: the action of each flag, by its name.
+    `flags` has the action of each flag by its name.
     """
 
     def __init__(self, dataclass_types: Sequence[type], description: str | None = None):

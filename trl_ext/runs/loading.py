@@ -81,13 +81,9 @@ def can_be_resumed() -> Iterator[None]:
 
 
 def load_rows(arguments, seed: int):
-    """Load the benchmark `dataset_name` with `train_split`, and hold out `eval_fraction` of that.
+    """Load the benchmark `dataset_name` with `train_split`, and hold out `eval_fraction` of that, by the seed.
 
     The only split of a single file becomes `train_split`, whatever its rows.
-
-    Args:
-        arguments: the recipe's own.
-        seed: chooses the prompts that are held out.
 
     Raises:
         ValueError: the split does not exist, or held-out rows exist already.
@@ -208,15 +204,9 @@ def optional_split(benchmark, field_name: str, arguments: EvaluatedArguments, co
 def evaluate_generations(
     trainer, prompts, arguments: EvaluatedArguments, *, max_new_tokens: int, batch_size: int, **options: Any
 ) -> GenerationEvaluation | None:
-    """Set up the comparison of the policy with its base on held-out prompts, with the data's own judge if any.
+    """The comparison of the policy with its base on held-out prompts, with the data's own judge if any.
 
-    Args:
-        trainer: the policy's trainer; its base is remembered.
-        prompts: rows of the benchmark; None for no evaluation.
-        arguments: the recipe's arguments.
-        max_new_tokens: maximum length of a response.
-        batch_size: prompts per batch.
-        options: further options of `GenerationEvaluation`.
+    The trainer's base is remembered; without prompts there is no evaluation. `options` go to `GenerationEvaluation`.
     """
     if prompts is None:
         return None

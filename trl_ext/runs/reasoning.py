@@ -153,15 +153,7 @@ class ExpertIterationArguments(ValidatedProblems):
 
 @dataclass
 class Problems:
-    """The problems of a split, with their prompt template and reward.
-
-    Attributes:
-        rows: rows of `load_math`.
-        template: text of the prompt template; None for the chat template.
-        template_name: the template's name.
-        reward: the reward's name.
-        grade: the reward function.
-    """
+    """The problems of a split, with the text of their prompt template (None for the chat template) and the reward."""
 
     rows: list[dict[str, Any]]
     template: str | None

@@ -86,11 +86,10 @@ def _parse(arguments: Sequence[str] | None):
 def planned_runs(plan: Plan, seeds: Sequence[int] | None = None) -> list[Run]:
     """The runs of all methods on these seeds, reward models first; None for all seeds of the plan."""
     seeds = plan.seeds if seeds is None else seeds
-    runs = []
-    if any(method.needs_reward_model for method in plan.methods):
-        runs += [
-            Run("reward_model", _reward_model(plan, s), {**plan.reward_model, "seed": s}, plan.launcher) for s in seeds
-        ]
+    rewarded = seeds if any(method.needs_reward_model for method in plan.methods) else ()
+    runs = [
+        Run("reward_model", _reward_model(plan, s), {**plan.reward_model, "seed": s}, plan.launcher) for s in rewarded
+    ]
     for method in plan.methods:
         for seed in seeds:
             rewards = {"reward_model": str(_reward_model(plan, seed))} if method.needs_reward_model else {}
@@ -113,19 +112,11 @@ def _seed_at(plan: Plan, index: int) -> int:
 
 
 def report(plan: Plan, folder: Path, *, required: bool = False) -> None:
-    """Compare the finished runs, write the files, and print the tables.
-
-    Raises:
-        ValueError: the runs cannot be compared, or `required` is set and a run is missing.
-    """
-    runs, missing = [], []
-    for method in plan.methods:
-        for seed in plan.seeds:
-            place = folder / f"{method.name}-{seed}"
-            if (place / "results.json").is_file():
-                runs.append(read_method_run(place, method.name, seed))
-            else:
-                missing.append(place.name)
+    """Compare the finished runs, write the files, and print the tables; if `required`, none may be missing."""
+    places = [(folder / f"{method.name}-{seed}", method.name, seed) for method in plan.methods for seed in plan.seeds]
+    finished = [place for place in places if (place[0] / "results.json").is_file()]
+    runs = [read_method_run(*place) for place in finished]
+    missing = [place.name for place, _, _ in places if place not in {folder for folder, _, _ in finished}]
     names = ", ".join(missing)
     if missing and required:
         raise ValueError(f"no finished run {names} in {folder}: change --methods or --seeds, or leave out --runs")

@@ -121,28 +121,23 @@ def read_seeds(text: str) -> list[int]:
 
 def _check_one_kind(methods: Sequence[Method]) -> None:
     """Reject a mix of methods that share no kind of evaluation."""
-    kinds = {method.evaluated_on: method for method in methods}
+    kinds = {method.evaluated_on: method.name for method in methods}
     if len(kinds) > 1:
-        problems, prompts = kinds["problems"], kinds["prompts"]
         raise ValueError(
-            f"{problems.name} is evaluated on problems with known answers and {prompts.name} on prompts, so that no "
-            "response of one can stand beside one of the other: compare them apart"
+            f"{kinds['problems']} is evaluated on problems with known answers and {kinds['prompts']} on prompts: "
+            "compare them apart"
         )
 
 
 def check_metric(plan: Plan) -> None:
-    """Reject runs that could not be compared afterwards: only the embedded benchmark and problems have scores.
-
-    Raises:
-        ValueError: the prompts are from another benchmark, and no metric is named.
-    """
+    """Raise ValueError for runs that leave no score: on other prompts than the embedded ones, without a metric."""
     for method in plan.methods:
         named = method.settings.get("dataset_name", "toy")
         if plan.metric is None and method.evaluated_on == "prompts" and named not in EMBEDDED:
             raise ValueError(
-                f"{named} comes with no judge, so that runs on it leave no score and no outcome to compare: name a "
-                "number in their generations.jsonl with --metric, or make the runs of each seed alone, with "
-                "--array_index, and judge their responses with python -m public_eval.judge"
+                f"{named} comes with no judge, so that runs on it leave no score to compare: name a number in their "
+                "generations.jsonl with --metric, or run each seed alone with --array_index and judge the responses "
+                "with python -m public_eval.judge"
             )
 
 

@@ -16,7 +16,8 @@ from trl_ext.runs.results import estimate
 from trl_ext.runs.studies.sampling import EngineArguments, SamplingRun, sampling_errors
 from trl_ext.trainers.defaults import check_at_least
 
-FILES = ("config.yaml", "generations.jsonl", "results.json")
+RESPONSES = "generations.jsonl"
+FILES = ("config.yaml", RESPONSES, "results.json")
 
 
 @dataclass
@@ -53,6 +54,7 @@ def main() -> None:
             config="evaluate_math",
             description="Evaluate a model on problems with known answers.",
             files=FILES,
+            responses=RESPONSES,
         )
         arguments = run.arguments
         problems = load_problems(arguments, arguments.eval_split, "num_eval_prompts")
@@ -68,10 +70,10 @@ def main() -> None:
             problems.grade,
             samples=arguments.samples_per_prompt,
             seed=arguments.seed,
-            path=run.folder / "generations.jsonl",
+            path=run.folder / RESPONSES,
             save_every=arguments.save_every,
             accelerator=run.accelerator,
-            progress=run.progress("responses"),
+            progress="responses" if run.is_main_process else None,
         )
         if run.is_main_process:
             objective = f"evaluation ({problems.template_name} prompt, temperature {settings.temperature:g})"

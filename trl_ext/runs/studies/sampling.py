@@ -48,31 +48,11 @@ class EngineArguments:
 class SamplingRun:
     """A recipe's sampling run, from its arguments to its results.
 
-    Args:
-        argument_class: class of the recipe's own arguments.
-        config: name of the file in configs/toy that is used without arguments.
-        description: text for `--help`.
-        files: the files that the recipe writes, including config.yaml and results.json.
-        responses: the file that grows during sampling.
-
-    Attributes:
-        arguments, model: the parsed arguments.
-        folder: the run's folder.
-        accelerator: the run's accelerator.
-
-    Raises:
-        ValueError, OSError: see `parse_arguments`.
+    `config` is the file in configs/toy that is used without arguments, `files` are those that the recipe writes,
+    config.yaml and results.json among them, and `responses` is the one that grows during sampling.
     """
 
-    def __init__(
-        self,
-        argument_class: type,
-        *,
-        config: str,
-        description: str,
-        files: Sequence[str],
-        responses: str = "generations.jsonl",
-    ):
+    def __init__(self, argument_class: type, *, config: str, description: str, files: Sequence[str], responses: str):
         self.started = time.time()
         types = (argument_class, ModelArguments)
         self.arguments, self.model = parse_arguments(types, default_config=toy_config(config), description=description)
@@ -93,11 +73,10 @@ class SamplingRun:
             ValueError: its config.yaml is damaged.
         """
         if self.is_main_process:
-            self._open()
+            self._open(self.folder, self.folder / "config.yaml")
         self.accelerator.wait_for_everyone()
 
-    def _open(self) -> None:
-        folder, config = self.folder, self.folder / "config.yaml"
+    def _open(self, folder: Path, config: Path) -> None:
         if folder.exists() and not folder.is_dir():
             raise FileExistsError(f"--output_dir {folder} is a file: name a folder")
         if self.arguments.overwrite_output_dir:
@@ -164,10 +143,6 @@ class SamplingRun:
             ) from error
         warn_of_ignored_settings(loaded, asdict(settings))
         return TransformersEngine(loaded.to(self.accelerator.device).eval(), tokenizer, settings), tokenizer
-
-    def progress(self, label: str) -> str | None:
-        """The label of a progress bar; None in all but the main process."""
-        return label if self.is_main_process else None
 
     def describe(self, objective: str, settings: SamplingSettings | None = None, **own: Any) -> dict[str, Any]:
         """The description of the run for results.json; pass `settings` if all responses share them."""
