@@ -218,15 +218,13 @@ def test_a_dry_run_prints_and_runs_nothing(compare, capsys):
     names = [f"{name}-{seed}" for name in ("reward_model", "dpo", "grpo") for seed in (0, 1)]
     assert lines[0::2] == [f"# {name}: new" for name in names]
     assert not compare.calls and not Path("runs").exists()
-
-
-def test_methods_with_a_reward_function_need_no_reward_model_and_no_pairs(compare, capsys):
+    # Methods with a reward function need no reward model.
     Path("own.yaml").write_text("reward_function: [rewards.py:short]\n")
     Path("methods.yaml").write_text("methods: {grpo: {config: own.yaml}, rloo: {config: own.yaml}}\n")
     compare.main("--config", "methods.yaml", "--seeds", "0", "--dry_run")
     printed = capsys.readouterr().out
     assert all(f"# {name}-0: new" in printed for name in ("grpo", "rloo"))
-    assert "reward_model" not in printed and "eval_split" not in printed
+    assert "reward_model" not in printed
 
 
 def test_the_slurm_script_has_a_job_for_each_seed(compare, capsys):

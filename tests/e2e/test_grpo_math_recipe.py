@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import signal
@@ -169,43 +168,6 @@ def test_the_last_number_is_the_answer_of_gsm8k(monkeypatch):
     assert len(sets[2].rows) == 3
     assert reasoning.sampling_settings(arguments, reward="gsm8k").stop == ()
     assert reasoning.sampling_settings(arguments, reward="countdown").stop == ("</answer>",)
-
-
-@pytest.mark.slow
-def test_a_run_and_what_it_leaves(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    recipes.run(monkeypatch, "grpo_math", *SHORT, "--output_dir", "run")
-    run = tmp_path / "run"
-    results = json.loads((run / "results.json").read_text())
-    rows = read(run, "generations.jsonl")
-    assert results["score"]["policy"] == sum(row["score"] for row in rows) / 8
-    gain = results["score"]["gain"]
-    assert gain["mean"] == pytest.approx(sum(row["score"] - row["base_score"] for row in rows) / 8)
-    settings = results["run"]
-    assert (settings["algorithm"], settings["reward"], settings["sampled_responses"]) == ("grpo", "r1_zero", 64)
-    metrics = read(run, "metrics.jsonl")
-    validations = [row for row in metrics if "eval_score" in row]
-    assert [row["step"] for row in validations] == [0, 2, 4]
-    for row in validations:
-        counts = [row[f"eval_categories/{name}"] for name in ("correct", "wrong_answer", "wrong_format")]
-        assert sum(counts) == row["eval_n"] == 6
-        assert row["eval_score"] == counts[0] / 6 == row["eval_rewards/answer"]
-        assert row["eval_rewards/format"] == pytest.approx((counts[0] + counts[1]) / 6)
-        # Wilson's interval at 95%.
-        z, p, n = 1.959964, counts[0] / 6, 6
-        middle, half = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-        assert row["eval_score_low"] == pytest.approx((middle - half) / (1 + z * z / n), abs=1e-6)
-        assert row["eval_score_high"] == pytest.approx((middle + half) / (1 + z * z / n), abs=1e-6)
-    training = [row for row in metrics if "loss" in row]
-    assert [row["step"] for row in training] == [1, 2, 3, 4]
-    assert all(row["rewards/r1_zero/answer"] == pytest.approx(row["reward"]) for row in training)
-    assert all(row["rewards/r1_zero/format"] >= row["reward"] - 1e-6 for row in training)
-    assert (run / "report.png").read_bytes().startswith(b"\x89PNG")
-    printed = capsys.readouterr().out
-    for text in ("accuracy, sampled", "accuracy, greedy", "gain", "correct / wrong answer / wrong format"):
-        assert text in printed
-    # The validation problems are not those of the table.
-    assert not {row["row_id"] for row in rows} & {row["row_id"] for row in read(run, "samples/step_000004.jsonl")}
 
 
 def test_a_saved_configuration_reads_back(tmp_path, monkeypatch):

@@ -7,81 +7,43 @@ import os
 import signal
 import subprocess
 import time
-from pathlib import Path
 
 import pytest
 
 from tests.support import recipes
 from tests.support.files import read_rows
-from tests.support.recipes import SHORT_PREFERENCE, write_labelled_pairs
-
-
-@pytest.fixture(scope="module")
-def toy_run(tmp_path_factory) -> Path:
-    """The folder of a short `accelerate launch recipes/aot.py` on the embedded benchmark."""
-    folder = tmp_path_factory.mktemp("toy-run")
-    done = recipes.launch("aot", *SHORT_PREFERENCE, folder=folder)
-    (folder / "stdout.txt").write_text(done.stdout)
-    (folder / "stderr.txt").write_text(done.stderr)
-    return folder
+from tests.support.recipes import SHORT_PREFERENCE, check_run, write_labelled_pairs
+from trl_ext.toy import score
 
 
 @pytest.mark.slow
-class TestARun:
-    def test_table_on_the_screen(self, toy_run):
-        printed = (toy_run / "stdout.txt").read_text()
-        for name in (
-            "win rate, ties as half",
-            "win rate, ties dropped",
-            "held-out accuracy, log-ratio",
-            "KL to the base",
-            "mean length",
-            "dominant-token fraction",
-        ):
-            assert name in printed
-        assert printed.count("prompt: ") == 3
-
-    def test_a_line_for_each_step(self, toy_run):
-        printed = (toy_run / "stdout.txt").read_text()
-        lines = [line for line in printed.splitlines() if line.startswith("step ")]
-        assert [line.split()[1] for line in lines if " lr " in line] == ["1/4", "2/4", "3/4", "4/4"]
-        assert len({line.index("accuracy") for line in lines if " lr " in line}) == 1, "aligned"
-        assert "{" not in printed, "no dictionaries"
-        assert "it/s]" not in (toy_run / "stderr.txt").read_text(), "no bars where there is no terminal"
-
-    def test_results_agree_with_generations(self, toy_run):
-        run = toy_run / "runs" / "aot-toy"
-        results = json.loads((run / "results.json").read_text())
-        rows = read_rows(run / "generations.jsonl")
-        assert len(rows) == 12 == results["win_rate"]["n_total"]
-        credit = {"candidate": 1.0, "tie": 0.5, "base": 0.0}
-        assert results["win_rate"]["half"]["rate"] == pytest.approx(sum(credit[r["outcome"]] for r in rows) / 12)
-        assert results["score"]["policy"] == pytest.approx(sum(r["score"] for r in rows) / 12)
-        from trl_ext.toy import score
-
-        for row in rows:
-            assert row["score"] == score(row["prompt_text"], row["response_text"], finished=row["finished"])
-        assert results["run"]["optimizer_steps"] == 4
-        assert results["preferences"]["after"]["n"] == 400
-
-    def test_metrics_have_every_step_once(self, toy_run):
-        lines = (toy_run / "runs" / "aot-toy" / "metrics.jsonl").read_text().splitlines()
-        rows = [json.loads(line) for line in lines]
-        assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4]
-        assert [row["step"] for row in rows if "eval_loss" in row] == [2, 4]
-        assert [row["step"] for row in rows if "kl" in row] == [0, 2, 4]
-        assert all("rewards/margins" in row for row in rows if "loss" in row)
-
-    def test_tables_of_generations_are_all_kept(self, toy_run):
-        samples = toy_run / "runs" / "aot-toy" / "samples"
-        assert [path.name for path in sorted(samples.iterdir())] == [
-            "step_000000.jsonl",
-            "step_000002.jsonl",
-            "step_000004.jsonl",
-        ]
-        first = read_rows(samples / "step_000000.jsonl")
-        assert len(first) == 3
-        assert all(row["response_text"] == row["base_response_text"] for row in first)
+def test_a_launched_run_shows_its_steps_and_its_table(tmp_path):
+    done = recipes.launch("aot", *SHORT_PREFERENCE, folder=tmp_path)
+    run, printed = tmp_path / "runs" / "aot-toy", done.stdout
+    results = check_run(run, 4)
+    for name in (
+        "win rate, ties as half",
+        "held-out accuracy, log-ratio",
+        "KL to the base",
+        "mean length",
+    ):
+        assert name in printed
+    assert printed.count("prompt: ") == 3
+    lines = [line for line in printed.splitlines() if line.startswith("step ") and " lr " in line]
+    assert [line.split()[1] for line in lines] == ["1/4", "2/4", "3/4", "4/4"]
+    assert len({line.index("accuracy") for line in lines}) == 1, "aligned"
+    assert "it/s]" not in done.stderr, "no bars where there is no terminal"
+    rows = read_rows(run / "generations.jsonl")
+    assert len(rows) == 12 == results["win_rate"]["n_total"] and results["preferences"]["after"]["n"] == 400
+    for row in rows:
+        assert row["score"] == score(row["prompt_text"], row["response_text"], finished=row["finished"])
+    metrics = read_rows(run / "metrics.jsonl")
+    assert [row["step"] for row in metrics if "eval_loss" in row] == [2, 4]
+    assert [row["step"] for row in metrics if "kl" in row] == [0, 2, 4]
+    samples = sorted((run / "samples").iterdir())
+    assert [path.name for path in samples] == [f"step_{step:06}.jsonl" for step in (0, 2, 4)]
+    first = read_rows(samples[0])
+    assert len(first) == 3 and all(row["response_text"] == row["base_response_text"] for row in first)
 
 
 @pytest.mark.long

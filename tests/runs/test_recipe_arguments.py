@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from tests.support import recipes
-from tests.support.files import write_rows
+from tests.support.files import labelled, write_rows
 from tests.support.recipes import refused, write_labelled_pairs, write_rewards
 from trl_ext.losses import PreferenceObjective  # noqa: F401  the losses register before a test copies their table
 from trl_ext.runs.arguments import toy_config
@@ -27,7 +27,17 @@ REWARD = {"grpo": ["--reward_function=builtins:len"]}
 
 # By recipe: flags, and what the line says, with ` ... ` between its parts.
 KNOWN = "--reward_function=my_rewards.py:known"
+DATA = {"not_boolean": labelled(9, label="yes"), "all_good": labelled(8, label=True), "labelled": labelled(4)}
+DATA["problems"] = [{"question": "Sum?", "answer": "4"}, {"row_id": "b", "question": "Sum?"}]
 REFUSED = {
+    "kto": [
+        (
+            ["--dataset_name=not_boolean.jsonl"],
+            "9 bad rows: line 1, row_id r0: label: Input should be a",
+        ),
+        (["--dataset_name=all_good.jsonl"], "no undesirable response among its 8: KTO weighs"),
+    ],
+    "dpo": [(["--dataset_name=labelled.jsonl"], "holds labelled responses and no pairs ... recipes/kto.py")],
     "preference": [
         (["--loss=dpoo"], "did you mean 'dpo'?"),
         (["--loss=simpo", '--loss_kwargs={"gama": 1}'], "no option 'gama' ... did you mean 'gamma'?"),
@@ -118,7 +128,8 @@ def test_wrong_arguments_end_in_one_line(recipe, flags, phrase, tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     write_rewards(tmp_path)
     (tmp_path / "empty.jsonl").touch()
-    write_rows(tmp_path / "problems.jsonl", [{"question": "Sum?", "answer": "4"}, {"row_id": "b", "question": "Sum?"}])
+    for name, rows in DATA.items():
+        write_rows(tmp_path / f"{name}.jsonl", rows)
     message = refused(monkeypatch, capsys, recipe, *flags)
     assert all(part in message for part in phrase.split(" ... ")), message
     assert not list(tmp_path.glob("runs/*/*.jsonl"))
