@@ -45,17 +45,8 @@ SHORT = [
 
 
 def stop_trainer(folder: Path, stop: list[str] | None, **settings) -> PolicyTrainer:
-    config = PolicyConfig(
-        output_dir=str(folder),
-        per_device_train_batch_size=16,
-        num_generations=4,
-        max_completion_length=48,
-        stop=stop,
-        beta=0.0,
-        report_to="none",
-        use_cpu=True,
-        **settings,
-    )
+    settings |= {"per_device_train_batch_size": 16, "num_generations": 4, "max_completion_length": 48, "beta": 0.0}
+    config = PolicyConfig(output_dir=str(folder), stop=stop, report_to="none", use_cpu=True, **settings)
     rows = [{"prompt": [{"role": "user", "content": f"What is {n} + 25?"}], "answer": str(n + 25)} for n in range(20)]
     return PolicyTrainer(
         AutoModelForCausalLM.from_pretrained(MODEL_DIR),
@@ -96,7 +87,6 @@ def test_rollouts_end_at_the_stop_string(peft, tmp_path):
     assert metrics["completions/clipped_ratio"] == [pytest.approx(sum(cut) / 16)]
     ended = [len(ids) for ids, one in zip(responses, cut, strict=True) if not one]
     assert metrics["completions/mean_terminated_length"] == [pytest.approx(sum(ended) / len(ended))]
-    assert metrics["completions/max_terminated_length"] == [max(ended)]
     assert vars(trainer.model).get("generate") in (None, trainer.sampler.generate), "the model is left as it was"
 
 
