@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import yaml
 
 from tests.support import recipes
-from tests.support.files import labelled, write_rows
+from tests.support.files import labelled, read_rows, write_rows
 from tests.support.recipes import refused, write_labelled_pairs, write_rewards
 from trl_ext.losses import PreferenceObjective  # noqa: F401  the losses register before a test copies their table
 from trl_ext.runs.arguments import toy_config
@@ -154,14 +152,6 @@ def test_wrong_configuration_ends_in_one_line(text, phrases, tmp_path, monkeypat
     assert "config.yaml" in message and all(phrase in message for phrase in phrases), message
 
 
-def test_naming_the_default_changes_nothing(monkeypatch):
-    """`--dataset_name toy` is the run without arguments."""
-    plain, named = recipes.parse(monkeypatch, "aot"), recipes.parse(monkeypatch, "aot", "--dataset-name", "toy")
-    for one, other in zip(plain[:2], named[:2], strict=True):
-        assert one == other
-    assert plain[2].learning_rate == named[2].learning_rate == 3e-4
-
-
 def test_secrets_are_not_written(monkeypatch):
     parsed = recipes.parse(
         monkeypatch,
@@ -178,24 +168,25 @@ def test_secrets_are_not_written(monkeypatch):
     assert written["model_init_kwargs"] == {"deep": [{}], "use_cache": False}
 
 
-def test_no_limit_is_written_as_such(monkeypatch, tmp_path):
-    """An explicit null must not come back as the default of 512."""
-    (tmp_path / "one.yaml").write_text("max_prompt_tokens: null\nmax_response_tokens: 9\n")
-    parsed = recipes.parse(monkeypatch, "aot", "--config", str(tmp_path / "one.yaml"))
-
-    (tmp_path / "two.yaml").write_text(config_text(*parsed))
-    _, _, again = recipes.parse(monkeypatch, "aot", "--config", str(tmp_path / "two.yaml"))
-    assert (again.max_prompt_tokens, again.max_response_tokens) == (None, 9)
-
-
-@pytest.mark.parametrize(("recipe", "name"), [("ipo", "ipo"), ("kto", "apo_zero_unpaired")])
-def test_a_loss_by_its_name_in_trl_is_written(recipe, name, monkeypatch, tmp_path):
-    *_, training = recipes.parse(monkeypatch, recipe, f"--loss_type={name}")
-
-    (tmp_path / "one.yaml").write_text(config_text(training))
-    *_, again = recipes.parse(monkeypatch, recipe, "--config", str(tmp_path / "one.yaml"))
-    assert name in again.loss_type
-    assert again.loss_type == training.loss_type
+@pytest.mark.parametrize(
+    ("recipe", "text", "expected"),
+    [
+        # An explicit null must not come back as the default of 512.
+        ("aot", "max_prompt_tokens: null", {"max_prompt_tokens": None}),
+        ("ipo", "loss_type: [ipo]", {"loss_type": ["ipo"]}),
+        ("kto", "loss_type: apo_zero_unpaired", {"loss_type": "apo_zero_unpaired"}),
+        ("ipo", "beta: 0.3\nlearning_rate: 1e-5\noutput_dir: x", {"beta": 0.4, "learning_rate": 1e-5}),
+    ],
+)
+def test_what_is_written_reads_back(recipe, text, expected, monkeypatch, tmp_path):
+    """And flags override the file."""
+    (tmp_path / "one.yaml").write_text(text + "\n")
+    flags = [f"--beta={expected['beta']}"] if "beta" in expected else []
+    *_, training = recipes.parse(monkeypatch, recipe, "--config", str(tmp_path / "one.yaml"), *flags)
+    (tmp_path / "two.yaml").write_text(config_text(training))
+    *_, again = recipes.parse(monkeypatch, recipe, "--config", str(tmp_path / "two.yaml"))
+    for one in (training, again):
+        assert {name: getattr(one, name) for name in expected} == expected
 
 
 @pytest.mark.parametrize("place", [".", "checkpoint-7"])
@@ -235,35 +226,21 @@ def test_faulty_own_loss_ends_in_one_line(body, phrases, tmp_path, monkeypatch, 
     assert all(phrase in message for phrase in phrases), message
 
 
-def test_output_dir_that_cannot_be_written(tmp_path, monkeypatch, capsys):
-    (tmp_path / "taken").write_text("a file")
-    message = refused(monkeypatch, capsys, "aot", f"--output_dir={tmp_path / 'taken'}")
-    assert "is a file: name a folder" in message
-
-
-def test_a_start_that_failed_does_not_block_the_next(tmp_path, monkeypatch):
-    """Only arguments are there: no earlier run to lose."""
-
+def test_a_start_that_failed_does_not_block_the_next(tmp_path, monkeypatch, capsys):
+    """Only arguments are there: no earlier run to lose. A file is no folder."""
     (tmp_path / "config.yaml").write_text("beta: 1\n")
     (tmp_path / "metrics.jsonl").write_text("")
     assert open_run_folder(str(tmp_path), overwrite=False, resume_from_checkpoint=None) is None
-
-
-def test_flags_override_the_configuration(monkeypatch, tmp_path):
-    path = tmp_path / "config.yaml"
-    path.write_text("beta: 0.3\nlearning_rate: 1e-5\noutput_dir: x\nloss_kwargs: {length_normalized: true}\n")
-    _, _, training = recipes.parse(monkeypatch, "ipo", "--config", str(path), "--beta", "0.4")
-    assert (training.beta, training.learning_rate) == (0.4, 1e-5)
+    message = refused(monkeypatch, capsys, "aot", f"--output_dir={tmp_path / 'config.yaml'}")
+    assert "is a file: name a folder" in message
 
 
 def test_bad_data_is_caught_before_the_model_is_loaded(tmp_path, monkeypatch, capsys):
     """The model does not exist: if it were looked for first, that would be the error."""
     write_labelled_pairs(tmp_path / "pairs.jsonl", 3)
-    lines = (tmp_path / "pairs.jsonl").read_text().splitlines()
-    row = json.loads(lines[1])
-    row["rejected_text"] = row["chosen_text"]
-    lines[1] = json.dumps(row)
-    (tmp_path / "pairs.jsonl").write_text("\n".join(lines))
+    rows = read_rows(tmp_path / "pairs.jsonl")
+    rows[1]["rejected_text"] = rows[1]["chosen_text"]
+    write_rows(tmp_path / "pairs.jsonl", rows)
     monkeypatch.chdir(tmp_path)
     message = refused(monkeypatch, capsys, "aot", "--dataset_name=pairs.jsonl", "--model_name_or_path=./none")
     assert "pairs.jsonl" in message and "row1" in message and "line 2" in message
