@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
-import subprocess
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.support import recipes
-from tests.support.recipes import read, refused
+from tests.support.recipes import read
 from tests.support.trl_private import logged_metrics, score_rollout
 from trl_ext import PolicyConfig, PolicyTrainer
 from trl_ext.rewards import verified_reward
@@ -196,30 +192,6 @@ def test_a_run_out_of_time_ends_with_a_checkpoint_and_its_table(tmp_path, monkey
     assert all(one[name].equal(other[name]) for name in one)
     steps = [[row["step"] for row in read(tmp_path / name, "metrics.jsonl")] for name in ("straight", "broken")]
     assert sorted(set(steps[0])) == sorted(set(steps[1]))
-
-
-@pytest.mark.slow
-def test_a_run_killed_before_its_first_checkpoint(tmp_path, monkeypatch, capsys):
-    """The same command says what to do; the one that would resume it begins anew, as nothing of it is lost."""
-    monkeypatch.chdir(tmp_path)
-    command = [*SHORT, "--save_steps=100", "--output_dir=run"]
-    metrics = tmp_path / "run" / "metrics.jsonl"
-    process = subprocess.Popen(
-        recipes.launch_command("grpo_math", *command, "--max_steps=500"), start_new_session=True
-    )
-    try:
-        deadline = time.monotonic() + 240
-        while not (metrics.exists() and '"loss"' in metrics.read_text()):
-            assert process.poll() is None and time.monotonic() < deadline, "the run did not begin"
-            time.sleep(0.5)
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    line = refused(monkeypatch, capsys, "grpo_math", *command)
-    assert "metrics.jsonl" in line and "--overwrite_output_dir" in line
-    assert "resume it with" not in line
-    recipes.run(monkeypatch, "grpo_math", *command, "--resume_from_checkpoint")
-    assert [row["step"] for row in read(tmp_path / "run", "metrics.jsonl") if "loss" in row] == [1, 2, 3, 4]
 
 
 @pytest.mark.long

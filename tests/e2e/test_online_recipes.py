@@ -18,7 +18,6 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from tests.support import recipes
 from tests.support.recipes import SHORT_ROLLOUTS, check_figures, read, write_rewards
 from tests.support.rollout_once import build, save_policy, thirds
-from trl_ext.rewards import RewardEnsemble
 from trl_ext.runs import arguments, online
 from trl_ext.runs.folder import config_text
 from trl_ext.toy import MODEL_DIR, score
@@ -164,32 +163,6 @@ def test_rollouts_before_a_resumed_run_are_counted(tiny_model_path, tmp_path):
     trainer.train(resume_from_checkpoint=str((tmp_path / "run" / "checkpoint-3").rename(tmp_path / "kept")))
     described = online.describe_online(trainer, online.OnlineArguments())
     assert (described["rollouts"], described["sampled_responses"]) == (8, 16 * 8)
-
-
-def test_members_are_calibrated_where_they_share(monkeypatch, tmp_path):
-    """On the policy's backbone: scoring before that would load a copy of the base for each."""
-    monkeypatch.chdir(tmp_path)
-
-    class Calibrated(Exception):
-        pass
-
-    real = RewardEnsemble.calibrate
-
-    def calibrate(ensemble, prompts, completions):
-        real(ensemble, prompts[:8], completions[:8])
-        assert ensemble.calibrated_on == 8 and len(set(ensemble.shifts)) == 2
-        for member in ensemble.members:
-            assert member.backbone is not None and member.model is None
-        assert len({id(member.backbone.model) for member in ensemble.members}) == 1
-        raise Calibrated
-
-    monkeypatch.setattr(RewardEnsemble, "calibrate", calibrate)
-    models = [str(save_reward_adapter(tmp_path / f"rm-{seed}", seed)) for seed in (1, 2)]
-    adapter = ["--use_peft", "true", "--lora_target_modules", "q_proj", "v_proj"]
-    with pytest.raises(Calibrated):
-        recipes.run(
-            monkeypatch, "grpo", *SHORT_ROLLOUTS, *adapter, "--calibrate_rewards", "true", "--reward_model", *models
-        )
 
 
 # ---- Faults after the first step ----

@@ -26,6 +26,7 @@ REWARD = {"grpo": ["--reward_function=builtins:len"]}
 # By recipe: flags, and what the line says, with ` ... ` between its parts.
 KNOWN = "--reward_function=my_rewards.py:known"
 DATA = {"not_boolean": labelled(9, label="yes"), "all_good": labelled(8, label=True), "labelled": labelled(4)}
+DATA["kept"] = [{"row_id": "a", "prompt": "p", "completion": "c"}]
 DATA["problems"] = [{"question": "Sum?", "answer": "4"}, {"row_id": "b", "question": "Sum?"}]
 REFUSED = {
     "kto": [
@@ -102,6 +103,19 @@ REFUSED = {
         (["--algorithm", "grpoo"], "grpoo"),
         (["--validation_split", "nope"], "nope"),
     ],
+    "best_of_n": [
+        ([], "nothing to reward responses with: give --reward_model FOLDER"),
+        (["--n", "4", "--num_samples", "2"], "num_samples 2 is less than the largest n, 4"),
+        (["--temperature", "0"], "best-of-n at temperature 0 or top_k 1 would pick from equal responses"),
+        (["--missing_eos_penalty", "-1"], "missing_eos_penalty must be a number from 0 up, got -1.0"),
+        (["--keep", "threshold"], "keep threshold needs keep_threshold"),
+        (["--keep_count", "2"], "keep_count is for --keep top_k, and nothing is kept"),
+        (["--keep", "top_k", "--keep_count", "9", "--n", "2"], "keep_count 9 is more than the 2 responses"),
+        (["--keep", "worst"], "keep must be one of best, top_k, threshold, got 'worst'"),
+        ([KNOWN, "--prompt_split", "none"], "no file none.jsonl for the split 'none'"),
+        ([KNOWN, "--num_prompts", "1000"], "test_gen has 400 prompts"),
+        ([KNOWN, "--reward_function", "builtins:len", "my_rewards.py:known"], "ranked by one reward"),
+    ],
     "evaluate_math": [
         (["--samples_per_prompt", "0"], "samples_per_prompt must be at least 1"),
         (["--samples_per_prompt", "4", "--pass_at", "8"], "pass_at 8 must lie between 1 and samples_per_prompt 4"),
@@ -110,6 +124,7 @@ REFUSED = {
         (["--use_peft", "true"], "--use_peft is for training"),
     ],
 }
+REFUSED["rlhf_sft"] = [(["--dataset_name=kept.jsonl"], "holds prompts and completions: give it as --demonstrations")]
 for recipe, names in SPLITS.items():
     for name in names:
         REFUSED[recipe] = [

@@ -32,32 +32,12 @@ OTHERS = {
 
 
 # Short enough for seconds, over every part of a run.
-SHORT_PREFERENCE = [
-    "--max_steps=4",
-    "--per_device_train_batch_size=4",
-    "--gradient_accumulation_steps=2",
-    "--generation_eval_every=2",
-    "--num_generation_prompts=3",
-    "--num_eval_prompts=12",
-    "--max_new_tokens=12",
-    "--eval_steps=2",
-    "--save_steps=2",
-    "--logging_steps=1",
-    "--disable_tqdm=true",
-]
+SHORT = ["--max_steps=4", "--generation_eval_every=2", "--save_steps=2", "--logging_steps=1", "--disable_tqdm=true"]
+SHORT_PREFERENCE = [*SHORT, "--per_device_train_batch_size=4", "--gradient_accumulation_steps=2", "--eval_steps=2"]
+SHORT_PREFERENCE += ["--num_generation_prompts=3", "--num_eval_prompts=12", "--max_new_tokens=12"]
 # The same for recipes that sample in groups.
-SHORT_ROLLOUTS = [
-    "--max_steps=4",
-    "--per_device_train_batch_size=8",
-    "--num_generations=4",
-    "--generation_eval_every=2",
-    "--num_generation_prompts=4",
-    "--num_eval_prompts=8",
-    "--save_steps=2",
-    "--save_total_limit=3",
-    "--logging_steps=1",
-    "--disable_tqdm=true",
-]
+SHORT_ROLLOUTS = [*SHORT, "--per_device_train_batch_size=8", "--num_generations=4", "--num_generation_prompts=4"]
+SHORT_ROLLOUTS += ["--num_eval_prompts=8", "--save_total_limit=3"]
 
 
 def parse(monkeypatch, script: str, *arguments: str):
