@@ -96,7 +96,7 @@ def _check_installed(words: list[str], tmp_path, monkeypatch) -> None:
     elif name == "configs":
         assert not rest or (cli.CONFIGS / rest[0]).exists() or (cli.SCRIPTS / rest[0]).exists()
     elif name in cli.STUDIES:
-        _check_study(cli.STUDIES[name][0], rest, tmp_path, monkeypatch)
+        _check_study(name, rest, tmp_path, monkeypatch)
     else:
         _check_module(cli.MODULES[name][0], rest, monkeypatch)
 

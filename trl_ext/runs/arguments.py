@@ -181,22 +181,22 @@ def _short_help(parser: _Parser, dataclass_types: Sequence[type], default_config
     shown = {name for group in names.values() for name in group}
     usual = [name for name in dict.fromkeys((*_USUAL, *of_file)) if name in parser.flags.keys() - shown]
     names["the run"] = [*usual, *names["the run"], "config"]
-    short = argparse.ArgumentParser(
-        usage="%(prog)s [--config FILE.yaml] [--flag value ...]",
-        description=parser.description,
-        epilog=f"Values are those without flags{' for the embedded model' if of_file else ''}; --help_all lists every "
-        "flag of TRL and transformers, too.",
-        add_help=False,
-        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=36),
-    )
+    formatter = argparse.HelpFormatter(parser.prog, max_help_position=36)
+    formatter.add_usage("%(prog)s [--config FILE.yaml] [--flag value ...]", [], [])
+    formatter.add_text(parser.description)
     for title, group in names.items():
-        section = short.add_argument_group(f"flags of {title}") if group else None
+        formatter.start_section(f"flags of {title}")
         for name in group:
-            action = parser.flags[name]
-            value = action.default if isinstance(action.default, (list, tuple)) else [action.default]
-            text = " ".join(map(str, value)) if action.default not in (None, argparse.SUPPRESS) else "VALUE"
-            section.add_argument(f"--{name}", help=action.help, metavar=text)
-    return short.format_help()
+            default = parser.flags[name].default
+            value = default if isinstance(default, (list, tuple)) else [default]
+            text = " ".join(map(str, value)) if default not in (None, argparse.SUPPRESS) else "VALUE"
+            formatter.add_argument(argparse.Action([f"--{name}"], name, help=parser.flags[name].help, metavar=text))
+        formatter.end_section()
+    of_model = " for the embedded model" if of_file else ""
+    formatter.add_text(
+        f"Values are those without flags{of_model}; --help_all lists every flag of TRL and transformers."
+    )
+    return formatter.format_help()
 
 
 def _as_default(path: Path, key: str, value: Any, action: Any) -> Any:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from httpx import HTTPError
 from transformers.hf_argparser import HfArg
 from trl import get_peft_config, get_quantization_config
 
@@ -166,12 +167,11 @@ def load_trainer(trainer_class, model: ModelArguments, training, **datasets: Any
             peft_config=get_peft_config(model),
             **datasets,
         )
-    except OSError as error:
-        if error.filename and Path(error.filename).absolute() == Path(training.output_dir).absolute():
-            raise ValueError(f"--output_dir {training.output_dir} cannot be made: {error}") from error
+    except (OSError, HTTPError) as error:
+        pushed = ", or the hub refuses --push_to_hub" if training.push_to_hub else ""
         raise ValueError(
-            f"the model {model.model_name_or_path!r} could not be loaded; without a network, give a copy's folder "
-            f"with --model_name_or_path. ({error})"
+            f"the model {model.model_name_or_path!r} could not be loaded{pushed}; without a network, give a copy's "
+            f"folder with --model_name_or_path. ({error})"
         ) from error
     names = ("max_length",) if isinstance(training, SFTConfig) else ("max_response_tokens", "max_prompt_tokens")
     limits = {name: getattr(training, name, None) for name in names}

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
-import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from accelerate.utils import broadcast_object_list
-from httpx import HTTPError
-from huggingface_hub import whoami
 from tqdm.contrib.logging import logging_redirect_tqdm
 from transformers import IntervalStrategy
 
 from trl_ext.doctor.examine import report_before_training
-from trl_ext.files import brief, write_text
+from trl_ext.files import write_text
 from trl_ext.processes import is_main_process, world_size
 from trl_ext.resilience.preemption import Preemption
 from trl_ext.resilience.secrets import arguments_without_secrets
@@ -143,7 +139,7 @@ class TrainingRun:
 def begin_run(
     argument_class: type, config_class: type, *, config: str, description: str | None, name: Callable[[Any], str]
 ) -> TrainingRun:
-    """Read the arguments, and check the run folder and the trackers before anything is loaded.
+    """Read the arguments, and check the run folder before anything is loaded.
 
     Args:
         argument_class: class of the recipe's own arguments, with `dataset_name` and `overwrite_output_dir`.
@@ -153,7 +149,7 @@ def begin_run(
         name: the start of the run folder's name, before the dataset's, from the trainer's configuration.
 
     Raises:
-        ValueError, OSError: see `parse_arguments`, `open_run_folder`, `check_trackers` and `check_hub`.
+        ValueError, OSError: see `parse_arguments` and `open_run_folder`.
     """
     started = time.time()
     arguments, model, training, launch = parse_arguments(
@@ -174,8 +170,6 @@ def begin_run(
             resume_from_checkpoint=training.resume_from_checkpoint,
         )
     )
-    check_trackers(training.report_to)
-    check_hub(training)
     return TrainingRun(arguments, model, training, launch, checkpoint, started)
 
 
@@ -193,37 +187,3 @@ def of_first_process(find: Callable[[], str | None]) -> str | None:
     if found[1] is not None:
         raise found[1]
     return found[0]
-
-
-def check_trackers(report_to: Sequence[str]) -> None:
-    """Fail before the model loads if a tracker cannot be used.
-
-    Raises:
-        ValueError: its package is missing, or wandb would ask for a login.
-    """
-    for tracker in report_to:
-        if tracker in ("wandb", "trackio", "tensorboard") and importlib.util.find_spec(tracker) is None:
-            raise ValueError(f"--report_to {tracker} needs its package: pip install {tracker}")
-    if "wandb" in report_to and not os.environ.get("WANDB_API_KEY") and is_main_process():
-        import wandb
-
-        online = wandb.setup().settings.mode not in ("offline", "disabled", "dryrun")
-        if online and not wandb.login(prompt=False):
-            raise ValueError("--report_to wandb has no login: run `wandb login`, or set WANDB_MODE=offline")
-
-
-def check_hub(training) -> None:
-    """Fail before anything is loaded if `push_to_hub` could not push.
-
-    Raises:
-        ValueError: the hub cannot be reached, or there is no login.
-    """
-    if not training.push_to_hub or not is_main_process():
-        return
-    try:
-        whoami(token=training.hub_token)
-    except (OSError, HTTPError) as error:
-        raise ValueError(
-            f"--push_to_hub needs the hub, which cannot be reached or refuses the login ({brief(error, 200)}): run "
-            "`hf auth login` on a machine with a network, or leave it out and push the folder later with `hf upload`"
-        ) from error
