@@ -66,10 +66,6 @@ def parse_arguments(
     """Instances of the dataclasses from `--config FILE.yaml` and from the flags, which override the file.
 
     Without `--config`, the embedded model uses `default_config`, whatever the data.
-
-    Raises:
-        ValueError: an unknown flag or key (with the nearest valid one), or a value of the wrong type.
-        FileNotFoundError: the configuration file does not exist.
     """
     parser, arguments = _Parser(dataclass_types, description), sys.argv[1:]
     if {"-h", "--help"} & {*arguments}:
@@ -141,12 +137,7 @@ class _Parser(TrlParser):
             raise ValueError(f"unknown flag --{name}{nearest(name, list(self.flags))}")
 
     def take_defaults(self, path: Path) -> dict[str, Any]:
-        """Set the values of a YAML file as defaults and return them.
-
-        Raises:
-            FileNotFoundError: the file does not exist.
-            ValueError: a key is unknown, or a value does not fit its flag.
-        """
+        """Set the values of a YAML file as defaults and return them."""
         if not path.is_file():
             raise FileNotFoundError(f"no configuration file {str(path)!r}")
         config = read_yaml(path)

@@ -33,9 +33,6 @@ class CourseConfig(PolicyConfig):
     By default, the course's own algorithms use the sample standard deviation (`std_ddof` 1, `advantage_eps` 1e-6) and
     no KL term (`beta` 0). All others use the values of their papers. `train_batch_size` is given in the course's sense
     and kept in `responses_per_update`; the attribute then has its transformers meaning, the responses in one pass.
-
-    Raises:
-        ValueError: as for `PolicyConfig`; sizes do not divide; or two names of one setting have different values.
     """
 
     algorithm: str = HfArg(
@@ -93,11 +90,7 @@ class CourseConfig(PolicyConfig):
         self._give_generation_limits()
 
     def _same(self, word: str, name: str, value) -> None:
-        """Set a TRL argument from the course's name for it.
-
-        Raises:
-            ValueError: the argument was also given, with another value.
-        """
+        """Set a TRL argument from the course's name for it."""
         if value is None:
             return
         given, default = getattr(self, name), type(self).__dataclass_fields__[name].default

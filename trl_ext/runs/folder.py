@@ -32,14 +32,7 @@ RESULT_FILES = (
 
 
 def open_run_folder(output_dir: str, *, overwrite: bool, resume_from_checkpoint: str | None) -> str | None:
-    """Check that a run may write into its folder; return the checkpoint to resume from, if any.
-
-    Raises:
-        FileExistsError: the folder holds an earlier run, and neither flag is given.
-        OSError: the folder cannot be created or written to.
-        FileNotFoundError: there is no checkpoint to resume from.
-        ValueError: both flags are given.
-    """
+    """Check that a run may write into its folder; return the checkpoint to resume from, if any."""
     folder = Path(output_dir)
     if overwrite and resume_from_checkpoint:
         raise ValueError("give --overwrite_output_dir or --resume_from_checkpoint, not both")
@@ -183,9 +176,6 @@ def changed_settings(config: Path, resolved: str, may_change: Collection[str]) -
     """Settings that differ from an earlier config.yaml: name -> (earlier value, present value).
 
     `resolved` are the present ones, as `config_text` returns them; names in `may_change` are not compared.
-
-    Raises:
-        ValueError: the file is damaged.
     """
     earlier, now = read_yaml(config), yaml.safe_load(resolved)
     if not isinstance(earlier, dict):
@@ -198,11 +188,7 @@ def changed_settings(config: Path, resolved: str, may_change: Collection[str]) -
 
 
 def check_same_settings(config: Path, resolved: str) -> None:
-    """Refuse to resume a training run with settings other than those in its config.yaml, if it exists.
-
-    Raises:
-        ValueError: the file is damaged, or settings that affect training differ; the message names the first one.
-    """
+    """Refuse to resume a training run with settings other than those in its config.yaml, if it exists."""
     if not config.is_file():
         return
     # Packing leaves out padding, but SFT's, which is TRL's and has strategies, changes what a batch holds.

@@ -85,9 +85,6 @@ def load_rows(arguments, seed: int):
     """Load the benchmark `dataset_name` with `train_split`, and hold out `eval_fraction` of that, by the seed.
 
     The only split of a single file becomes `train_split`, whatever its rows.
-
-    Raises:
-        ValueError: the split does not exist, or held-out rows exist already.
     """
     name, split = arguments.dataset_name, arguments.train_split
     benchmark = load_benchmark(name, skip_bad_rows=arguments.skip_bad_rows)
@@ -136,11 +133,7 @@ def _hold_out(benchmark, arguments, seed: int) -> None:
 
 
 def load_trainer(trainer_class, model: ModelArguments, training, **datasets: Any):
-    """Create the trainer for a model given by name, on the datasets given as keywords.
-
-    Raises:
-        ValueError: the run would overwrite the model to train, or the model cannot be loaded.
-    """
+    """Create the trainer for a model given by name, on the datasets given as keywords."""
     model_path = resolve_model_path(model.model_name_or_path)
     output, source = Path(training.output_dir).resolve(), Path(model_path).resolve()
     if source.is_dir() and output in (source, source.parent):
@@ -184,9 +177,6 @@ def optional_split(benchmark, field_name: str, arguments: EvaluatedArguments, co
     """The split of held-out rows that a field of the arguments names, or None.
 
     `none` is no split. If the split that the field names by default is missing, this warns about the consequence.
-
-    Raises:
-        ValueError: the user named a split that does not exist.
     """
     name = getattr(arguments, field_name)
     if name in benchmark:

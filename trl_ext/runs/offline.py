@@ -126,11 +126,7 @@ class DemonstrationArguments(OfflineArguments):
 
 
 def refuse_completions(arguments: DemonstrationArguments) -> None:
-    """Reject a file of prompts with completions as a benchmark, because its completions would be dropped.
-
-    Raises:
-        ValueError: the message names the flag for such a file.
-    """
+    """Reject a file of prompts with completions as a benchmark, because its completions would be dropped."""
     path = Path(arguments.dataset_name)
     if not path.is_file():
         return
@@ -143,11 +139,7 @@ def refuse_completions(arguments: DemonstrationArguments) -> None:
 
 
 def load_demonstrations(arguments: DemonstrationArguments, splits) -> tuple[Dataset, Dataset | None]:
-    """The demonstrations to train on and, if there are any, the held-out ones.
-
-    Raises:
-        ValueError: see `demonstrations`.
-    """
+    """The demonstrations to train on and, if there are any, the held-out ones."""
     source, rows = arguments.train_split, splits[arguments.train_split]
     if arguments.demonstrations is not None:
         source = arguments.demonstrations
@@ -159,11 +151,7 @@ def load_demonstrations(arguments: DemonstrationArguments, splits) -> tuple[Data
 
 
 def demonstrations(rows, split: str, count: int | None = None) -> Dataset:
-    """The first `count` rows (None for all) with `row_id`, `prompt` and `completion`.
-
-    Raises:
-        ValueError: the split has no responses, or fewer rows than requested.
-    """
+    """The first `count` rows (None for all) with `row_id`, `prompt` and `completion`."""
     name = next((name for name in ("chosen", "reference_response_text") if name in rows.column_names), None)
     if name is None:
         raise ValueError(

@@ -53,12 +53,7 @@ class RewardSources:
 
 
 def load_rewards(arguments: RewardSources, batch_size: int) -> list:
-    """The reward models, combined into an ensemble if there are several, and the other reward functions.
-
-    Raises:
-        ValueError: there is no reward, or ensemble settings are given without an ensemble.
-        FileNotFoundError: a folder or file does not exist.
-    """
+    """The reward models, combined into an ensemble if there are several, and the other reward functions."""
     if not arguments.reward_model and not arguments.reward_function:
         raise ValueError(f"nothing to reward responses with: {WAY_OUT}")
     models = [RewardModel(name, batch_size=batch_size) for name in arguments.reward_model or ()]
@@ -78,11 +73,7 @@ def load_rewards(arguments: RewardSources, batch_size: int) -> list:
 
 
 def only_reward(arguments: RewardSources, batch_size: int):
-    """The single reward that ranks responses.
-
-    Raises:
-        ValueError: there is no reward or more than one; see also `load_rewards`.
-    """
+    """The single reward that ranks responses."""
     rewards = load_rewards(arguments, batch_size)
     if len(rewards) > 1:
         raise ValueError("responses are ranked by one reward: give --reward_model or one --reward_function, not both")
@@ -154,11 +145,7 @@ def main(config_class: type[PolicyConfig] = PolicyConfig, trainer_class: type[Po
 
 
 def _shaped(rewards: list, arguments: OnlineArguments, training: PolicyConfig) -> list:
-    """The rewards, each followed by the steps of `reward_shaping`.
-
-    Raises:
-        ValueError: a step is unknown or does not suit the algorithm.
-    """
+    """The rewards, each followed by the steps of `reward_shaping`."""
     if arguments.reward_shaping is None:
         return rewards
     # Each reward gets its own steps, because some of them have state.

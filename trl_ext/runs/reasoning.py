@@ -118,11 +118,7 @@ class GRPOMathArguments(ValidatedProblems):
         check_at_least(self, {"eval_every": 0})
 
     def sample_as(self, training) -> None:
-        """Make evaluations sample as many tokens as rollouts do.
-
-        Raises:
-            ValueError: a different number was given.
-        """
+        """Make evaluations sample as many tokens as rollouts do."""
         default, length = type(self).__dataclass_fields__["max_new_tokens"].default, training.max_completion_length
         if self.max_new_tokens not in (default, length):
             raise ValueError(
@@ -175,11 +171,7 @@ class Problems:
 
 
 def load_problems(arguments: ProblemArguments, split: str, setting: str | None = None) -> Problems:
-    """The first problems of a split, as many as a setting says (None for all), with their template and reward.
-
-    Raises:
-        FileNotFoundError, ValueError: the problems, template or reward do not exist, or there are too few problems.
-    """
+    """The first problems of a split, as many as a setting says (None for all), with their template and reward."""
     name = arguments.prompt_template or TEMPLATE_OF_EMBEDDED.get(arguments.dataset_name, "r1_zero")
     within = name.removeprefix(WITHIN_CHAT)
     template = None if name == CHAT else load_prompt_template(within)
@@ -199,11 +191,7 @@ def load_problems(arguments: ProblemArguments, split: str, setting: str | None =
 
 
 def load_problem_sets(arguments: ValidatedProblems) -> tuple[Problems, Problems, Problems]:
-    """Problems for training, for validation and for the final comparison, all with the same template and reward.
-
-    Raises:
-        FileNotFoundError, ValueError: see `load_problems`.
-    """
+    """Problems for training, for validation and for the final comparison, all with the same template and reward."""
     validation = arguments.validation_split
     if validation is None:
         validation = "validation" if arguments.dataset_name in TEMPLATE_OF_EMBEDDED else arguments.eval_split
@@ -216,11 +204,7 @@ def load_problem_sets(arguments: ValidatedProblems) -> tuple[Problems, Problems,
 
 
 def first(rows: list, arguments: ProblemArguments, setting: str, what: str) -> list:
-    """The first rows, as many as a setting says, or all for None.
-
-    Raises:
-        ValueError: there are fewer rows.
-    """
+    """The first rows, as many as a setting says, or all for None."""
     count = getattr(arguments, setting)
     if count is not None and count > len(rows):
         raise ValueError(f"{what} has {len(rows)} problems, and {count} were asked for: lower --{setting}")
@@ -228,11 +212,7 @@ def first(rows: list, arguments: ProblemArguments, setting: str, what: str) -> l
 
 
 def sampling_settings(arguments: ProblemArguments, *, reward: str = "r1_zero") -> SamplingSettings:
-    """How responses are sampled. If answers are in tags, the closing tag ends a response.
-
-    Raises:
-        ValueError: a value is out of range.
-    """
+    """How responses are sampled. If answers are in tags, the closing tag ends a response."""
     return SamplingSettings(
         max_new_tokens=arguments.max_new_tokens,
         temperature=arguments.generation_temperature,
@@ -251,11 +231,7 @@ def rollout_settings(arguments: GRPOMathArguments, training, reward: str) -> Sam
 
 
 def choose_demonstrations(arguments: SFTArguments, problems: Problems) -> tuple[Dataset, dict[str, int] | None]:
-    """The rows to train on, with `prompt` and `completion`, and the filter's counts of kept and of all rows (or None).
-
-    Raises:
-        ValueError: no problem has a response or solution, the filter keeps none, or there are fewer than requested.
-    """
+    """The rows to train on, with `prompt` and `completion`, and the filter's counts of kept and of all rows (or None)."""
     boxed = problems.reward == "question_only"
     pairs = [(row, demonstration(row, problems.template, boxed=boxed)) for row in problems.rows]
     pairs = [(row, response) for row, response in pairs if response is not None]

@@ -41,11 +41,7 @@ def evaluate_on(trainer, problems: Problems, settings: SamplingSettings) -> Reas
 
 
 def require_base(evaluation: ReasoningEvaluation, run: TrainingRun) -> None:
-    """Check that a resumed run can be compared with its base, whose weights are no longer available for sampling.
-
-    Raises:
-        ValueError: the run folder lacks base responses to some of the problems.
-    """
+    """Check that a resumed run can be compared with its base, whose weights are no longer available for sampling."""
     if run.checkpoint is not None and not evaluation.base_is_known():
         raise ValueError(
             f"{run.folder}/samples does not hold the base's responses to the {len(evaluation.rows)} held-out "

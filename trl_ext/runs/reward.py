@@ -110,11 +110,7 @@ def main() -> None:
 
 
 def training_pairs(pairs, arguments: RewardArguments, seed: int):
-    """The first pairs, as many as requested, with exactly round(share * pairs) labels flipped.
-
-    Raises:
-        ValueError: there are too few pairs.
-    """
+    """The first pairs, as many as requested, with exactly round(share * pairs) labels flipped."""
     count = len(pairs) if arguments.num_train_pairs is None else arguments.num_train_pairs
     if count > len(pairs):
         raise ValueError(f"num_train_pairs {count}: {arguments.train_split!r} has {len(pairs)} pairs")

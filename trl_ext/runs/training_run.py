@@ -55,12 +55,7 @@ class TrainingRun:
         return Path(self.training.output_dir)
 
     def load_trainer(self, trainer_class: Callable[..., Any], **datasets: Any):
-        """Create the trainer on the datasets given as keywords; with `eval_dataset=None` it does not evaluate.
-
-        Raises:
-            ValueError: as for `loading.load_trainer`; a resumed run was started with other settings or has used up its
-                time; or the best checkpoint is to be chosen on rows that do not exist.
-        """
+        """Create the trainer on the datasets given as keywords; with `eval_dataset=None` it does not evaluate."""
         # Do this before the data and model change the arguments: config.yaml holds what the user requested.
         self.resolved = config_text(self.arguments, self.model, self.training)
         if self.checkpoint is not None:
@@ -147,9 +142,6 @@ def begin_run(
         config: name of the file in configs/toy that is used without arguments.
         description: text for `--help`.
         name: the start of the run folder's name, before the dataset's, from the trainer's configuration.
-
-    Raises:
-        ValueError, OSError: see `parse_arguments` and `open_run_folder`.
     """
     started = time.time()
     arguments, model, training, launch = parse_arguments(

@@ -63,12 +63,7 @@ class Plan:
 
 
 def read_plan(given) -> Plan:
-    """The comparison that the command line and its files describe.
-
-    Raises:
-        FileNotFoundError: a file does not exist.
-        ValueError: a file is malformed, a method is unknown, or seeds are not numbers.
-    """
+    """The comparison that the command line and its files describe."""
     path = Path(given.config or "--methods")
     content = read_keys(given.config, CONFIG_KEYS) if given.config else {}
     known = content.get("methods") or {}
@@ -103,11 +98,7 @@ def read_plan(given) -> Plan:
 
 
 def read_seeds(text: str) -> list[int]:
-    """Read `0-4` or `0,2,7` as numbers.
-
-    Raises:
-        ValueError: the text has another form, or a seed is repeated.
-    """
+    """Read `0-4` or `0,2,7` as numbers."""
     seeds: list[int] = []
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
@@ -157,12 +148,7 @@ def _method(path: Path, name: str, known: dict[str, Any], common: dict[str, Any]
 
 
 def read_keys(path: str | Path, keys: Sequence[str]) -> dict[str, Any]:
-    """The mapping in a YAML file.
-
-    Raises:
-        FileNotFoundError: the file does not exist.
-        ValueError: it holds something else, or a key that is not among these.
-    """
+    """The mapping in a YAML file."""
     content = read_yaml(path)
     if not isinstance(content, dict):
         raise ValueError(f"{path} must hold `key: value` lines")
@@ -173,11 +159,7 @@ def read_keys(path: str | Path, keys: Sequence[str]) -> dict[str, Any]:
 
 
 def read_arguments(path: Path, what: str, value: Any) -> dict[str, Any]:
-    """A mapping of a recipe's arguments, without those that a study sets itself.
-
-    Raises:
-        ValueError: the value is not a mapping; the message names `path` and `what`.
-    """
+    """A mapping of a recipe's arguments, without those that a study sets itself."""
     if not isinstance(value, dict):
         raise ValueError(f"{path}: {what} must hold `argument: value` lines, got {brief(repr(value), 100)}")
     for name in value:
@@ -197,11 +179,7 @@ def with_config_found(path: Path, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def find_shipped(name: str | Path, missing: str) -> Path:
-    """Find a file relative to the working directory, or to the parent of the recipes' folder.
-
-    Raises:
-        FileNotFoundError: the file is in neither; `missing` is the message.
-    """
+    """Find a file relative to the working directory, or to the parent of the recipes' folder."""
     found = next((place for place in (Path(name), SCRIPTS / name) if place.is_file()), None)
     if found is None:
         raise FileNotFoundError(missing)

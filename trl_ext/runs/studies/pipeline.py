@@ -75,12 +75,7 @@ class Pipeline:
 
 
 def plan_pipeline(given: RLHFArguments) -> Pipeline:
-    """The stages for these arguments.
-
-    Raises:
-        FileNotFoundError: a configuration or a prompt file does not exist.
-        ValueError: a method is unknown or repeated, or arguments are given for a method that was not requested.
-    """
+    """The stages for these arguments."""
     names = [name.strip() for name in given.policy_methods.split(",") if name.strip()]
     _check_names(names, given)
     folder = Path(given.output_dir)

@@ -100,11 +100,7 @@ class Run:
 
 
 def check_runs(runs: Sequence[Run]) -> None:
-    """Reject arguments that a recipe does not accept, and folders of other runs, before anything runs.
-
-    Raises:
-        ValueError: the message names the run and the flag or key, or the folder and a setting that differs.
-    """
+    """Reject arguments that a recipe does not accept, and folders of other runs, before anything runs."""
     from trl_ext.runs.arguments import argument_types, check_arguments
 
     for run in runs:
@@ -164,9 +160,6 @@ def launcher_options(accelerate_config: str | None) -> list[str]:
     """Options of `accelerate launch` that silence its warnings about defaults and its own traceback.
 
     Without a file, the user's accelerate configuration applies, or else one process per device.
-
-    Raises:
-        FileNotFoundError: the file does not exist.
     """
     if accelerate_config is not None:
         if not Path(accelerate_config).is_file():

@@ -66,12 +66,7 @@ class SamplingRun:
         return self.accelerator.is_main_process
 
     def open(self) -> None:
-        """Create the folder, or resume an unfinished run with the same settings in it.
-
-        Raises:
-            FileExistsError: the folder holds another run, a finished run or a training run.
-            ValueError: its config.yaml is damaged.
-        """
+        """Create the folder, or resume an unfinished run with the same settings in it."""
         if self.is_main_process:
             self._open(self.folder, self.folder / "config.yaml")
         self.accelerator.wait_for_everyone()
@@ -102,13 +97,7 @@ class SamplingRun:
         write_text(config, self.resolved)
 
     def load_engine(self, settings: SamplingSettings):
-        """The sampling engine and its tokenizer.
-
-        Raises:
-            ValueError: the model cannot be loaded, a new adapter is requested, or vLLM is requested with several
-                processes or with an adapter.
-            ImportError: vLLM is requested and not installed.
-        """
+        """The sampling engine and its tokenizer."""
         arguments, model = self.arguments, self.model
         path = resolve_model_path(model.model_name_or_path)
         if model.use_peft:
