@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import pytest
-import yaml
 
 from tests.support import recipes
 from tests.support.files import write_rows
-from tests.support.recipes import read, refused, write_rewards
+from tests.support.recipes import read, write_rewards
 from trl_ext import load_benchmark
-from trl_ext.runs.folder import config_text
 from trl_ext.toy import score
 
 SHORT = ["--num_prompts=12", "--n", "1", "2", "4", "--generation_batch_size=24", "--save_every=24", "--use_cpu=true"]
@@ -61,29 +59,6 @@ def test_the_recipe_and_a_round_trip_through_fine_tuning(known, tmp_path, monkey
     recipes.run(monkeypatch, "rlhf_sft", "--demonstrations=straight/sft.jsonl", "--output_dir=tuned", *short)
     losses = [row["loss"] for row in read(tmp_path / "tuned", "metrics.jsonl") if "loss" in row]
     assert losses[-1] < 0.7 * losses[0]
-
-
-@pytest.mark.slow
-def test_an_interrupted_recipe_goes_on_and_a_finished_one_is_kept(known, tmp_path, monkeypatch, capsys):
-    options = [*SHORT, "--reward_function", known, "--output_dir", "run"]
-    recipes.run(monkeypatch, "best_of_n", *options)
-    folder = tmp_path / "run"
-    whole, results = (folder / "samples.jsonl").read_bytes(), read(folder, "results.json")
-    for more, message in (
-        ([], "run holds a finished evaluation with the same settings: choose"),
-        (["--max_new_tokens", "9"], "run holds a finished evaluation whose max_new_tokens was 48, now 9"),
-    ):
-        assert message in refused(monkeypatch, capsys, "best_of_n", *options, *more)
-    (folder / "results.json").unlink()
-    (folder / "samples.jsonl").write_bytes(whole[:-100])
-    message = refused(monkeypatch, capsys, "best_of_n", *options, "--seed", "7")
-    assert "unfinished evaluation whose seed was 42, now 7" in message
-    recipes.run(monkeypatch, "best_of_n", *options)
-    assert "going on in run, which holds 47 responses" in capsys.readouterr().out
-    assert (folder / "samples.jsonl").read_bytes() == whole
-    assert read(folder, "results.json")["best_of_n"] == results["best_of_n"]
-    parts = recipes.parse(monkeypatch, "best_of_n", "--config", str(folder / "config.yaml"))
-    assert yaml.safe_load(config_text(*parts)) == yaml.safe_load((folder / "config.yaml").read_text())
 
 
 def test_a_file_of_prompts_needs_no_split_named(tmp_path, monkeypatch):

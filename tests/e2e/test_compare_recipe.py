@@ -16,9 +16,8 @@ from tests.support import recipes
 from tests.support.files import write_rows
 
 CONFIGS = recipes.RECIPES / "configs" / "compare"
-# What each method adds to the score of a prompt, and each learning rate.
+# What each method adds to the score of a prompt.
 QUALITY = {"dpo": 0.0, "ipo": 0.0, "aot": 0.0, "grpo": 0.1, "sft": 0.0, "grpo_math": 0.3}
-RATES = {None: 0.0, "0.1": 0.0, "0.2": 0.05}
 PROMPTS = 40
 
 
@@ -27,8 +26,8 @@ def wobble(*what) -> float:
     return int(hashlib.sha256(repr(what).encode()).hexdigest()[:8], 16) / 2**32 - 0.5
 
 
-def score(recipe: str, prompt: int, seed: str, rate: str | None) -> float:
-    own = QUALITY[recipe] + RATES[rate] + 0.02 * wobble(recipe, prompt, seed)
+def score(recipe: str, prompt: int, seed: str) -> float:
+    own = QUALITY[recipe] + 0.02 * wobble(recipe, prompt, seed)
     return 0.5 + 0.3 * wobble("prompt", prompt) + 0.05 * wobble("seed", seed) + own
 
 
@@ -66,23 +65,18 @@ def fake_run(recipe: str, folder: Path, given: dict, **about) -> None:
     if recipe == "reward_model":
         return
     named, default = ("eval_split", "test") if recipe in ("sft", "grpo_math") else ("prompt_split", "test_gen")
-    split, rate = given.get(named, default), given.get("learning_rate")
+    split = given.get(named, default)
     rows = [
         {
             "row_id": f"{split}-{prompt}",
             "prompt_text": "p",
             "response_text": "r",
-            "score": None if fails(rate, prompt) else score(recipe, prompt, given["seed"], rate),
+            "score": score(recipe, prompt, given["seed"]),
             "outcome": ("candidate", "tie", "base", "tie")[prompt % 4],
         }
         for prompt in range(PROMPTS)
     ]
     write_rows(folder / "generations.jsonl", rows)
-
-
-def fails(rate: str | None, prompt: int) -> bool:
-    """Whether runs at this learning rate were told to leave hard prompts without a score."""
-    return Path(f"fails-{rate}").exists() and wobble("prompt", prompt) < 0
 
 
 def summary(folder: str = "runs/compare") -> dict:
@@ -107,7 +101,7 @@ def test_methods_are_run_and_compared(compare, capsys):
     found = summary()
     assert (found["metric"], found["baseline"], found["prompts"]) == ("score", "dpo", PROMPTS)
     dpo, ipo, grpo = found["methods"]
-    expected = sum(score("ipo", p, str(s), None) for p in range(PROMPTS) for s in range(3)) / (3 * PROMPTS)
+    expected = sum(score("ipo", p, str(s)) for p in range(PROMPTS) for s in range(3)) / (3 * PROMPTS)
     assert ipo["mean"] == pytest.approx(expected)
     assert [one["verdict"] for one in found["comparisons"]] == ["cannot tell", "higher"]
     assert found["comparisons"][1]["difference"]["mean"] == pytest.approx(grpo["mean"] - dpo["mean"])

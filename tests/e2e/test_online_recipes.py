@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -34,19 +32,14 @@ def save_reward_adapter(folder: Path, seed: int) -> Path:
 
 
 def write_faulty_rewards(folder: Path) -> None:
-    """Rewards of 1 that are NaN and infinite for the first held-out prompts, that fail there, or on one process."""
+    """Rewards of 1 that are NaN and infinite for the first held-out prompts, or that fail there."""
     (folder / "faulty.py").write_text(
-        "import os\n\n"
         "from trl_ext import load_benchmark\n\n"
         "first, second = load_benchmark('toy')['test_gen']['row_id'][:2]\n\n\n"
         "def not_finite(row_id, **columns):\n"
         "    return [{first: float('nan'), second: float('-inf')}.get(row, 1.0) for row in row_id]\n\n\n"
         "def fails_held_out(row_id, **columns):\n"
         "    if second in row_id:\n"
-        "        raise KeyError('no answer')\n"
-        "    return [1.0] * len(row_id)\n\n\n"
-        "def fails_on_the_second_process(row_id, **columns):\n"
-        "    if os.environ['RANK'] == '1':\n"
         "        raise KeyError('no answer')\n"
         "    return [1.0] * len(row_id)\n"
     )
@@ -240,31 +233,3 @@ def test_whose_errors_are_printed(monkeypatch, capsys):
     # A fault of the code itself keeps its traceback.
     with pytest.raises(ValueError), arguments.one_line_errors(in_training):
         raise ValueError
-
-
-@pytest.mark.slow
-def test_the_process_whose_reward_function_fails_says_so(tmp_path):
-    """The second of two, whose line the first one does not have."""
-    write_faulty_rewards(tmp_path)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    arguments = [
-        *SHORT_ROLLOUTS,
-        "--reward_function",
-        "faulty.py:fails_on_the_second_process",
-        "--generation_eval_every=0",
-    ]
-    done = subprocess.run(
-        [*launcher, str(recipes.RECIPES / "grpo.py"), *arguments, "--use_cpu", "true"],
-        cwd=tmp_path,
-        env={**recipes.environment(), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode != 0
-    lines = [line for line in done.stderr.splitlines() if line.startswith("error:")]
-    # The first may see that the second is gone before it is ended itself.
-    own = [line for line in lines if "another process of this run has ended" not in line]
-    assert len(own) == 1, done.stderr[-4000:]
-    assert "'fails_on_the_second_process' failed on row_id" in own[0]
-    assert not (tmp_path / "runs" / "grpo-toy" / "results.json").exists()

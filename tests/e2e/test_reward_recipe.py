@@ -96,19 +96,3 @@ def test_pairs_alone_train_without_a_choice(tmp_path, monkeypatch, tiny_model_pa
     assert (run / "model.safetensors").is_file()
     assert "no split 'test_prefs': held-out pairs will not be evaluated" in caplog.text
     assert "there are no pairs to choose a checkpoint by: the last weights are kept" in caplog.text
-
-
-def test_the_course_run(monkeypatch):
-    """The course's settings, number by number."""
-    path = recipes.RECIPES / "configs" / "wildchat" / "reward_model.yaml"
-    arguments, model, training = recipes.parse(monkeypatch, "reward_model", "--config", str(path))
-    assert model.model_name_or_path == "Qwen/Qwen2.5-1.5B-Instruct"
-    assert (model.use_peft, model.lora_r, model.lora_alpha, model.lora_dropout) == (True, 32, 64, 0.05)
-    assert (training.learning_rate, training.num_train_epochs) == (3e-5, 3)
-    assert (training.per_device_train_batch_size, training.gradient_accumulation_steps) == (8, 4)
-    assert (training.eval_steps, training.save_steps) == (25, 25)
-    assert (training.load_best_model_at_end, training.metric_for_best_model) == (True, "accuracy")
-    assert (training.max_prompt_tokens, training.max_response_tokens) == (700, 512)
-    assert training.disable_dropout is False
-    assert arguments.eval_split == "test_prefs" and arguments.selection_split is None
-    assert "bf16: true" in path.read_text() and model.dtype == "bfloat16"

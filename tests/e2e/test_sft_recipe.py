@@ -122,14 +122,10 @@ def test_a_folder_without_a_whole_checkpoint_says_how_to_begin_anew(left, monkey
         (tmp_path / "run" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "run" / name).write_text("{}\n")
     names = ", ".join(Path(name).parts[0] for name in left)
-    assert refused(monkeypatch, capsys, "sft", "--output_dir=run") == (
-        f"error: run holds an earlier run ({names}): choose another --output_dir, or begin anew with "
-        "--overwrite_output_dir"
-    )
-    assert refused(monkeypatch, capsys, "sft", "--output_dir=run", "--resume_from_checkpoint") == (
-        f"error: run has no checkpoint to resume, only {names}: leave out --resume_from_checkpoint, or give "
-        "--overwrite_output_dir in its place"
-    )
+    said = refused(monkeypatch, capsys, "sft", "--output_dir=run")
+    assert f"({names})" in said and "--overwrite_output_dir" in said and "--resume_from_checkpoint" not in said
+    said = refused(monkeypatch, capsys, "sft", "--output_dir=run", "--resume_from_checkpoint")
+    assert f"no checkpoint to resume, only {names}" in said and "--overwrite_output_dir" in said
     # With a checkpoint that is whole, resuming is one of the ways.
     (tmp_path / "run" / "checkpoint-1").mkdir()
     (tmp_path / "run" / "checkpoint-1" / "trainer_state.json").write_text("{}")

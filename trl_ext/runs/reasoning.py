@@ -231,7 +231,7 @@ def rollout_settings(arguments: GRPOMathArguments, training, reward: str) -> Sam
 
 
 def choose_demonstrations(arguments: SFTArguments, problems: Problems) -> tuple[Dataset, dict[str, int] | None]:
-    """The rows to train on, with `prompt` and `completion`, and the filter's counts of kept and of all rows (or None)."""
+    """The rows to train on, with `prompt` and `completion`, and the filter's counts of kept and of all rows."""
     boxed = problems.reward == "question_only"
     pairs = [(row, demonstration(row, problems.template, boxed=boxed)) for row in problems.rows]
     pairs = [(row, response) for row, response in pairs if response is not None]
