@@ -11,13 +11,16 @@ from pathlib import Path
 
 import pytest
 import yaml
+from accelerate.commands.launch import launch_command_parser
 
 import trl_ext.algorithms  # noqa: F401  the algorithms register
 from tests.support import REPOSITORY, recipes
 from tests.support.pages import README, TEXT, TEXTS, blocks, commands
-from trl_ext import PolicyTrainer, PreferenceTrainer
+from trl_ext import PolicyTrainer, PreferenceTrainer, cli
+from trl_ext.evaluation.command_line import CommandParser
 from trl_ext.losses import PreferenceObjective  # noqa: F401  the losses register before a test copies their table
 from trl_ext.registry import policy_algorithms, preference_losses
+from trl_ext.runs.studies import compare
 
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
 # Pages whose Python trains a model.
@@ -86,8 +89,6 @@ def _check_command(command, tmp_path, monkeypatch) -> None:
 
 def _check_installed(words: list[str], tmp_path, monkeypatch) -> None:
     """The `trl-ext` command: recipes are parsed as they are, other commands by their own parsers."""
-    from trl_ext import cli
-
     name, *rest = words
     if name == "train":
         if rest[0] != "--list":
@@ -127,8 +128,6 @@ def _check_study(script: str, given: list[str], tmp_path, monkeypatch) -> None:
     if "--output_dir" in given:
         at = given.index("--output_dir")
         given = [*given[:at], "--output_dir", str(tmp_path), *given[at + 2 :]]
-    from trl_ext.runs.studies import compare
-
     if "--runs" in given:  # Of finished runs, which a fresh clone has not.
         compare.read_plan(compare._parse(given))
     else:
@@ -142,7 +141,8 @@ def _check_launch(words: list[str], tmp_path, monkeypatch) -> None:
         recipes.parse(monkeypatch, *words[at + 3 :])
         return
     at = next(index for index, word in enumerate(words) if word.startswith("recipes/"))
-    _check_launcher(words[:at])
+    launcher = launch_command_parser().parse_args([*words[:at], "script.py"])
+    assert not launcher.config_file or (REPOSITORY / launcher.config_file).is_file()
     _write_own_functions(tmp_path)
     monkeypatch.chdir(tmp_path)
     of_clone = ("recipes/configs/", "recipes/own/")
@@ -191,7 +191,6 @@ def _write_own_functions(folder) -> None:
 
 def _check_flags(name: str, arguments: list[str], monkeypatch) -> None:
     """Parse a command's arguments with its own parser, and no further."""
-    from trl_ext.evaluation.command_line import CommandParser
 
     class Parsed(Exception):
         pass
@@ -206,14 +205,6 @@ def _check_flags(name: str, arguments: list[str], monkeypatch) -> None:
     module = importlib.import_module(f"{name}.__main__" if package else name)
     with pytest.raises(Parsed):
         module.main(arguments)
-
-
-def _check_launcher(words: list[str]) -> None:
-    from accelerate.commands.launch import launch_command_parser
-
-    parsed = launch_command_parser().parse_args([*words, "script.py"])
-    if parsed.config_file:
-        assert (REPOSITORY / parsed.config_file).is_file()
 
 
 # ---- Python ----

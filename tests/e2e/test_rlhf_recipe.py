@@ -6,7 +6,6 @@ import json
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -230,28 +229,6 @@ def test_a_whole_pipeline_killed_between_stages_and_taken_up(tmp_path):
     assert re.search("=== run 2 of 5, reward_model: (to begin anew|interrupted)", second.stdout)
     assert (out / "sft" / "results.json").stat().st_mtime_ns == done
     check_outputs(out, ["base", "sft", "ppo-weak", "dpo"])
-
-
-@pytest.mark.slow
-def test_a_notice_to_the_pipeline_ends_its_stage_with_a_checkpoint(recipe, tmp_path, capfd):
-    short_pipeline(tmp_path, sft={**SHORT, "num_examples": 64, "max_steps": 500, "save_steps": 100})
-    words = command("--config", "short.yaml", "--output_dir", "out")
-    environment = {**recipes.environment(), "OMP_NUM_THREADS": "1"}
-    pipeline = subprocess.Popen(words, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True)
-    folder, end = tmp_path / "out" / "sft", time.monotonic() + 240
-    while not (folder / "metrics.jsonl").exists() and time.monotonic() < end and pipeline.poll() is None:
-        time.sleep(0.2)
-    stage = psutil.Process(pipeline.pid).children(recursive=True)
-    assert len(stage) >= 2, "a launcher and a training process"
-    pipeline.send_signal(signal.SIGTERM)
-    said, _ = pipeline.communicate(timeout=120)
-    assert not [one for one in stage if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
-    assert pipeline.returncode == 75 and "received SIGTERM; the same command resumes this run" in said
-    (checkpoint,) = folder.glob("checkpoint-*/trainer_state.json")
-    assert 0 < json.loads(checkpoint.read_text())["global_step"] < 500 and not (folder / "results.json").exists()
-    capfd.readouterr()
-    assert recipe.main("--config", "short.yaml", "--output_dir", "out", "--dry_run") == 0
-    assert "# sft: interrupted" in capfd.readouterr().out
 
 
 def check_outputs(out: Path, models: list[str]) -> None:
