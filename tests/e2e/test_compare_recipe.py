@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from tests.support import recipes
-from tests.support.files import write_rows
+from tests.support.files import read_rows, write_rows
 
 CONFIGS = recipes.RECIPES / "configs" / "compare"
 # What each method adds to the score of a prompt.
@@ -184,6 +184,17 @@ def test_finished_runs_of_a_folder_are_compared_and_none_is_run(compare):
     assert [one["mean"] for one in found["methods"]] == [0.5, 0.5]
     assert found["comparisons"][0]["verdict"] == "cannot tell" and "searched no settings" in found["notes"][0]
     assert stopped(compare, *words[:3], "3-5", *words[4:]) == 2
+
+
+def test_a_prompt_without_a_score_in_one_run_is_left_out_of_all(compare):
+    for name in ("dpo", "ipo"):
+        for seed in ("0", "1"):
+            fake_run(name, Path("old", f"{name}-{seed}"), {"seed": seed})
+    rows = read_rows(Path("old", "ipo-1", "generations.jsonl"))
+    write_rows(Path("old", "ipo-1", "generations.jsonl"), [{**rows[0], "score": None}, *rows[1:]])
+    compare.main("--methods", "dpo,ipo", "--seeds", "0-1", "--runs", "old")
+    expected = sum(score("dpo", p, seed) for p in range(1, PROMPTS) for seed in "01") / (2 * (PROMPTS - 1))
+    assert summary()["prompts"] == PROMPTS - 1 and summary()["methods"][0]["mean"] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
