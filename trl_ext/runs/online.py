@@ -137,7 +137,10 @@ def main(config_class: type[PolicyConfig] = PolicyConfig, trainer_class: type[Po
             reward_columns=partial(reward_columns, trainer),
         )
     run.open(trainer)
-    show_generations(trainer, evaluation, arguments, _evaluate_every(arguments, training), prefix="eval_")
+    every = arguments.generation_eval_every
+    if every is None:
+        every = int(training.eval_steps) if training.eval_steps and training.eval_steps >= 1 else 50
+    show_generations(trainer, evaluation, arguments, every, prefix="eval_")
 
     run.train(trainer)
 
@@ -164,30 +167,17 @@ def _shaped(rewards: list, arguments: OnlineArguments, training: PolicyConfig) -
     return shaped
 
 
-def _evaluate_every(arguments: OnlineArguments, training: PolicyConfig) -> int:
-    if arguments.generation_eval_every is not None:
-        return arguments.generation_eval_every
-    return int(training.eval_steps) if training.eval_steps and training.eval_steps >= 1 else 50
-
-
 def describe_online(trainer, arguments: OnlineArguments) -> dict[str, Any]:
     """The entries of results.json for an online run."""
+    functions = trainer.plain_reward_functions.values()
     return {
         "algorithm": trainer.args.algorithm,
         "objective": trainer.objective.describe(),
         "settings": trainer.objective.to_dict(),
         "reward_models": arguments.reward_model or [],
         "reward_functions": arguments.reward_function or [],
-        "ensembles": [
-            innermost(function).to_dict()
-            for function in trainer.plain_reward_functions.values()
-            if isinstance(innermost(function), RewardEnsemble)
-        ],
-        "reward_shaping": [
-            function.to_dict()
-            for function in trainer.plain_reward_functions.values()
-            if isinstance(function, ShapedReward)
-        ],
+        "ensembles": [one.to_dict() for one in map(innermost, functions) if isinstance(one, RewardEnsemble)],
+        "reward_shaping": [one.to_dict() for one in functions if isinstance(one, ShapedReward)],
         "train_prompts": len(trainer.train_dataset),
         "rollouts": trainer.rollouts,
         "sampled_responses": trainer.sampled_responses,

@@ -112,10 +112,14 @@ def describe_run(trainer, run: dict[str, Any]) -> dict[str, Any]:
         **seconds,
         "optimizer_steps": trainer.state.global_step,
         "seed": trainer.args.seed,
-        "processes": trainer.accelerator.num_processes,
-        "device": trainer.accelerator.device.type,
-        "versions": {name: version(name) for name in ("trl_ext", "trl", "transformers", "torch", "peft")},
+        **describe_machine(trainer.accelerator),
     }
+
+
+def describe_machine(accelerator) -> dict[str, Any]:
+    """The processes, their device, and the versions of the libraries."""
+    versions = {name: version(name) for name in ("trl_ext", "trl", "transformers", "torch", "peft")}
+    return {"processes": accelerator.num_processes, "device": accelerator.device.type, "versions": versions}
 
 
 def say_written(run: Mapping[str, Any], output_dir: str | Path, files: Sequence[str]) -> None:

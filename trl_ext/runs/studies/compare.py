@@ -52,7 +52,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             alone = given.array_index is not None
             if not alone:
                 check_metric(plan)
-            runs = planned_runs(plan, [_seed_at(plan, given.array_index)] if alone else plan.seeds)
+            if alone and not 0 <= given.array_index < len(plan.seeds):
+                raise ValueError(
+                    f"--array_index {given.array_index}: there are {len(plan.seeds)} seeds, numbered from 0"
+                )
+            runs = planned_runs(plan, [plan.seeds[given.array_index]] if alone else plan.seeds)
             check_runs(runs)
             failed = run_all(runs)
             print(f"\n{len(runs) - len(failed)} of {len(runs)} runs are finished, in {plan.folder}")
@@ -100,12 +104,6 @@ def planned_runs(plan: Plan, seeds: Sequence[int] | None = None) -> list[Run]:
 
 def _reward_model(plan: Plan, seed: int) -> Path:
     return plan.folder / f"reward_model-{seed}"
-
-
-def _seed_at(plan: Plan, index: int) -> int:
-    if not 0 <= index < len(plan.seeds):
-        raise ValueError(f"--array_index {index}: there are {len(plan.seeds)} seeds, numbered from 0")
-    return plan.seeds[index]
 
 
 # ---- The report ----

@@ -60,7 +60,9 @@ class RLHFArguments:
 
     def __post_init__(self):
         for name in _OWN_ARGUMENTS:
-            setattr(self, name, _mapping(name, getattr(self, name)))
+            # On the command line it is given as JSON.
+            value = parse_json_option(name, getattr(self, name)) or {}
+            setattr(self, name, value if name == "methods" else read_arguments(Path("rlhf"), name, value))
         counts = ("num_eval_prompts", "max_prompt_tokens", "max_new_tokens", "eval_batch_size", "num_samples")
         check_at_least(self, {**dict.fromkeys(counts, 1), "num_mistakes": 0})
 
@@ -82,7 +84,9 @@ def plan_pipeline(given: RLHFArguments) -> Pipeline:
     launcher = launcher_options(given.accelerate_config)
 
     def stage(name: str, recipe: str, arguments: dict[str, Any], after: Sequence[Run] = ()) -> Run:
-        arguments = {"config": _config(given.configs, recipe), **arguments, "seed": given.seed}
+        path = Path(given.configs) / f"{recipe}.yaml"
+        config = find_shipped(path, f"no configuration {path} for the stage of recipes/{recipe}.py: see --configs")
+        arguments = {"config": str(config), **arguments, "seed": given.seed}
         return Run(recipe, folder / name, arguments, launcher, tuple(after))
 
     model, data = given.model_name_or_path, given.dataset_name
@@ -106,8 +110,10 @@ def plan_pipeline(given: RLHFArguments) -> Pipeline:
         else:
             arguments["eval_split"] = given.eval_split
         own = {**given.policy, **given.methods.get(recipe, {}), **given.methods.get(name, {})}
-        places = {"{sft}": str(folder / SFT), "{reward_model}": str(rewards.folder)}
-        arguments |= {key: _filled(value, places) for key, value in own.items()}
+        for key, value in own.items():
+            if isinstance(value, str):
+                value = value.replace("{sft}", str(folder / SFT)).replace("{reward_model}", str(rewards.folder))
+            arguments[key] = value
         stages.append(stage(name.replace(":", "-"), recipe, arguments, after))
         policies[stages[-1].name] = str(stages[-1].folder)
     return Pipeline(stages, policies, {name: str(one.folder) for name, one in reward_stages.items()})
@@ -132,20 +138,3 @@ def _check_names(names: Sequence[str], given: RLHFArguments) -> None:
         if name.partition(":")[0] not in known:
             raise ValueError(f"methods: no method {brief(name)!r}{nearest(brief(name), known)}")
         read_arguments(Path("methods"), name, arguments)
-
-
-def _mapping(name: str, value: dict[str, Any] | str | None) -> dict[str, Any]:
-    """A mapping of arguments; on the command line it is given as JSON."""
-    value = parse_json_option(name, value) or {}
-    return value if name == "methods" else read_arguments(Path("rlhf"), name, value)
-
-
-def _config(folder: str, recipe: str) -> str:
-    path = Path(folder) / f"{recipe}.yaml"
-    return str(find_shipped(path, f"no configuration {path} for the stage of recipes/{recipe}.py: see --configs"))
-
-
-def _filled(value: Any, places: dict[str, str]) -> Any:
-    for place, path in places.items():
-        value = value.replace(place, path) if isinstance(value, str) else value
-    return value

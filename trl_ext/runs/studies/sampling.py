@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from trl_ext.rollouts import SamplingSettings, TransformersEngine, VLLMEngine
 from trl_ext.rollouts.generation import warn_of_ignored_settings
 from trl_ext.runs.arguments import ModelArguments, one_line_errors, parse_arguments, toy_config
 from trl_ext.runs.folder import changed_settings, config_text, settings_digest
-from trl_ext.runs.results import say_written
+from trl_ext.runs.results import describe_machine, say_written
 from trl_ext.trainers.defaults import runs_on_cpu
 
 # Settings that may change when a run is resumed.
@@ -145,10 +144,8 @@ class SamplingRun:
             "engine": "vllm" if self.arguments.use_vllm else "transformers",
             "settings_digest": settings_digest(self.resolved),
             "seed": self.arguments.seed,
-            "processes": self.accelerator.num_processes,
-            "device": self.accelerator.device.type,
             "total_seconds": round(time.time() - self.started, 1),
-            "versions": {name: version(name) for name in ("trl_ext", "trl", "transformers", "torch")},
+            **describe_machine(self.accelerator),
         }
 
     def end(self, results: dict[str, Any], table: str) -> None:
