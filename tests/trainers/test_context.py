@@ -6,7 +6,6 @@ import logging
 import math
 from types import SimpleNamespace
 
-import httpx
 import pytest
 from datasets import Dataset, DatasetDict
 from transformers import AutoTokenizer
@@ -14,7 +13,6 @@ from transformers import AutoTokenizer
 import trl_ext
 from tests.support.files import write_rows
 from trl_ext.models import resolve_model_path
-from trl_ext.runs import training_run
 from trl_ext.runs.loading import load_rows
 from trl_ext.runs.offline import OfflineArguments
 from trl_ext.runs.results import _show
@@ -227,13 +225,3 @@ def test_a_fraction_of_the_prompts_is_held_out(tmp_path, capsys):
         load_rows(given, 42)
     with pytest.raises(ValueError, match="eval_fraction must lie between 0 and 1, got 10"):
         OfflineArguments(eval_fraction=10)
-
-
-def test_a_hub_out_of_reach(monkeypatch):
-    def whoami(token):
-        raise httpx.ConnectError("Name or service not known")
-
-    monkeypatch.setattr(training_run, "whoami", whoami)
-    training_run.check_hub(SimpleNamespace(push_to_hub=False))
-    with pytest.raises(ValueError, match="--push_to_hub needs the hub.*Name or service not known.*leave it out"):
-        training_run.check_hub(SimpleNamespace(push_to_hub=True, hub_token=None))
