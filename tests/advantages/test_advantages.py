@@ -233,7 +233,10 @@ def test_clip_advantages():
         (lambda: gae(torch.zeros(1, 2), torch.zeros(1, 3), torch.ones(1, 3), 1, 1), r"one shape \[B, T\]"),
         (lambda: gae(torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1, 2), 1.1, 1), r"lie in \[0, 1\], got 1.1"),
         (lambda: PolicyObjective("remax").advantages(torch.zeros(2), 1), "needs greedy_rewards, and there are none"),
-        (lambda: PolicyObjective("grpo", advantage=lambda r, size: r.sum()), r"returned shape \[\] for 4 rewards"),
+        (
+            lambda: PolicyObjective("grpo", advantage=lambda r, size: r.sum()).advantages(torch.zeros(4), 2),
+            r"returned shape \[\] for 4 rewards",
+        ),
     ],
 )
 def test_refusals(run, message):
@@ -249,4 +252,4 @@ def test_estimator_of_ones_own():
     objective = PolicyObjective("grpo", advantage=others, advantage_clip=4.0)
     assert objective.advantages(torch.tensor([1.0, 2.0]), 2).tolist() == [-3.0, 3.0]
     assert objective.advantages(torch.tensor([1.0, 4.0]), 2).tolist() == [-4.0, 4.0]
-    assert objective.advantage == "others" and objective.group_relative and not objective.reads("greedy_rewards")
+    assert objective.advantage == "others" and objective.group_relative is None and not objective.reads("greedy_rewards")

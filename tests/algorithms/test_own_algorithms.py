@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -43,7 +45,7 @@ def test_an_algorithm_from_a_file(tmp_path):
     assert objective.algorithm.name == "soft_gate" and objective.algorithm.group_size == 2
     assert objective.algorithm.summary == "A smooth gate in place of a clip."
     assert objective.advantages(torch.tensor([1.0, 3.0]), 2).tolist() == [0.5, 1.5]
-    assert objective.surrogate == "own" and not objective.group_relative
+    assert objective.surrogate == "own" and objective.group_relative is None
     assert PolicyObjective("soft_gate").needs_reference
     hot = PolicyObjective("soft_gate", options={"temperature": 3.0})
     assert "temperature 3.0" in hot.describe() and hot.to_dict()["options"] == {"temperature": 3.0}
@@ -65,13 +67,6 @@ def test_one_loss_per_response():
 @pytest.mark.parametrize(
     "function, settings, message",
     [
-        (lambda scores: -scores.log_probs.mean(), {}, r"'mine' returned shape \[\] for 3 responses of 4 tokens"),
-        (lambda scores: 1.0, {}, "'mine' returned a float"),
-        (lambda scores: scores.log_probs.detach(), {}, "'mine' has no gradient"),
-        (lambda scores: scores.nothing, {}, "'mine' fails on made-up responses: AttributeError"),
-        (lambda scores: scores.log_ratio, {"ratio": "none"}, "this algorithm has no importance ratio"),
-        (lambda scores: (scores.log_probs - 9).log(), {}, "'mine' returns losses .* must be finite"),
-        (lambda scores: (scores.log_probs * 0).sqrt(), {}, "'mine' returns losses .* gradient must be finite"),
         (lambda scores, *, power: scores.log_probs, {}, "'mine' needs the option 'power'"),
         (lambda scores: scores.log_ratio, {"ratio": "tokens"}, "unknown --ratio 'tokens'"),
         (lambda scores: scores.log_ratio, {"advantage": "nope"}, "unknown --advantage 'nope'"),
@@ -88,9 +83,23 @@ def test_functions_that_cannot_train_are_refused(function, settings, message):
         PolicyObjective("mine")
 
 
+@pytest.mark.parametrize(
+    "function, settings, message",
+    [
+        (lambda scores: -scores.log_probs.mean(), {}, r"'mine' returned shape \[\] for 2 responses of 3 tokens"),
+        (lambda scores: 1.0, {}, "'mine' returned a float"),
+        (lambda scores: scores.log_ratio, {"ratio": "none"}, "this algorithm has no importance ratio"),
+    ],
+)
+def test_a_loss_is_one_per_token_or_per_response(function, settings, message):
+    policy_algorithm("mine", **settings)(function)
+    with pytest.raises(ValueError, match=message):
+        loss_on_the_batch(PolicyObjective("mine"))
+
+
 def test_masked_positions_may_be_infinite():
     policy_algorithm("mine")(lambda scores: scores.log_probs.masked_fill(scores.mask == 0, float("inf")))
-    assert PolicyObjective("mine").surrogate == "own"
+    assert math.isfinite(loss_on_the_batch(PolicyObjective("mine")))
 
 
 def test_overrides_of_ones_own():

@@ -433,12 +433,21 @@ def test_label_smoothing_outside_its_range(loss, value):
     ],
 )
 @pytest.mark.parametrize("value", [-0.5, math.nan])
-def test_options_outside_their_range_are_refused_before_training(loss, option, message, value):
+def test_options_outside_their_range(loss, option, message, value):
     options = {option: value}
     weighting = {"weightings": [loss], "weighting_options": options, "columns": ("avg_confidence",)}
     given = weighting if loss in preference_weightings else {"loss_options": options}
     with pytest.raises(ValueError, match=f"{message}, got {value}"):
-        PreferenceObjective("dpo" if given is weighting else loss, beta=0.1, **given)
+        objective = PreferenceObjective("dpo" if given is weighting else loss, beta=0.1, **given)
+        ones = torch.ones(3)
+        objective(
+            replace(
+                canonical(),
+                columns={"avg_confidence": ones},
+                chosen_policy_weight=ones,
+                rejected_policy_weight=ones,
+            )
+        )
 
 
 @pytest.mark.parametrize(

@@ -83,8 +83,6 @@ class PolicyLoss(LossFields):
         for name, default in self._read.items():
             if getattr(self, name) is None:
                 setattr(self, name, default)
-        if self.surrogate == "own":
-            self._dry_run()
 
     @property
     def needs_reference(self) -> bool:
@@ -278,36 +276,6 @@ class PolicyLoss(LossFields):
                 "without reducing them"
             )
         return losses
-
-    def _dry_run(self) -> None:
-        """Evaluate the function once on made-up scores, so that a wrong shape or option shows before training."""
-        old = torch.linspace(-2.5, -0.2, 12).reshape(3, 4)
-        log_probs = (old + torch.linspace(-0.3, 0.3, 12).flip(0).reshape(3, 4)).requires_grad_()
-        mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 1, 1, 0]])
-        advantages = torch.tensor([[1.0], [-0.5], [0.25]])
-        old_log_probs, reference = None if self.ratio == "none" else old, old if self._takes_beta else None
-        scores = PolicyScores(log_probs, old_log_probs, mask, advantages, self.ratio, ref_log_probs=reference)
-        name = self._function_name
-        try:
-            with torch.enable_grad():
-                losses = self._surrogate_losses(scores)
-        except ValueError:
-            raise
-        except Exception as error:
-            problem = f"{type(error).__name__}: {error}"
-            raise ValueError(f"the policy algorithm {name!r} fails on made-up responses: {problem}") from error
-        if not losses.requires_grad:
-            raise ValueError(
-                f"the policy algorithm {name!r} has no gradient: it must be computed from scores.log_probs or "
-                "scores.log_ratio with torch operations"
-            )
-        total = aggregate(losses, mask, "sum")
-        (gradient,) = torch.autograd.grad(total, log_probs, allow_unused=True)
-        if gradient is None or not bool(total.isfinite()) or not bool(gradient.isfinite().all()):
-            raise ValueError(
-                f"the policy algorithm {name!r} returns losses {losses.tolist()} for made-up responses: they and "
-                "their gradient must be finite"
-            )
 
 
 def _blank(values: Tensor | None, padding: Tensor) -> Tensor | None:
