@@ -252,4 +252,5 @@ def test_estimator_of_ones_own():
     objective = PolicyObjective("grpo", advantage=others, advantage_clip=4.0)
     assert objective.advantages(torch.tensor([1.0, 2.0]), 2).tolist() == [-3.0, 3.0]
     assert objective.advantages(torch.tensor([1.0, 4.0]), 2).tolist() == [-4.0, 4.0]
-    assert objective.advantage == "others" and objective.group_relative is None and not objective.reads("greedy_rewards")
+    assert objective.advantage == "others" and objective.group_relative is None
+    assert not objective.reads("greedy_rewards")

@@ -7,8 +7,7 @@ import re
 import pytest
 
 from tests.support.files import write_rows
-from trl_ext.data.boxes import boxed_answer, last_boxed
-from trl_ext.data.math import demonstration, load_math, math_prompt
+from trl_ext.data.math import boxed_answer, demonstration, last_boxed, load_math, math_prompt
 from trl_ext.toy import score
 from trl_ext.toy.prompts import prompt_pool
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support import REPOSITORY
-from trl_ext.data.templates import load_prompt_template, render, template_names
+from trl_ext.data.math import load_prompt_template, render, template_names
 
 
 def test_r1_zero_is_a_conversation_that_stops_at_the_thoughts():

@@ -8,7 +8,7 @@ from fractions import Fraction
 
 import pytest
 
-from trl_ext.rewards import gsm8k_truth, parse_gsm8k_response, parse_mmlu_response
+from trl_ext.rewards import parse_gsm8k_response, parse_mmlu_response
 from trl_ext.rewards.expression import evaluate, values_agree
 from trl_ext.rewards.parsers import countdown_is_solved
 
@@ -71,15 +71,6 @@ def test_a_megabyte_takes_no_time(text):
     parse_gsm8k_response(text)
     parse_mmlu_response(OPTIONS, text)
     assert time.process_time() - start < 2
-
-
-def test_gsm8k_truth():
-    assert gsm8k_truth("He has 80,000+50,000=$<<80000+50000=130000>>130,000\n#### 70000") == "70000"
-    assert gsm8k_truth("x\n#### 1,450\n") == "1450"
-    assert gsm8k_truth("x\n#### -3") == "-3"
-    for wrong in ("no marker 5", "#### five", "####"):
-        with pytest.raises(ValueError, match="no number after '####'"):
-            gsm8k_truth(wrong)
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from trl_ext.data.math import load_prompt_template, render
 from trl_ext.data.rows import read_jsonl, text_field
-from trl_ext.data.templates import load_prompt_template, render
 
 # Documents per tokenizer call: enough to use its threads, few enough to limit the memory of intermediate objects.
 DOCUMENTS_PER_CALL = 1000

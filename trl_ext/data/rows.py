@@ -277,8 +277,8 @@ def _to_dataset(source: str, rows: list[dict[str, Any]], format_columns: tuple[s
         elif name == "rubric" and types == {list}:
             columns[name] = [[_criterion(one) for one in value] for value in values]
             continue
-        elif types not in ({str}, {bool}, {float}, {int, float}) and not (types == {int} and _fit_64_bits(values)):
-            reason = "only the column rubric may hold lists; others hold strings, booleans or 64-bit numbers"
+        elif types not in ({str}, {bool}, {int}, {float}, {int, float}):
+            reason = "only the column rubric may hold lists; others hold strings, booleans or numbers"
         else:
             columns[name] = [float(value) for value in values] if float in types else values
             continue
@@ -291,7 +291,3 @@ def _criterion(one: Any) -> dict[str, Any]:
     text, weight = (one.get("criterion"), one.get("weight")) if isinstance(one, dict) else (one, None)
     weight = 1.0 if weight is None else float(weight) if isinstance(weight, (int, float)) else math.nan
     return {"criterion": text if isinstance(text, str) else None, "weight": weight}
-
-
-def _fit_64_bits(values: list[int]) -> bool:
-    return min(values) >= -(2**63) and max(values) < 2**63

@@ -10,7 +10,7 @@ __all__, __getattr__, __dir__ = lazy_names(
     {
         ".answers": "is_correct",
         ".ensemble": "RewardEnsemble combine",
-        ".parsers": "gsm8k_truth parse_gsm8k_response parse_mmlu_response",
+        ".parsers": "parse_gsm8k_response parse_mmlu_response",
         ".reward_model": "RewardModel",
         ".shaping": "ShapedReward parse_shaping",
         ".sharing": "share_or_load",

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from fractions import Fraction
 from numbers import Real
 
-from trl_ext.data.boxes import last_boxed
+from trl_ext.data.math import last_boxed
 from trl_ext.rewards.expression import FUNCTIONS, depths, nesting, values_agree, values_differ
 from trl_ext.rewards.math_worker import require_math_verify, verify_in_worker
 from trl_ext.rewards.normalization import Answer, clean, without_exponent

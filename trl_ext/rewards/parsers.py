@@ -55,19 +55,6 @@ def parse_gsm8k_response(model_output: str) -> str | None:
     return "-" * bool(sign) + number.replace(",", "") + (f"e{exponent}" if exponent else "")
 
 
-def gsm8k_truth(answer: str) -> str:
-    """The final number of a GSM8K solution, after its last `####`, without thousands separators.
-
-    Raises:
-        ValueError: there is no such number.
-    """
-    _, marker, final = answer.rpartition("####")
-    number = final.strip().removeprefix("$").replace(",", "")
-    if not marker or not re.fullmatch(r"-?[0-9]+(?:\.[0-9]+)?", number):
-        raise ValueError(f"no number after '####' at the end of the solution {answer[-60:]!r}; mend the data")
-    return number
-
-
 def parse_mmlu_response(mmlu_example: Mapping[str, Any], model_output: str) -> str | None:
     """The letter of the option that a response chooses.
 

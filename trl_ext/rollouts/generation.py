@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, StoppingCriteriaList
 
-from trl_ext.data.truncation import text_ids
+from trl_ext.data.conversation import text_ids
 from trl_ext.models.batches import in_batches, pad_rows, temporarily
 from trl_ext.models.packing.hook import unwrapped
 from trl_ext.processes import warn_once_per_run
