@@ -78,13 +78,13 @@ class RawSplit:
         self.problems.sort(key=lambda problem: problem.position)
         return checked
 
-    def describe(self, limit: int = SHOWN_CHARACTERS) -> str:
+    def describe(self) -> str:
         """One line with the source, the number of problems and the first few of them."""
         lines = []
         for position, message, row_id in self.problems:
             place = f"{self.unit} {position}" + (f", row_id {brief(row_id)}" if row_id is not None else "")
             lines.append(f"{place}: {message}")
-        return f"{self.source}: {len(lines)} bad row{'s' * (len(lines) > 1)}: {first_few(lines, limit)}"
+        return f"{self.source}: {len(lines)} bad row{'s' * (len(lines) > 1)}: {first_few(lines)}"
 
 
 def read_jsonl(path: str | Path) -> RawSplit:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,8 +11,7 @@ from torch import Tensor
 
 from trl_ext.losses.kl import KL_ESTIMATORS, MAX_EXPONENT, kl_estimate
 from trl_ext.losses.masking import AGGREGATIONS, aggregate, masked_sum
-from trl_ext.losses.policy import SURROGATES
-from trl_ext.losses.policy_scores import PolicyScores, bounded_ratio
+from trl_ext.losses.policy import SURROGATES, PolicyScores, bounded_ratio
 from trl_ext.names import check_choice
 from trl_ext.registry import Entry
 from trl_ext.settings import LOSS_SETTINGS, LossFields
@@ -70,13 +69,9 @@ class PolicyLoss(LossFields):
             elif name != "surrogate":
                 check_setting(name, getattr(self, name))
         self.kl_aggregation = None if self.kl_aggregation == "inside" else self.kl_aggregation
-        self._check_what_is_read()
-        self._check_ratio()
-        if of_kl and not self.beta:
-            reason = f"without a beta there is no KL term; use --beta above 0, or leave {of_kl[0]} out"
-            self._refuse(of_kl[0], "beta", reason)
-        if self.needs_reference:
-            self._check_kl()
+        for one, other, reason in self._contradictions(of_kl):
+            flags = " and ".join(f"--{flag} {getattr(self, flag)}" for flag in (one, other))
+            raise ValueError(f"{flags} contradict each other: {reason}")
         self._check_options()
         if self.epsilon_high is None:
             self.epsilon_high = self.epsilon
@@ -198,62 +193,52 @@ class PolicyLoss(LossFields):
 
     # ---- Checks ----
 
-    def _refuse(self, one: str, other: str, reason: str) -> None:
-        flags = " and ".join(f"--{flag} {getattr(self, flag)}" for flag in (one, other))
-        raise ValueError(f"{flags} contradict each other: {reason}")
-
-    def _check_what_is_read(self) -> None:
+    def _contradictions(self, of_kl: list[str]) -> Iterator[tuple[str, str, str]]:
+        """Two settings that contradict each other, why, and what to use instead; `of_kl` names those of a KL term."""
+        own, reads_ratio = self.surrogate == "own", self._reads_ratio
         for name, setting in LOSS_SETTINGS.items():
-            if not setting.option or getattr(self, name) is None or name in self._read:
-                continue
-            instead = "give your function an option for it"
-            if self.surrogate != "own":
+            if setting.option and getattr(self, name) is not None and name not in self._read:
                 readers = [known for known, function in SURROGATES.items() if name in settings_of(function)]
-                instead = f"use --surrogate {readers[0]}"
-            self._refuse(name, "surrogate", f"this surrogate does not read {name}; leave it out, or {instead}")
+                instead = "give your function an option for it" if own else f"use --surrogate {readers[0]}"
+                yield name, "surrogate", f"this surrogate does not read {name}; leave it out, or {instead}"
         if self.loss_constant is not None and self.aggregation != "constant":
             reason = "only a constant aggregation divides by it; leave it out, or use --aggregation constant"
-            self._refuse("loss_constant", "aggregation", reason)
-
-    def _check_ratio(self) -> None:
+            yield "loss_constant", "aggregation", reason
         if self._takes_beta and (not self.beta or self.kl_in != "loss"):
             reason = "it compares with the reference itself, times a beta above 0; leave settings of a KL term out"
-            self._refuse("kl_in" if self.beta else "beta", "surrogate", reason)
-        if self.surrogate != "own" and not self._reads_ratio and self.ratio != "none":
+            yield "kl_in" if self.beta else "beta", "surrogate", reason
+        if not own and not reads_ratio and self.ratio != "none":
             reason = "it has no importance ratio; use --ratio none, or --surrogate no_clip for a ratio without a clip"
-            self._refuse("surrogate", "ratio", reason)
-        if self.ratio == "none" and self._reads_ratio:
+            yield "surrogate", "ratio", reason
+        if self.ratio == "none" and reads_ratio:
             reason = "this surrogate is of the importance ratio; use --ratio token, or --surrogate reinforce"
-            self._refuse("ratio", "surrogate", reason)
+            yield "ratio", "surrogate", reason
         if self.surrogate == "gmpo" and self.ratio != "token":
-            reason = "this surrogate is of the token's ratio; use --ratio token, or --surrogate clip"
-            self._refuse("ratio", "surrogate", reason)
-        if self.ratio == "sequence" and self.aggregation == "token_mean":
-            reason = (
-                "one ratio per response, counted once per token, would weight responses by their length; "
-                "use --aggregation sequence_mean, or --ratio token"
+            yield (
+                "ratio",
+                "surrogate",
+                "this surrogate is of the token's ratio; use --ratio token, or --surrogate clip",
             )
-            self._refuse("ratio", "aggregation", reason)
-
-    def _check_kl(self) -> None:
-        if self.kl_in == "reward":
-            if self.kl_estimator != "k1":
-                reason = (
-                    f"a detached {self.kl_estimator} in the reward follows the gradient of no divergence; "
-                    "use --kl_estimator k1, or --kl_in loss"
-                )
-                self._refuse("kl_in", "kl_estimator", reason)
-            for flag in ("kl_ratio_correction", "kl_aggregation"):
-                if getattr(self, flag):
-                    self._refuse("kl_in", flag, "it concerns a KL term in the loss; leave it out, or use --kl_in loss")
-        if not self.kl_ratio_correction:
+        if self.ratio == "sequence" and self.aggregation == "token_mean":
+            reason = "one ratio per response, counted once per token, would weight responses by their length; "
+            yield "ratio", "aggregation", reason + "use --aggregation sequence_mean, or --ratio token"
+        if not self.beta:
+            for name in of_kl:
+                reason = f"without a beta there is no KL term; use --beta above 0, or leave {name} out"
+                yield name, "beta", reason
             return
-        if self.ratio == "none":
+        if self.kl_in == "reward" and self.kl_estimator != "k1":
+            reason = f"a detached {self.kl_estimator} in the reward follows the gradient of no divergence; "
+            yield "kl_in", "kl_estimator", reason + "use --kl_estimator k1, or --kl_in loss"
+        for name in ("kl_ratio_correction", "kl_aggregation"):
+            if self.kl_in == "reward" and getattr(self, name):
+                yield "kl_in", name, "it concerns a KL term in the loss; leave it out, or use --kl_in loss"
+        if self.kl_ratio_correction and self.ratio == "none":
             reason = "there is no ratio to correct with; use --ratio token, or leave the correction out"
-            self._refuse("kl_ratio_correction", "ratio", reason)
-        if self.kl_estimator == "k2":
+            yield "kl_ratio_correction", "ratio", reason
+        if self.kl_ratio_correction and self.kl_estimator == "k2":
             reason = "k2 has the reverse KL's gradient without it, and not with it; use --kl_estimator k3 or k1"
-            self._refuse("kl_ratio_correction", "kl_estimator", reason)
+            yield "kl_ratio_correction", "kl_estimator", reason
 
     def _check_options(self) -> None:
         for name in self._read:

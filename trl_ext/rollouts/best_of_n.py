@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trl_ext.rollouts.generation import Generation
-from trl_ext.rollouts.saved_rows import SAVE_EVERY, Engine, sample_rows
+from trl_ext.rollouts.graded import SAVE_EVERY, Engine, sample_rows
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
