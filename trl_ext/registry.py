@@ -23,15 +23,11 @@ class Entry:
 
     Attributes:
         paper: the arXiv number of its paper, or another source.
-        title: the paper's title.
-        label: the displayed name, where it differs from a named trainer's prefix.
     """
 
     name: str
     function: Callable
     paper: str = ""
-    title: str = ""
-    label: str = ""
 
     @property
     def inputs(self) -> list[str]:
@@ -54,11 +50,6 @@ class Entry:
     @property
     def takes_beta(self) -> bool:
         return "beta" in inspect.signature(self.function).parameters
-
-    @property
-    def citation(self) -> dict[str, str]:
-        """The paper in the form of TRL's trainers; empty without a title."""
-        return {"title": self.title, "id": self.paper} if self.title else {}
 
     def check_options(self, options: dict[str, Any]) -> None:
         """Raise ValueError for an option that the function does not have, or a missing one without a default."""
@@ -225,8 +216,6 @@ def preference_loss(
     batch_coupled: bool = False,
     columns: tuple[str, ...] = (),
     paper: str = "",
-    title: str = "",
-    label: str = "",
 ) -> Callable[[Callable], Callable]:
     """Register a preference loss `f(scores, *, beta, ...) -> [B]` under `name`.
 
@@ -236,7 +225,7 @@ def preference_loss(
         batch_coupled: set to True if a pair's loss depends on the other pairs; the trainer then evaluates it on the
             whole optimizer batch, over all ranks and accumulated micro-batches.
         columns: names of dataset columns to pass in `scores.columns`, each a tensor of shape [B].
-        paper, title, label: its paper's arXiv number and title, and its displayed name; see `Entry`.
+        paper: the arXiv number of its paper, or another source.
 
     Raises:
         ValueError: the name is taken.
@@ -244,7 +233,7 @@ def preference_loss(
 
     def register(function: Callable) -> Callable:
         needs = {"needs_reference": needs_reference, "batch_coupled": batch_coupled, "columns": tuple(columns)}
-        preference_losses.add(PreferenceLoss(name, function, paper, title, label, **needs))
+        preference_losses.add(PreferenceLoss(name, function, paper, **needs))
         return function
 
     return register

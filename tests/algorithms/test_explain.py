@@ -21,7 +21,7 @@ from trl_ext import policy_algorithm, preference_loss
 def gate(scores, *, strength, width=0.5):
     return -scores.log_ratio * scores.advantages * strength
 
-@preference_loss("explained_square", needs_reference=False, columns=("sure",), paper="2401.00001", title="Squares")
+@preference_loss("explained_square", needs_reference=False, columns=("sure",), paper="2401.00001")
 def square(scores, *, beta, tau=2.0, power):
     return (1 - beta * scores.margin).square()
 
@@ -67,7 +67,7 @@ def test_a_line_is_where_the_function_is():
 def test_a_loss_is_explained(name):
     lines, entry = explain(name).splitlines(), preference_losses[name]
     yes = {True: "true", False: "false"}
-    row = [f"{name} {getattr(entry, name)}" for name in ("title", "paper") if getattr(entry, name)]
+    row = [f"paper {entry.paper}"] if entry.paper else []
     row += [f"beta {entry.default_beta:g}"]
     row += [f"batch_coupled {yes[entry.batch_coupled]}", f"needs_reference {yes[entry.needs_reference]}"]
     assert {*row, *inspect.getsource(entry.function).splitlines()} <= {*lines}
@@ -82,7 +82,7 @@ def test_another_function_is_its_source(name, function):
     ("function", "parts"),
     [
         ("gate", ["explained_gate: ", "--advantage group_rank", "--beta 0.02", "def gate(", "def kl_estimate("]),
-        ("square", ["title Squares", "paper 2401.00001", "option tau 2", "option power (required)", "('sure',)"]),
+        ("square", ["paper 2401.00001", "option tau 2", "option power (required)", "('sure',)"]),
         ("explained_square", ["def square("]),
         ("halves", ["def halves("]),
     ],

@@ -87,22 +87,18 @@ def _own_loss(name: str, surrogate: str, **settings: str) -> dict[str, Any]:
 # fmt: off
 # The paper's KL coefficient; the paper uses groups of 64, later work 8 to 16. Nothing is fixed: start your own
 # combination from this row.
-_add("grpo", "Group-normalised rewards, clipped token ratio", "2402.03300", **_CLIP, **_POPULATION, beta=0.04,
-     title="DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models")
+_add("grpo", "Group-normalised rewards, clipped token ratio", "2402.03300", **_CLIP, **_POPULATION, beta=0.04)
 _add("dr_grpo", "GRPO without the standard deviation and without length normalisation", "2503.20783",
-     **_CLIP, **_DR_GRPO, title="Understanding R1-Zero-Like Training: A Critical Perspective", label="Dr. GRPO")
+     **_CLIP, **_DR_GRPO)
 _add("gspo", "One length-normalised ratio per sequence, clipped", "2507.18071", surrogate="clip", epsilon=3e-4,
-     epsilon_high=4e-4, **_POPULATION, **_GSPO, title="Group Sequence Policy Optimization")
+     epsilon_high=4e-4, **_POPULATION, **_GSPO)
 _add("rloo", "REINFORCE with the mean of the other responses as baseline", "2402.14740", **_REINFORCE,
      **_advantage("leave_one_out", "RLOO is its leave-one-out baseline"), aggregation="sum", beta=0.03,
-     kl_estimator="k1", kl_in="reward", group_size=4,
-     title="Back to Basics: Revisiting REINFORCE Style Optimization for Learning from Human Feedback in LLMs")
+     kl_estimator="k1", kl_in="reward", group_size=4)
 # PPO's KL coefficient, since the paper's was not checked.
 _add("remax", "REINFORCE with the greedy response's reward as baseline", "2310.10505", **_REINFORCE,
      **_advantage("greedy_baseline", "ReMax is its greedy baseline"), aggregation="sum", beta=0.05,
-     kl_estimator="k1", kl_in="reward", group_size=1,
-     title="ReMax: A Simple, Effective, and Efficient Reinforcement Learning Method for Aligning "
-           "Large Language Models")
+     kl_estimator="k1", kl_in="reward", group_size=1)
 _add("reinforce", "Rewards times log-probabilities", "Williams 1992; CS336", **_REINFORCE, advantage="no_baseline",
      fixed={"advantage": (("no_baseline",), "plain REINFORCE has no baseline"), **_NO_RATIO})
 _add("reinforce_with_baseline", "Group-normalised rewards times log-probabilities", "CS336", **_REINFORCE, **_SAMPLE,
@@ -112,8 +108,7 @@ _add("grpo_no_clip", "GRPO with an unclipped ratio", "CS336", surrogate="no_clip
 _add("dapo", "GRPO with a higher upper clip and a mean over tokens; no KL", "2503.14476", **_DAPO)
 # The paper's share: 4,096 of 20,480 tokens. The rounds are those after which its recipe in verl stops.
 _add("dapo_full", "DAPO's loss with its dynamic sampling and its punishment of long responses", "2503.14476", **_DAPO,
-     rollout={"resample_groups": 10, "overlong_share": 0.2},
-     title="DAPO: An Open-Source LLM Reinforcement Learning System at Scale")
+     rollout={"resample_groups": 10, "overlong_share": 0.2})
 _add("cispo", "Capped ratio as a weight; no token loses its gradient", "2506.13585, 2510.13786", surrogate="cispo",
      ratio_cap=5.0, **_POPULATION, **_TOKENS,
      fixed={"surrogate": (("cispo",), "CISPO is its capped weight"),
@@ -131,11 +126,9 @@ _add("reinforce_plus_plus_baseline", "Group mean as baseline, then normalised ov
      **_TOKENS, **_advantage("batch_normalized", "REINFORCE++ normalises over the batch"), std_ddof=0,
      advantage_eps=1e-8, advantage_options={"std_of": "advantages"}, beta=0.01, kl_estimator="k2")
 _add("sapo", "A gate on the ratio that closes smoothly in place of the clip", "2511.20347", **_POPULATION,
-     **_own_loss("SAPO", "sapo", ratio="token", aggregation="sequence_mean"),
-     title="Soft Adaptive Policy Optimization")
+     **_own_loss("SAPO", "sapo", ratio="token", aggregation="sequence_mean"))
 _add("gmpo", "Geometric mean of a response's clipped ratios", "2507.20673", **_POPULATION,
-     **_own_loss("GMPO", "gmpo", ratio="token", aggregation="sequence_mean"),
-     title="Geometric-Mean Policy Optimization")
+     **_own_loss("GMPO", "gmpo", ratio="token", aggregation="sequence_mean"))
 _add("berkeley_grpo", "The course's GRPO: KL averaged by itself", "Berkeley course", **_BERKELEY, **_POPULATION)
 _add("berkeley_dr_grpo", "The course's Dr.GRPO: KL averaged by itself", "Berkeley course", **_BERKELEY, **_DR_GRPO)
 _add("berkeley_gspo", "The course's GSPO: clip 0.2, KL averaged by itself", "Berkeley course", **_BERKELEY,
