@@ -414,16 +414,11 @@ def test_the_gradient_of_a_very_wrong_pair_does_not_vanish(loss, slope):
 # ----------------------------------------------------------------------------------------------------- wrong options
 
 
-@pytest.mark.parametrize("loss", [cdpo, robust_dpo])
-@pytest.mark.parametrize("value", [0.5, -0.1, 1.0, math.nan])
-def test_label_smoothing_outside_its_range(loss, value):
-    with pytest.raises(ValueError, match=rf"label_smoothing must lie in \[0, 0\.5\), got {value}"):
-        loss(canonical(), label_smoothing=value)
-
-
 @pytest.mark.parametrize(
     "loss, option, message",
     [
+        ("cdpo", "label_smoothing", r"label_smoothing must lie in \[0, 0\.5\)"),
+        ("robust_dpo", "label_smoothing", r"label_smoothing must lie in \[0, 0\.5\)"),
         ("dpop", "penalty", "penalty must be a number from 0 up"),
         ("cpo", "nll_weight", "nll_weight must be a number from 0 up"),
         ("sppo", "chosen_win_probability", r"a win probability must lie in \[0, 1\]"),

@@ -19,7 +19,7 @@ from tests.support.tiny import pairs
 from tests.support.trl_private import attention_of
 from trl_ext import ReMaxConfig, ReMaxTrainer
 from trl_ext.rollouts.sampler import fast_rollouts, loop, rows, sampled_fast, weights
-from trl_ext.rollouts.sampler.draw import draw, uniform_numbers
+from trl_ext.rollouts.sampler.draw import draw
 
 
 def seeded(model, seed: int, given: dict, **options):
@@ -126,11 +126,6 @@ def test_draw_never_takes_a_removed_token_and_refuses_nan():
     assert set(draw(scores, uniform)[0].tolist()) == {3, 300, 510}
     with pytest.raises(RuntimeError, match="logits are NaN"):
         draw(torch.full((1, 64), float("nan")), torch.zeros(1, dtype=torch.float64))
-
-
-def test_numbers_of_a_row_depend_on_its_index():
-    assert torch.equal(uniform_numbers(5, 4, 8)[:2], uniform_numbers(5, 2, 8))
-    assert len(uniform_numbers(5, 100, 8).unique()) == 800
 
 
 @pytest.mark.parametrize("prompts", ["padded", "of equal length"])
