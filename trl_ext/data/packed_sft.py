@@ -58,7 +58,11 @@ class PackedSFTDataset(Dataset):
     def __init__(self, tokenizer, dataset_path: str | os.PathLike, seq_length: int, shuffle: bool):
         if seq_length < 1:
             raise ValueError(f"seq_length must be at least 1, got {seq_length}")
-        rows = _read_rows(dataset_path)
+        split = read_jsonl(dataset_path)
+        names = ("prompt", "response")
+        rows = split.check(lambda row: {name: text_field(row, name, may_be_empty=True) for name in names})
+        if split.problems:
+            raise ValueError(split.describe())
         if shuffle:
             rows = [rows[index] for index in torch.randperm(len(rows)).tolist()]
         pieces = [torch.empty(0, dtype=torch.long)]
@@ -96,11 +100,3 @@ def iterate_batches(dataset: Dataset, batch_size: int, shuffle: bool) -> DataLoa
         An iterable with a length, over dicts of tensors of shape [B, ...].
     """
     return DataLoader(dataset, batch_size=batch_size, shuffle=shuffle)
-
-
-def _read_rows(path: str | os.PathLike) -> list[dict[str, str]]:
-    split = read_jsonl(path)
-    rows = split.check(lambda row: {name: text_field(row, name, may_be_empty=True) for name in ("prompt", "response")})
-    if split.problems:
-        raise ValueError(split.describe())
-    return rows

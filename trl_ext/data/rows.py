@@ -102,8 +102,15 @@ def read_jsonl(path: str | Path) -> RawSplit:
             for number, line in enumerate(file, start=1):
                 if not split.rows and not split.problems and line.strip() in ("[", "[{"):
                     raise ValueError(f"{path}: a JSON array; give JSON lines, one object per line without commas")
-                if line.strip():
-                    _add_row(split, number, line)
+                if not line.strip():
+                    continue
+                try:
+                    row = parse_json(line)
+                    if not isinstance(row, dict):
+                        raise ValueError(f"bad JSON: expected an object, got {type(row).__name__}")
+                    split.rows.append((number, row))
+                except ValueError as error:
+                    split.problems.append(Problem(number, str(error)))
         except (UnicodeDecodeError, gzip.BadGzipFile, EOFError) as error:
             raise ValueError(f"{path}: cannot be read as JSON lines in UTF-8: {error}") from None
     return split
@@ -127,17 +134,6 @@ def read_json_rows(path: str | Path) -> list[tuple[int, dict[str, Any]]]:
     if not rows or not all(isinstance(row, dict) for _, row in rows):
         raise ValueError(f"{path}: must hold rows, and at least one")
     return rows
-
-
-def _add_row(split: RawSplit, number: int, line: str) -> None:
-    try:
-        row = parse_json(line)
-        if not isinstance(row, dict):
-            raise ValueError(f"bad JSON: expected an object, got {type(row).__name__}")
-    except ValueError as error:
-        split.problems.append(Problem(number, str(error)))
-    else:
-        split.rows.append((number, row))
 
 
 def split_file(folder: Path, split: str) -> Path:

@@ -37,16 +37,8 @@ def sample_rows(
 ) -> list[Row]:
     """Sample a response for each item; each part of `save_every` responses is appended to a file.
 
-    Args:
-        items: the work, in order.
-        engine: `f(prompts, seed=..., progress=...)`, which returns a `Generation` for each prompt.
-        finish: turns items and their generations into rows with `row_id` and `sample`.
-        seed: seed of the sampling.
-        path: JSON lines file; rows of an earlier call are kept, up to the last complete part. None keeps all rows in
-            memory.
-        save_every: responses between saves.
-        accelerator: for a run with several processes, each of which must call this function and gets all rows.
-        progress: label of the progress bar; None for no bar.
+    `finish` turns items and their generations into rows with `row_id` and `sample`. Rows of an earlier call are kept,
+    up to the last complete part. The other arguments are those of `evaluate_reasoning`.
 
     Raises:
         ValueError: a line of the file is damaged, or its rows are not in this order.
