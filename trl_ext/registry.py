@@ -103,7 +103,7 @@ class Algorithm(LossFields, AdvantageFields, Entry):
         rollout: settings of the trainer's rollouts that define the algorithm, such as `resample_groups`: 0 is refused.
         reads_sampler: whether your own function compares with the probabilities that the sampler recorded,
             `scores.behaviour_log_probs`; vLLM's importance ratio then does not multiply its loss.
-        fixed: the settings that define the algorithm: each with its permitted values, and why no others are.
+        fixed: the settings that define the algorithm, each with its permitted values.
     """
 
     summary: str = ""
@@ -111,7 +111,7 @@ class Algorithm(LossFields, AdvantageFields, Entry):
     group_size: int = 8
     rollout: Mapping[str, float] = field(default_factory=dict)
     reads_sampler: bool = False
-    fixed: Mapping[str, tuple[tuple[str, ...], str]] = field(default_factory=dict)
+    fixed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def __post_init__(self):
         self.surrogate = self.surrogate or "own"

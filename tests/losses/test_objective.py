@@ -71,6 +71,12 @@ def test_a_loss_returns_one_value_per_pair(scores, function, got):
         PreferenceObjective("own")(scores)
 
 
+def test_a_column_must_be_declared(scores):
+    objective = PreferenceObjective("sppo", loss_options={"chosen_win_probability": "p"})
+    with pytest.raises(ValueError, match=r"reads the column 'p': register it .* or name the column in loss_columns"):
+        objective(scores)
+
+
 def test_the_reference_must_be_declared(scores):
     preference_loss("undeclared", needs_reference=False)(lambda scores, *, beta: -beta * scores.margin)
     with pytest.raises(ValueError, match="register it with needs_reference=True"):

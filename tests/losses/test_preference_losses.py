@@ -457,3 +457,8 @@ def test_an_empty_response_counts_as_one_token():
     assert repo(scores_of([Pair(0.0, -2.0, 0.0, 0.0, 0, 4)])).tolist() == pytest.approx(
         [0.1]
     )  # 0.6 - (0 / 1 - -2 / 4)
+
+
+def test_simpo_takes_one_margin():
+    with pytest.raises(ValueError, match="give gamma or gamma_beta_ratio, not both"):
+        simpo(canonical(), gamma=1.0, gamma_beta_ratio=0.5)

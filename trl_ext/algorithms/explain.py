@@ -57,7 +57,7 @@ def _algorithm(row: Algorithm) -> str:
     settings = {name: settings[name] for name in SETTINGS}
     settings |= {"num_generations": row.group_size, **row.rollout}
     about = {"paper": row.paper, **_options(row.advantage_options)}
-    fixed = [f"--{flag} is {' or '.join(values)}: {reason}" for flag, (values, reason) in row.fixed.items()]
+    fixed = [f"defined by --{flag} {' or '.join(values)}" for flag, values in row.fixed.items()]
     functions = [function_of(row.advantage), *RATIOS[row.ratio], row.function, aggregate]
     if row.beta and not row.takes_beta:
         functions.append(kl_estimate)

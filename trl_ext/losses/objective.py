@@ -95,7 +95,13 @@ class PreferenceObjective:
             ValueError: the loss does not return one value per pair.
         """
         beta = {"beta": self.beta} if self.loss.takes_beta else {}
-        losses = self.loss.function(scores, **beta, **self.loss_options)
+        try:
+            losses = self.loss.function(scores, **beta, **self.loss_options)
+        except KeyError as error:
+            raise ValueError(
+                f"the preference loss {self.loss.name!r} reads the column {error.args[0]!r}: "
+                f"register it with columns=({error.args[0]!r},), or name the column in loss_columns"
+            ) from error
         if not isinstance(losses, Tensor) or losses.shape != scores.chosen.shape:
             got = f"shape {list(losses.shape)}" if isinstance(losses, Tensor) else f"a {type(losses).__name__}"
             raise ValueError(

@@ -80,7 +80,9 @@ class RewardModel:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
         self.name = name or telling_name(str(folder_or_hub_name))
         self.__name__ = self.name
-        self.limits = read_limits(self.folder)
+        limits = self.folder / LIMITS_FILE
+        saved = json.loads(limits.read_text(encoding="utf-8")) if limits.is_file() else {}
+        self.limits = {name: saved.get(name, 512) for name in ("max_prompt_tokens", "max_response_tokens")}
         self.batch_size = batch_size
         self.dtype = DTYPES[dtype]
         self.packing = packing
@@ -182,8 +184,15 @@ class RewardModel:
         Raises:
             ValueError: the lengths differ, or a completion cannot be encoded.
         """
-        if finished is not None and not all(finished):
-            self._say_whether_ends_show()
+        ends_do_not_show = self.pad_token_id == self.tokenizer.eos_token_id
+        if finished is not None and not all(finished) and ends_do_not_show and not self._said_that_ends_do_not_show:
+            self._said_that_ends_do_not_show = True
+            logger.warning(
+                "reward model %s: its padding token is the end-of-turn token, so scores are read before it, and a "
+                "completion that was cut scores as if it had ended; in training and best-of-n, missing_eos_penalty "
+                "lowers its reward; said once",
+                self.name,
+            )
         sequences = self._encode(prompts, completions, finished)
         options = {"batch_size": self.batch_size, "pad_token_id": self.pad_token_id, "progress": progress}
         if self.backbone is not None:
@@ -193,16 +202,6 @@ class RewardModel:
     def __call__(self, prompts, completions, finished: Sequence[bool] | None = None, **kwargs: Any) -> list[float]:
         """TRL's reward signature; other columns and hooks that it passes are not used."""
         return self.score(prompts, completions, finished=finished).tolist()
-
-    def _say_whether_ends_show(self) -> None:
-        if self.pad_token_id == self.tokenizer.eos_token_id and not self._said_that_ends_do_not_show:
-            self._said_that_ends_do_not_show = True
-            logger.warning(
-                "reward model %s: its padding token is the end-of-turn token, so scores are read before it, and a "
-                "completion that was cut scores as if it had ended; in training and best-of-n, missing_eos_penalty "
-                "lowers its reward; said once",
-                self.name,
-            )
 
     def _encode(self, prompts, completions, finished) -> list[list[int]]:
         for argument, values in (("prompts", prompts), ("finished", finished)):
@@ -255,15 +254,6 @@ def find_reward_model(folder_or_hub_name: str | Path, *, base: str | None = None
         raise FileNotFoundError(f"{folder}: no *.safetensors with weights; save the model again (save_pretrained)")
     head_of(folder, shapes)
     return folder, None
-
-
-def read_limits(folder: Path) -> dict[str, int | None]:
-    """The `max_prompt_tokens` and `max_response_tokens` that a reward model was trained with; 512 if not recorded."""
-    path = folder / LIMITS_FILE
-    if not path.is_file():
-        return {"max_prompt_tokens": 512, "max_response_tokens": 512}
-    saved = json.loads(path.read_text(encoding="utf-8"))
-    return {name: saved[name] for name in ("max_prompt_tokens", "max_response_tokens")}
 
 
 def require_tokenizer(folder: Path, adapter: RewardAdapter | None) -> str:

@@ -111,7 +111,7 @@ def best_of_n(
         raise ValueError(f"n must be at least 1, got {n}")
     if empty not in EMPTY_CHOICES:
         raise ValueError(f"empty must be one of {', '.join(EMPTY_CHOICES)}, got {empty!r}")
-    if getattr(reward, "of_batch", False):
+    if getattr(reward, "scores_groups", False):
         raise ValueError(
             "the reward depends on what is scored with a response, so it cannot rank responses of different batches: "
             "leave center and whiten out of its shaping"

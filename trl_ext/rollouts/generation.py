@@ -114,7 +114,15 @@ def generate_responses(
     stop = check_stop(stop, tokenizer)
     sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k} if temperature > 0 else {}
     repetition = {"repetition_penalty": repetition_penalty, "no_repeat_ngram_size": no_repeat_ngram_size}
-    config, end_ids = _generation_config(model, tokenizer, max_new_tokens, **sampling, **repetition)
+    end_ids = end_token_ids(model, tokenizer)
+    config = GenerationConfig(
+        max_new_tokens=max_new_tokens,
+        eos_token_id=sorted(end_ids),
+        pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(end_ids, default=0),
+        do_sample=temperature > 0,
+        **sampling,
+        **repetition,
+    )
     prompt_ids = [prompt_tokens(tokenizer, prompt, max_prompt_tokens) for prompt in prompts]
     for index, ids in enumerate(prompt_ids):
         if not ids:
@@ -185,18 +193,6 @@ def end_token_ids(model, tokenizer) -> set[int]:
     """Ids of the tokens that end a response: the tokenizer's and those of the model's generation settings."""
     own = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     return {tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])} - {None}
-
-
-def _generation_config(model, tokenizer, max_new_tokens, **settings) -> tuple[GenerationConfig, set[int]]:
-    end_ids = end_token_ids(model, tokenizer)
-    config = GenerationConfig(
-        max_new_tokens=max_new_tokens,
-        eos_token_id=sorted(end_ids),
-        pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(end_ids, default=0),
-        do_sample="temperature" in settings,
-        **settings,
-    )
-    return config, end_ids
 
 
 def prompt_tokens(tokenizer, prompt: list[dict] | str, max_prompt_tokens: int | None) -> list[int]:
