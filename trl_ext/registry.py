@@ -30,26 +30,28 @@ class Entry:
     paper: str = ""
 
     @property
+    def _parameters(self) -> Mapping[str, inspect.Parameter]:
+        return inspect.signature(self.function).parameters
+
+    @property
     def inputs(self) -> list[str]:
         """Positional parameters."""
-        parameters = inspect.signature(self.function).parameters.values()
-        return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        return [p.name for p in self._parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
     @property
     def options(self) -> dict[str, Any]:
         """Keyword-only parameters except `beta`, with their defaults (`Parameter.empty` if there is none)."""
-        parameters = inspect.signature(self.function).parameters.values()
-        return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != "beta"}
+        return {p.name: p.default for p in self._parameters.values() if p.kind is p.KEYWORD_ONLY and p.name != "beta"}
 
     @property
     def default_beta(self) -> float | None:
         """The function's default for `beta`; None if it has none."""
-        parameter = inspect.signature(self.function).parameters.get("beta")
+        parameter = self._parameters.get("beta")
         return None if parameter is None or parameter.default is parameter.empty else parameter.default
 
     @property
     def takes_beta(self) -> bool:
-        return "beta" in inspect.signature(self.function).parameters
+        return "beta" in self._parameters
 
     def check_options(self, options: dict[str, Any]) -> None:
         """Raise ValueError for an option that the function does not have, or a missing one without a default."""

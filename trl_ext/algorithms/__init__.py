@@ -22,7 +22,7 @@ from trl_ext.advantages import (
     options_of,
 )
 from trl_ext.losses.policy import SURROGATES
-from trl_ext.losses.policy_objective import PolicyLoss, check_setting, settings_of
+from trl_ext.losses.policy_objective import PolicyLoss, settings_of
 from trl_ext.registry import Algorithm, nearest, policy_algorithms
 from trl_ext.settings import ADVANTAGE_SETTINGS, LOSS_SETTINGS, SETTINGS
 
@@ -204,7 +204,7 @@ class PolicyObjective(PolicyLoss):
         # Report an unknown name before a contradiction.
         options_of(given.get("advantage", row.advantage))
         for flag in given.keys() & LOSS_SETTINGS.keys():
-            check_setting(flag, given[flag])
+            LOSS_SETTINGS[flag].check(flag, given[flag])
         for flag, permitted in row.fixed.items():
             value = given.get(flag)
             if value is None or value in permitted:

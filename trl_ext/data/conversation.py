@@ -37,7 +37,9 @@ def encode_turn(
         ValueError: the chat template does not render a conversation as its prompt followed by the response, or a limit
             is below 1.
     """
-    text = response if isinstance(response, str) else _text(response)
+    if not isinstance(response, str) and len(response) != 1:
+        raise ValueError(f"a response is one assistant message, got {len(response)} messages")
+    text = response if isinstance(response, str) else response[0]["content"]
     # The tokenizer warns about texts that are too long for the model, but they are cut here.
     warn_of_prompts, warn_of_responses = (
         {"verbose": limit is None} for limit in (max_prompt_tokens, max_response_tokens)
@@ -56,12 +58,6 @@ def encode_turn(
     limits = {"max_prompt_tokens": max_prompt_tokens, "max_response_tokens": max_response_tokens}
     prompt_ids, response_ids, _ = truncate_pair(prompt_ids, response_ids, [], **limits)
     return prompt_ids, response_ids
-
-
-def _text(response: Sequence[dict[str, Any]]) -> str:
-    if len(response) != 1:
-        raise ValueError(f"a response is one assistant message, got {len(response)} messages")
-    return response[0]["content"]
 
 
 def _render(tokenizer, prompt: Messages, response: Messages | str, text: str, options: dict) -> tuple[str, str]:

@@ -2,33 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from trl_ext.losses.kl import KL_ESTIMATORS, MAX_EXPONENT, kl_estimate
-from trl_ext.losses.masking import AGGREGATIONS, aggregate, masked_sum
+from trl_ext.losses.kl import MAX_EXPONENT, kl_estimate
+from trl_ext.losses.masking import aggregate, masked_sum
 from trl_ext.losses.policy import SURROGATES, PolicyScores, bounded_ratio
-from trl_ext.names import check_choice
 from trl_ext.registry import Entry
 from trl_ext.settings import LOSS_SETTINGS, LossFields
-
-# Setting -> its values, each of which is a function or a branch of one.
-KINDS: dict[str, Iterable[str]] = {
-    "surrogate": SURROGATES,
-    "aggregation": AGGREGATIONS,
-    "kl_estimator": KL_ESTIMATORS,
-}
-
-
-def check_setting(name: str, value: Any) -> None:
-    """Raise ValueError, naming the flag and its values, for an unknown or out-of-range value of a loss setting."""
-    if name in KINDS:
-        check_choice(name, value, KINDS[name])
-    LOSS_SETTINGS[name].check(name, value)
 
 
 def settings_of(function: Callable) -> dict[str, Any]:
@@ -58,7 +43,7 @@ class PolicyLoss(LossFields):
     def __post_init__(self):
         if self.function is None:
             self.surrogate = self.surrogate or "clip"
-            check_setting("surrogate", self.surrogate)
+            LOSS_SETTINGS["surrogate"].check("surrogate", self.surrogate)
             self.function = SURROGATES[self.surrogate]
         else:
             self.surrogate = "own"
@@ -67,7 +52,7 @@ class PolicyLoss(LossFields):
             if getattr(self, name) is None:
                 setattr(self, name, setting.default)
             elif name != "surrogate":
-                check_setting(name, getattr(self, name))
+                setting.check(name, getattr(self, name))
         self.kl_aggregation = None if self.kl_aggregation == "inside" else self.kl_aggregation
         for one, other, reason in self._contradictions(of_kl):
             flags = " and ".join(f"--{flag} {getattr(self, flag)}" for flag in (one, other))

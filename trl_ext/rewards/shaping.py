@@ -305,11 +305,7 @@ def parse_shaping(text: str) -> list[Step]:
 
 
 def build_step(entry: Any, where: str = "reward_shaping") -> Step:
-    """Build a step from its name or its settings; `where` begins messages.
-
-    Raises:
-        ValueError: a kind or setting is unknown, a setting is missing, or a value is out of range.
-    """
+    """Build a step from its name or its settings; `where` begins the message of a ValueError."""
     entry = {"kind": entry} if isinstance(entry, str) else entry
     kind = entry.get("kind") if isinstance(entry, dict) else None
     if kind not in STEPS:

@@ -122,10 +122,7 @@ def diagnose_generations(
 
 
 def distinct_ngram_ratio(texts: Sequence[Tokens], n: int) -> float | None:
-    """Distinct n-grams / n-grams over all texts together, no n-gram crossing from one text to the next.
-
-    None if no text has `n` tokens.
-    """
+    """Distinct n-grams / n-grams within the texts, over all of them together; None if no text has `n` tokens."""
     ngrams = [tuple(text[start : start + n]) for text in texts for start in range(len(text) - n + 1)]
     return len(set(ngrams)) / len(ngrams) if ngrams else None
 
