@@ -15,7 +15,8 @@ from tests.support.files import read_rows
 from trl_ext import ExpertIterationConfig, ExpertIterationTrainer, SFTConfig, SFTTrainer
 from trl_ext.data.math import load_math, math_prompt
 from trl_ext.evaluation.reasoning import grader
-from trl_ext.rollouts import SamplingSettings, graded
+from trl_ext.rollouts import SamplingSettings
+from trl_ext.rollouts import graded as sampling
 from trl_ext.toy import MODEL_DIR
 from trl_ext.trainers.expert_iteration import NoCorrectResponseError, keep_correct
 
@@ -183,7 +184,7 @@ class TestRounds:
     @pytest.mark.parametrize("step", [1, 2])
     def test_a_run_that_breaks_in_sampling_goes_on_as_the_straight_one(self, straight, step, tmp_path, monkeypatch):
         """In round 1 or 2, with 256 of 320 responses sampled."""
-        append = graded._append
+        append = sampling._append
 
         def breaking(path, rows):
             append(path, rows)
@@ -191,7 +192,7 @@ class TestRounds:
                 raise KeyboardInterrupt
 
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(graded, "_append", breaking)
+            patch.setattr(sampling, "_append", breaking)
             build(tmp_path).train(resume_from_checkpoint=False)
         assert (tmp_path / f"checkpoint-{step - 1}" / "trainer_state.json").is_file()
         assert not (tmp_path / f"checkpoint-{step}" / "trainer_state.json").exists()
