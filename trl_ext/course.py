@@ -16,7 +16,7 @@ from torch import Tensor
 from trl_ext import losses
 from trl_ext.advantages import group_centered, group_normalized
 from trl_ext.models.tokenization import response_log_probs, token_entropy, tokenize_prompt_and_output
-from trl_ext.names import lazy_names, nearest
+from trl_ext.names import check_choice, lazy_names
 
 # These are imported on first use: some need more than torch, some not even torch.
 _LAZY, __getattr__, __dir__ = lazy_names(
@@ -173,9 +173,7 @@ def policy_gradient_loss(
         "old_log_probs": old_log_probs,
         "cliprange": cliprange,
     }
-    if loss_type not in LOSS_TYPES:
-        known = list(LOSS_TYPES)
-        raise ValueError(f"unknown loss_type {loss_type!r}{nearest(str(loss_type), known)} Known: {', '.join(known)}")
+    check_choice("loss_type", loss_type, LOSS_TYPES)
     missing = [name for name in LOSS_TYPES[loss_type] if given[name] is None]
     if missing:
         raise ValueError(f"missing for the loss_type {loss_type!r}: {', '.join(missing)}")

@@ -159,7 +159,6 @@ class TestPreferenceRow:
             ({"rejected_text": None}, "rejected: missing"),
             ({"chosen_text": "A stone."}, "chosen_text: equal to rejected_text"),
             ({"chosen_text": [user("x")]}, "chosen_text: must be one assistant message"),
-            ({"score": float("nan")}, "score: is nan, not a finite number"),
         ],
     )
     def test_errors_name_the_field(self, changes, message):

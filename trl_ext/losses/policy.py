@@ -106,8 +106,6 @@ def clipped_surrogate(
     clamped and has no gradient either; trainers log the share of such tokens as `log_ratio/clamped`.
 
     Args:
-        log_ratio: [B, T] or [B, 1].
-        advantages: [B], [B, 1] or [B, T].
         clip_low, clip_high: how far the ratio may fall and rise. Unequal ones: DAPO, arXiv 2503.14476.
         dual_clip: if the advantage is negative, the loss is at most this many times `-advantage`; above 1
             (Ye et al. 2019, arXiv 1912.09729).
@@ -134,12 +132,7 @@ def unclipped_surrogate(log_ratio: Tensor, advantages: Tensor) -> Tensor:
 def cispo(log_ratio: Tensor, log_probs: Tensor, advantages: Tensor, *, ratio_cap: float = 5.0) -> Tensor:
     """CISPO: `-min(ratio, ratio_cap) A log_prob`, with no gradient through the capped ratio; no token is dropped.
 
-    Args:
-        log_ratio: [B, T] or [B, 1].
-        log_probs: [B, T].
-        advantages: [B], [B, 1] or [B, T].
-        ratio_cap: the cap itself, not its distance from 1.
-
+    `ratio_cap` is the cap itself, not its distance from 1.
     MiniMax 2025, arXiv 2506.13585, equation 4; cap of about 5: arXiv 2510.13786.
     """
     weights = bounded_ratio(log_ratio.detach()).clamp(max=ratio_cap)

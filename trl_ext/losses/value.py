@@ -63,10 +63,7 @@ def moments(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Number, mean and sum of squared deviations of the values where the mask is 1; float64 scalars.
 
-    Args:
-        values: any shape.
-        mask: 1 where a value counts, the same shape.
-        reduce: sums a tensor over all processes; None for a single process.
+    `reduce` sums a tensor over all processes; None for a single process.
     """
     reduce = reduce or (lambda tensor: tensor)
     wide = values.detach().double()

@@ -126,10 +126,8 @@ class RewardEnsemble:
         Replaces any earlier calibration. `columns` are passed on to the members.
 
         Raises:
-            ValueError: there are fewer than two completions, a member cannot score one, or a member scores all alike.
+            ValueError: a member cannot score a completion, or scores all alike.
         """
-        if len(completions) < 2:
-            raise ValueError(f"calibration needs at least 2 completions, got {len(completions)}")
         raw = self._raw_scores(prompts, completions, finished, **columns).double()
         for name, scores in zip(self.names, raw, strict=True):
             bad = (~scores.isfinite()).nonzero().flatten().tolist()

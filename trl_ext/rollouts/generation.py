@@ -87,14 +87,11 @@ def generate_responses(
         max_new_tokens: maximum length of a response, in tokens.
         max_prompt_tokens: longer prompts lose their beginning; None for no limit.
         temperature: 0 for greedy decoding.
-        top_p: nucleus sampling.
         top_k: the number of most likely tokens to sample from; 0 for all.
         repetition_penalty: values above 1 make tokens of the prompt and the response less likely to repeat
             (Keskar et al. 2019, arXiv 1909.05858); 1 for none.
         no_repeat_ngram_size: n-grams of this length, including the prompt's, occur at most once; 0 for no limit.
         stop: strings that end a response; the string remains in the response.
-        batch_size: prompts per batch.
-        seed: seed of the sampling.
         fast: False leaves sampling to transformers.
         progress: label of the progress bar; None for no bar.
 
@@ -366,15 +363,8 @@ def response_entropies(
 ) -> list[float | None]:
     """Mean entropy over the tokens of each response, in nats, under the model at temperature 1.
 
-    Args:
-        model: a causal language model; temporarily put into evaluation mode.
-        generations: prompts and responses as token ids.
-        batch_size: rows per forward pass.
-        pad_token_id: any id of the vocabulary; padding is masked out.
-        progress: label of the progress bar; None for no bar.
-
-    Returns:
-        One number per response; None for a response without tokens.
+    One number per response; None for a response without tokens. The model is temporarily put into evaluation mode, and
+    `pad_token_id` may be any id of the vocabulary, since padding is masked out.
     """
 
     def of_batch(numbers: list[int]) -> list[float | None]:
