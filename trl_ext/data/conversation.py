@@ -92,13 +92,7 @@ def truncate_pair(
     The end of a prompt holds the question that the response answers. A response that is cut loses its
     end-of-sequence token, so it does not teach the model to stop there. Both responses share one limit.
 
-    Args:
-        prompt_ids, chosen_ids, rejected_ids: token ids, each of any length.
-        max_prompt_tokens: the most prompt tokens to keep; None keeps all.
-        max_response_tokens: the most tokens to keep of each response; None keeps all.
-
-    Returns:
-        The three lists of token ids, copied.
+    A limit of None keeps all tokens. Returns the three lists of token ids, copied.
 
     Raises:
         ValueError: a limit is below 1.

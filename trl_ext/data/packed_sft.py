@@ -18,9 +18,8 @@ DOCUMENTS_PER_CALL = 1000
 def encode_documents(tokenizer, rows: list[dict[str, str]]) -> list[list[int]]:
     """Token ids of each example in the Alpaca template, followed by one end-of-text token.
 
-    Args:
-        tokenizer: a tokenizer of transformers; any tokens that it puts before a text precede each document.
-        rows: examples with the texts `prompt` and `response`.
+    `rows` have the texts `prompt` and `response`. Any tokens that the tokenizer puts before a text precede each
+    document.
 
     Raises:
         ValueError: the tokenizer has no end-of-text token.
@@ -89,14 +88,8 @@ class PackedSFTDataset(Dataset):
 
 
 def iterate_batches(dataset: Dataset, batch_size: int, shuffle: bool) -> DataLoader:
-    """Batches of one pass over the data set; the last one may be smaller.
+    """Batches of one pass over a data set such as `PackedSFTDataset`; the last one may be smaller.
 
-    Args:
-        dataset: a data set whose items are dicts of tensors of the same shape, such as `PackedSFTDataset`.
-        batch_size: items per batch, B.
-        shuffle: whether each pass visits the items in a new order.
-
-    Returns:
-        An iterable with a length, over dicts of tensors of shape [B, ...].
+    An iterable with a length, over dicts of tensors of shape [B, ...]. With `shuffle`, each pass has a new order.
     """
     return DataLoader(dataset, batch_size=batch_size, shuffle=shuffle)

@@ -17,9 +17,7 @@ def pairs_to_unpaired(dataset: Dataset, *, seed: int = 0) -> Dataset:
     (with four pairs or more): KTO estimates a divergence from each prompt with its neighbour's response, in batches
     of consecutive rows, so that every batch contains both labels.
 
-    Args:
-        dataset: a data set with columns `prompt`, `chosen` and `rejected`; both rows keep the other columns.
-        seed: seed of the shuffling.
+    Both rows keep the columns besides `chosen` and `rejected`; `seed` is that of the shuffling.
 
     Raises:
         ValueError: a column is missing, or there are no pairs.

@@ -78,8 +78,7 @@ def whiten(
     """`(values - mean) / (std + 1e-8)` over the tokens that count, with the sample's standard deviation.
 
     Args:
-        values: [B, T].
-        mask: 1 where a token counts, [B, T].
+        values, mask: [B, T]; the mask is 1 where a token counts.
         shift_mean: False to add the mean back to the values, as for rewards.
         reduce: sums a tensor over all processes, for the statistics of the global batch; None for a single process.
 

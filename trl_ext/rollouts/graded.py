@@ -134,10 +134,7 @@ def evaluate_reasoning(
             `TransformersEngine` or `VLLMEngine`.
         grade: `f(response, row)`, such as a function created by `grader`. If it has a method
             `parsed_answer(response)`, rows include the answer.
-        samples: responses to each problem.
-        seed: seed of the sampling.
         path: JSON lines file to append to; None keeps all rows in memory.
-        save_every: responses between saves.
         entropies: computes the mean entropy of each response, for the field `entropy`; None to leave it out.
         accelerator: for a run with several processes, which divide the work. Each must call this function and gets
             all rows.
