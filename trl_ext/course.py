@@ -188,10 +188,7 @@ def policy_gradient_loss(
 
 
 def sft_microbatch_step(
-    policy_log_probs: Tensor,
-    response_mask: Tensor,
-    gradient_accumulation_steps: int,
-    normalize_constant: float = 1.0,
+    policy_log_probs: Tensor, response_mask: Tensor, gradient_accumulation_steps: int, normalize_constant: float = 1.0
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Negative log-likelihood of one micro-batch, with its backward pass.
 

@@ -78,16 +78,11 @@ LOSS_SETTINGS = {
     "epsilon": Setting(float, "The ratio is clipped below 1 - epsilon.", within=_FROM_0, option="clip_low"),
     "epsilon_high": Setting(float, "The ratio is clipped above 1 + epsilon_high.", within=_FROM_0, option="clip_high"),
     "dual_clip": Setting(
-        float,
-        "Cap on the loss where the advantage is negative, in advantages.",
-        within=_ABOVE_1,
-        option="dual_clip",
+        float, "Cap on the loss where the advantage is negative, in advantages.", within=_ABOVE_1, option="dual_clip"
     ),
     "ratio_cap": Setting(float, "Cap on the ratio of cispo.", within=_FROM_1, option="ratio_cap"),
     "loss_constant": Setting(
-        float,
-        "Tokens that `constant` divides by. Default: max_completion_length, the token budget.",
-        within=_POSITIVE,
+        float, "Tokens that `constant` divides by. Default: max_completion_length, the token budget.", within=_POSITIVE
     ),
     "beta": Setting(float, "Coefficient of the KL divergence to the reference; 0 loads none.", 0.0, within=_FROM_0),
     "kl_estimator": Setting(str, "k1, k2 or k3.", "k3", ("k1", "k2", "k3")),

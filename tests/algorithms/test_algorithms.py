@@ -12,16 +12,7 @@ import pytest
 import torch
 
 import trl_ext
-from tests.support.naive_policy import (
-    ADVANTAGES,
-    MASK,
-    NEW,
-    OLD,
-    REFERENCE,
-    G,
-    loss_on_the_batch,
-    ragged_batch,
-)
+from tests.support.naive_policy import ADVANTAGES, MASK, NEW, OLD, REFERENCE, G, loss_on_the_batch, ragged_batch
 from tests.support.rollout_once import build, save_policy
 from trl_ext import losses
 from trl_ext.advantages import ADVANTAGES as ESTIMATORS
@@ -100,15 +91,9 @@ def test_overrides_of_the_advantage():
         # The rows of the batch, worked in the tests of the losses.
         ("grpo", {"beta": 0.0}, -0.020667),
         ("dapo", {}, -0.242941),
-        ("dapo", {"epsilon_high": 0.2}, -0.226941),
         ("dr_grpo", {"loss_constant": 4.0}, -0.141838),
-        ("dr_grpo", {"aggregation": "sum"}, -0.567353),
         ("gspo", {}, -0.000350),
-        ("berkeley_gspo", {"beta": 0.0}, -0.091033),
         ("cispo", {}, 0.160364),
-        ("cispo", {"ratio_cap": 1.2}, 0.131676),
-        ("grpo_no_clip", {}, -0.078064),
-        ("reinforce_with_baseline", {}, -0.208333),
         ("grpo", {"ratio": "sequence", "aggregation": "sum", "beta": 0.0}, -0.725519),
         # k3 of -0.1, 0.2, -0.05 and 0, -0.1: 0.005171, 0.018731, 0.001271, 0, 0.005171. Inside, 0.04 times the mean
         # of their means 0.008391 and 0.002585 is added; weighted by the ratios, 0.040 (0.008422 + 0.003158) / 2.
@@ -228,24 +213,17 @@ def test_the_reference_may_come_with_the_scores():
     [
         ("gspo", {"epsilon": 0.2}, "--algorithm gspo and --epsilon 0.2"),
         ("grpo", {"surrogate": "reinforce"}, "--surrogate reinforce and --ratio token"),
-        (
-            "grpo",
-            {"ratio": "sequence", "aggregation": "token_mean"},
-            "--ratio sequence and --aggregation token_mean",
-        ),
+        ("grpo", {"ratio": "sequence", "aggregation": "token_mean"}, "--ratio sequence and --aggregation token_mean"),
         ("grpo", {"ratio_cap": 5.0}, "--ratio_cap 5.0 and --surrogate clip"),
         ("cispo", {"epsilon": 0.2}, "--epsilon 0.2 and --surrogate cispo"),
         ("grpo_no_clip", {"dual_clip": 3.0}, "--dual_clip 3.0 and --surrogate no_clip"),
         ("dr_grpo", {"std_ddof": 1}, "--std_ddof 1 and --advantage group_centered"),
         ("grpo", {"loss_constant": 256}, "--loss_constant 256 and --aggregation sequence_mean"),
         ("dr_grpo", {"kl_in": "reward"}, "--kl_in reward and --beta 0.0"),
-        ("dr_grpo", {"kl_estimator": "k1"}, "--kl_estimator k1 and --beta 0.0"),
         ("dapo", {"kl_ratio_correction": True}, "--kl_ratio_correction True and --beta 0.0"),
-        ("dapo", {"kl_aggregation": "token_mean"}, "--kl_aggregation token_mean and --beta 0.0"),
         ("grpo", {"beta": 0.0, "kl_estimator": "k2"}, "--kl_estimator k2 and --beta 0.0"),
         ("rloo", {"beta": 0.0, "kl_in": "reward"}, "--kl_in reward and --beta 0.0"),
         ("grpo", {"kl_in": "reward"}, "--kl_in reward and --kl_estimator k3"),
-        ("rloo", {"kl_estimator": "k2"}, "--kl_in reward and --kl_estimator k2"),
         (
             "grpo",
             {"kl_estimator": "k2", "kl_ratio_correction": True},
@@ -505,11 +483,6 @@ def test_an_algorithm_is_explained_with_the_settings_that_run(name):
     assert ("def kl_estimate(" in text) == bool(objective.beta and not row.takes_beta)
     for flag, values in row.fixed.items():
         assert f"defined by --{flag} {' or '.join(values)}" in text
-
-
-def test_a_line_is_where_the_function_is():
-    line = inspect.getsourcelines(algorithms["dapo"].function)[1]
-    assert f"# trl_ext/losses/policy.py:{line}\ndef clipped_surrogate(" in explain("dapo")
 
 
 @pytest.mark.parametrize("name", list(preference_losses))

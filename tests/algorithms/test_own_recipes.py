@@ -19,10 +19,7 @@ import pytest
 import torch
 
 from tests.support import REPOSITORY
-from tests.support.naive_policy import (
-    check_against_loops,
-    evaluate,
-)
+from tests.support.naive_policy import check_against_loops, evaluate
 from tests.support.rollout_once import OWN_RECIPES
 from trl_ext.advantages import group_normalized
 from trl_ext.algorithms import PolicyObjective

@@ -32,12 +32,7 @@ LAYOUTS = {
     ),
     "gsm8k": (
         {"question": "Clips?", "answer": "He sold 4*250=$<<4*250=1000>>1000.\nSo 1000.\n#### 1,000"},
-        {
-            "row_id": "rows:1",
-            "prompt_text": "Clips?",
-            "answer": "1000",
-            "solution": "He sold 4*250=$1000.\nSo 1000.",
-        },
+        {"row_id": "rows:1", "prompt_text": "Clips?", "answer": "1000", "solution": "He sold 4*250=$1000.\nSo 1000."},
     ),
     "math": (
         {"problem": "Halve 1.", "solution": "It is \\boxed{\\frac{1}{2}}.", "answer": "\\frac{1}{2}", "level": 1},

@@ -82,11 +82,7 @@ TABLE = [
     # Hard labels: targets +5 and -5. A: ((2 - 5)^2 + (-1 + 5)^2) / 2 = (9 + 16) / 2. B: (36 + 36) / 2.
     (sppo, {"beta": 0.1}, (12.5, 36.0, 36.25)),
     # Targets 0.3 / 0.1 = 3 and -0.2 / 0.1 = -2. A: ((2 - 3)^2 + (-1 + 2)^2) / 2. B: (16 + 9) / 2.
-    (
-        sppo,
-        {"beta": 0.1, "chosen_win_probability": 0.8, "rejected_win_probability": 0.3},
-        (1.0, 12.5, 12.25),
-    ),
+    (sppo, {"beta": 0.1, "chosen_win_probability": 0.8, "rejected_win_probability": 0.3}, (1.0, 12.5, 12.25)),
     # A and C: l(2.5 * 0.5 - 1.375) = l(-0.125). B: l(2.5 * -0.1 - 1.375) = l(-1.625).
     (simpo, {"beta": 2.5, "gamma": 1.375}, (0.757599, 1.804745, 0.757599)),
     # The same: gamma = 0.55 * 2.5.
@@ -437,10 +433,7 @@ def test_options_outside_their_range(loss, option, message, value):
         ones = torch.ones(3)
         objective(
             replace(
-                canonical(),
-                columns={"avg_confidence": ones},
-                chosen_policy_weight=ones,
-                rejected_policy_weight=ones,
+                canonical(), columns={"avg_confidence": ones}, chosen_policy_weight=ones, rejected_policy_weight=ones
             )
         )
 

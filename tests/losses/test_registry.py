@@ -9,11 +9,7 @@ import pytest
 import torch
 
 from trl_ext.losses import PreferenceObjective, PreferenceScores, dpo
-from trl_ext.registry import (
-    preference_loss,
-    preference_losses,
-    preference_weighting,
-)
+from trl_ext.registry import preference_loss, preference_losses, preference_weighting
 
 LOSS_FILE = '''
 import torch

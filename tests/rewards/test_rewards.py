@@ -285,10 +285,7 @@ def no_reward_models(tmp_path: Path, folders: dict[str, str], base: str) -> dict
             lambda: tmp_path / "nowhere",
             "no model folder '.*nowhere': give a folder, .*; recipes/reward_model.py trains a reward model",
         ),
-        "no such hub name": (
-            lambda: "nobody/no-such-reward-model",
-            "no reward model 'nobody/no-such-reward-model'",
-        ),
+        "no such hub name": (lambda: "nobody/no-such-reward-model", "no reward model 'nobody/no-such-reward-model'"),
         "empty": (empty, "neither config.json nor adapter_config.json: no saved model$"),
         "no head": (with_head, "no score head, so the scores would be random"),
         "not LoRA": (lambda: copy("adapter", peft_type="IA3"), "peft_type is IA3; only LoRA"),
@@ -301,10 +298,7 @@ def no_reward_models(tmp_path: Path, folders: dict[str, str], base: str) -> dict
         "policy": (lambda: base, "no score head, so the scores would be random"),
         "half a file": (half_a_file, "model.safetensors: no complete safetensors file"),
         "no weights": (lambda: without("model.safetensors"), r"no \*.safetensors with weights"),
-        "no tokenizer": (
-            lambda: without("*token*"),
-            "no tokenizer_config.json here; save the tokenizer there",
-        ),
+        "no tokenizer": (lambda: without("*token*"), "no tokenizer_config.json here; save the tokenizer there"),
     }
 
 

@@ -57,10 +57,7 @@ CASES = {
         {"unique_token_ratio": 0.1, "dominant_token_fraction": 0.5, "collapsed": False},
     ),
     "truncated, by finished": ((["a"] * 4, None, [True, False, True, True], 1), {"truncated_fraction": 0.25}),
-    "truncated, by the limit": (
-        (["a"] * 4, [[1, 2, 3], [1], [2], [4, 5, 6]], None, 3),
-        {"truncated_fraction": 0.5},
-    ),
+    "truncated, by the limit": ((["a"] * 4, [[1, 2, 3], [1], [2], [4, 5, 6]], None, 3), {"truncated_fraction": 0.5}),
     "JSON": ((["a b", "c"],), {"n": 2, "mean_tokens": 1.5, "repetition": None}),
 }
 

@@ -21,10 +21,7 @@ EMBEDDED = {"toy": "trl_ext.toy", "instructions": "trl_ext.instructions"}
 
 
 def load_benchmark(
-    name_or_path: str | os.PathLike = "toy",
-    *,
-    splits: str | Sequence[str] | None = None,
-    skip_bad_rows: bool = False,
+    name_or_path: str | os.PathLike = "toy", *, splits: str | Sequence[str] | None = None, skip_bad_rows: bool = False
 ) -> datasets.DatasetDict:
     """Load preference pairs and prompts, and check every row.
 

@@ -239,11 +239,7 @@ def _of_equal_rank(values: Tensor, others: Tensor) -> Tensor:
 
 @preference_loss("simpo", needs_reference=False, paper="2405.14734")
 def simpo(
-    scores: PreferenceScores,
-    *,
-    beta: float = 2.0,
-    gamma_beta_ratio: float | None = None,
-    gamma: float | None = None,
+    scores: PreferenceScores, *, beta: float = 2.0, gamma_beta_ratio: float | None = None, gamma: float | None = None
 ) -> Tensor:
     """SimPO: `l(beta (mean chosen - mean rejected) - gamma)`, reference-free. Meng et al. 2024, arXiv 2405.14734.
 

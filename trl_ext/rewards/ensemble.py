@@ -115,11 +115,7 @@ class RewardEnsemble:
         self.__name__ = "ensemble"
 
     def calibrate(
-        self,
-        prompts: Sequence,
-        completions: Sequence,
-        finished: Sequence[bool] | None = None,
-        **columns: Any,
+        self, prompts: Sequence, completions: Sequence, finished: Sequence[bool] | None = None, **columns: Any
     ) -> RewardEnsemble:
         """Shift and scale every member to mean 0 and population standard deviation 1 on these completions.
 

@@ -34,7 +34,7 @@ ANOTHER_CHOICE = re.compile(
     re.IGNORECASE,
 )
 REFUSED_CHOICE = re.compile(
-    rf"(?:\b(?:[Nn]ot|[Nn]either|nor|than|except)|n't)\s+(?:be\s+)?{OPEN}[A-Z]\b\)?|\(?\b[A-Z]\)?\s+is\s+(?:not|wrong|incorrect|false)\b",
+    rf"(?:\b(?:[Nn]ot|[Nn]either|nor|than|except)|n't)\s+(?:be\s+)?{OPEN}[A-Z]\b\)?|\(?\b[A-Z]\)?\s+is\s+(?:not|wrong|incorrect|false)\b"
 )
 MAX_CHOICE_CHARACTERS = 20_000
 MAX_EQUATION_CHARACTERS = 300

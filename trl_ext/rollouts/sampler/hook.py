@@ -197,11 +197,7 @@ class Sampler:
     @contextmanager
     def _computing(self, rows: int) -> Iterator[None]:
         # Autocast would cast some products, and not those with blocked weights.
-        with (
-            prepared(self.model, self._asked, rows),
-            torch.inference_mode(),
-            torch.autocast("cpu", enabled=False),
-        ):
+        with prepared(self.model, self._asked, rows), torch.inference_mode(), torch.autocast("cpu", enabled=False):
             yield
 
     def _check_lengths(self, longest: int) -> None:
