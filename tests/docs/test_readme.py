@@ -322,7 +322,8 @@ def test_defaults_in_the_table_of_losses():
 
 def test_every_advantage_surrogate_and_reduction_has_an_equation():
     from trl_ext.advantages import ADVANTAGES
-    from trl_ext.losses.policy_objective import AGGREGATIONS, SURROGATES
+    from trl_ext.losses.masking import AGGREGATIONS
+    from trl_ext.losses.policy import SURROGATES
     from trl_ext.rewards.ensemble import AGGREGATES
 
     for name in (*ADVANTAGES, *SURROGATES, *AGGREGATIONS):

@@ -24,7 +24,7 @@ NOT_RUN = {
     "make ": "sets up an environment; `make demo` is the first command that is run, and the others run the tests",
     "pip install ": "installs; tests/docs/test_wheel.py does that",
     "python recipes/one_file/": "trains for a minute; tests/invariants/test_one_file.py runs its steps",
-    "python recipes/own/": "trains for minutes; tests/algorithms/test_evolution.py runs its update",
+    "python recipes/own/": "trains for minutes; tests/algorithms/test_own_recipes.py runs its update",
     "accelerate launch recipes/aot.py --config recipes/configs/wildchat/": "needs the course's data and Qwen",
     "accelerate launch --config_file accelerate_configs/multi_gpu.yaml": "needs GPUs",
 }

@@ -97,7 +97,7 @@ def test_a_run_of_each_family(tmp_path, monkeypatch):
 
     run(monkeypatch, "online_preference_replay", *rewarded)
     assert {"replay/size", "replay/weight_max", "pairs/count"} <= logged("online_preference_replay")
-    assert Path("online_preference_replay/checkpoint-2/replay.safetensors").is_file()
+    assert Path("online_preference_replay/checkpoint-2/replay.json").is_file()
 
 
 def test_the_best_checkpoint_needs_pairs_to_choose_by(tmp_path, monkeypatch, capsys):

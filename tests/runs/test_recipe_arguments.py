@@ -218,21 +218,11 @@ def test_overwriting_leaves_no_other_model_behind(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 
 
-@pytest.mark.parametrize(
-    ("body", "phrases"),
-    [
-        ("return torch.relu(1 - beta * scores.margn)", ["fails on 8 made-up pairs", "no attribute 'margn'"]),
-        ("return scores.margin * float('nan')", ["returns [nan, nan", "for made-up pairs"]),
-        ("return scores.margin.mean()", ["one value per pair"]),
-        ("return 1 -", ["invalid syntax", "mine.py, line"]),
-    ],
-)
-def test_faulty_own_loss_ends_in_one_line(body, phrases, tmp_path, monkeypatch, capsys, registries_as_before):
-    source = "import torch\nfrom trl_ext import preference_loss\n\n@preference_loss('faulty_of_a_test')\n"
-    (tmp_path / "mine.py").write_text(source + f"def faulty(scores, *, beta):\n    {body}\n")
+def test_faulty_own_loss_ends_in_one_line(tmp_path, monkeypatch, capsys, registries_as_before):
+    (tmp_path / "mine.py").write_text("def faulty(scores, *, beta):\n    return 1 -\n")
     monkeypatch.chdir(tmp_path)
     message = refused(monkeypatch, capsys, "preference", "--loss=mine.py:faulty")
-    assert all(phrase in message for phrase in phrases), message
+    assert "invalid syntax" in message and "mine.py, line" in message
 
 
 def test_a_start_that_failed_does_not_block_the_next(tmp_path, monkeypatch, capsys):

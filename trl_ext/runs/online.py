@@ -153,7 +153,7 @@ def _shaped(rewards: list, arguments: OnlineArguments, training: PolicyConfig) -
         return rewards
     # Each reward gets its own steps, because some of them have state.
     shaped = [ShapedReward(reward, parse_shaping(arguments.reward_shaping)) for reward in rewards]
-    of_batch = any(reward.of_batch for reward in shaped)
+    of_batch = any(reward.scores_groups for reward in shaped)
     if of_batch and training.build_objective().reads("greedy_rewards"):
         raise ValueError(
             f"reward_shaping: center and whiten do not go with {training.algorithm}, whose greedy responses are "
