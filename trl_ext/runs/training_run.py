@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
+import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +164,7 @@ def begin_run(
             resume_from_checkpoint=training.resume_from_checkpoint,
         )
     )
+    check_trackers(training.report_to)
     return TrainingRun(arguments, model, training, launch, checkpoint, started)
 
 
@@ -179,3 +182,16 @@ def of_first_process(find: Callable[[], str | None]) -> str | None:
     if found[1] is not None:
         raise found[1]
     return found[0]
+
+
+def check_trackers(report_to: Sequence[str]) -> None:
+    """Fail before the model loads if a tracker's package is missing, or if wandb would ask for a login."""
+    for tracker in report_to:
+        if tracker in ("wandb", "trackio", "tensorboard") and importlib.util.find_spec(tracker) is None:
+            raise ValueError(f"--report_to {tracker} needs its package: pip install {tracker}")
+    if "wandb" in report_to and not os.environ.get("WANDB_API_KEY") and is_main_process():
+        import wandb
+
+        online = wandb.setup().settings.mode not in ("offline", "disabled", "dryrun")
+        if online and not wandb.login(prompt=False):
+            raise ValueError("--report_to wandb has no login: run `wandb login`, or set WANDB_MODE=offline")
