@@ -85,7 +85,7 @@ REFUSED = {
         {"algorithm": "grpo"},
         {"advantage": "group_centered"},
         {"std_ddof": 1},
-        ({"ratio": "sequence", "aggregation": "sequence_mean"}, "PPO's ratio is that of each token"),
+        ({"ratio": "sequence", "aggregation": "sequence_mean"}, "--algorithm ppo and --ratio sequence"),
         {"surrogate": "cispo"},
         {"value_model": "seperate"},
         ({"value_model": "separate"}, "needs value_model_name_or_path"),
