@@ -275,6 +275,8 @@ def _to_dataset(source: str, rows: list[dict[str, Any]], format_columns: tuple[s
             continue
         elif types not in ({str}, {bool}, {int}, {float}, {int, float}):
             reason = "only the column rubric may hold lists; others hold strings, booleans or numbers"
+        elif types == {int} and not -(2**63) <= min(values) <= max(values) < 2**63:
+            reason = "its numbers need more than 64 bits"
         else:
             columns[name] = [float(value) for value in values] if float in types else values
             continue

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from typing import TYPE_CHECKING
 
@@ -22,7 +21,7 @@ def pairs_to_unpaired(dataset: Dataset, *, seed: int = 0) -> Dataset:
     Raises:
         ValueError: a column is missing, or there are no pairs.
     """
-    from datasets import concatenate_datasets
+    from datasets import Dataset
 
     for column in ("prompt", "chosen", "rejected"):
         if column not in dataset.column_names:
@@ -36,12 +35,13 @@ def pairs_to_unpaired(dataset: Dataset, *, seed: int = 0) -> Dataset:
     order = random.Random(seed).sample(range(count), count)
     # Half the data set away from the chosen response of the same pair.
     half = count // 2
-    sides = [_side(dataset, side) for side in ("chosen", "rejected")]
-    places = [(index, count + order[(position + half) % count]) for position, index in enumerate(order)]
-    return concatenate_datasets(sides).select(itertools.chain(*places))
+    rows = []
+    for position, index in enumerate(order):
+        rows.append(_half(dataset[index], "chosen", label=True))
+        rows.append(_half(dataset[order[(position + half) % count]], "rejected", label=False))
+    return Dataset.from_list(rows)
 
 
-def _side(dataset: Dataset, side: str) -> Dataset:
-    others = {"chosen", "rejected", "completion", "label"} - {side}
-    rows = dataset.remove_columns([name for name in dataset.column_names if name in others])
-    return rows.rename_column(side, "completion").add_column("label", [side == "chosen"] * len(rows))
+def _half(row: dict, side: str, *, label: bool) -> dict:
+    kept = {name: value for name, value in row.items() if name not in ("chosen", "rejected")}
+    return {**kept, "completion": row[side], "label": label}

@@ -82,11 +82,13 @@ def load_speakers(options: argparse.Namespace) -> list[Speaker]:
 
 
 def _base_of(folder: Path) -> str | None:
-    """The base model according to the run's or the adapter's configuration."""
-    for name, key in (("config.yaml", "model_name_or_path"), ("adapter_config.json", "base_model_name_or_path")):
-        if (folder / name).is_file():
+    """The base model according to the configuration of the run, also of a checkpoint's run, or of the adapter."""
+    run, adapter = "model_name_or_path", "base_model_name_or_path"
+    places = {folder / "config.yaml": run, folder.parent / "config.yaml": run, folder / "adapter_config.json": adapter}
+    for file, key in places.items():
+        if file.is_file():
             # JSON is YAML, too.
-            return (read_yaml(folder / name) or {}).get(key)
+            return (read_yaml(file) or {}).get(key)
     return None
 
 
@@ -162,7 +164,8 @@ def talk(speakers: list[Speaker], asked: Iterator[str], options: argparse.Namesp
             print(json.dumps({"prompt": question, "answers": answers}, ensure_ascii=False), flush=True)
         else:
             texts = (f"{answer['model']}: {answer['text'].strip() or '(empty)'}\n" for answer in answers)
-            print(f"> {question}", *texts, sep="\n", flush=True)
+            asked_here = [] if sys.stdin.isatty() and options.prompt is None else [f"> {question}"]
+            print(*asked_here, *texts, sep="\n", flush=True)
 
 
 if __name__ == "__main__":

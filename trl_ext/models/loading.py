@@ -9,6 +9,7 @@ from typing import Any
 
 from trl_ext.models.gguf import gguf_folder, is_smollm2, smollm2_file
 from trl_ext.names import nearest
+from trl_ext.processes import warn_once_per_run
 from trl_ext.toy import MODEL_DIR
 
 # Files that change a model's answers. Pickled files are never read.
@@ -136,6 +137,10 @@ def check_vocabulary(model, tokenizer) -> None:
             f"has embeddings for {size} tokens: use the tokenizer that was saved with the model, or call "
             f"model.resize_token_embeddings({len(tokenizer)}) first"
         )
+    warn_once_per_run(
+        f"the tokenizer has {len(tokenizer)} tokens, and the model embeddings for {size}: a text with the rest fails "
+        f"until you call model.resize_token_embeddings({len(tokenizer)})"
+    )
 
 
 def find_policy(name_or_path: str | Path, *, dtype: str = "auto") -> tuple[str, str, bool]:

@@ -144,6 +144,8 @@ def _changes_base(config: LoraConfig) -> str | None:
     """A setting with which an adapter changes its base; None without one."""
     if config.bias != "none":
         return f"bias={config.bias!r}"
+    if config.layer_replication:
+        return f"layer_replication={config.layer_replication}"
     if config.init_lora_weights not in HARMLESS_INITIALISATIONS:
         return f"init_lora_weights={config.init_lora_weights!r}"
     return None

@@ -57,6 +57,8 @@ def check_checkpoint(checkpoint: str | Path) -> None:
         FileNotFoundError: it has no trainer_state.json, or there is no such folder.
         ValueError: it is incomplete; the message names the file.
     """
+    if not Path(checkpoint).is_dir():
+        raise FileNotFoundError(f"no checkpoint {checkpoint}: give the path of its folder")
     fault = fault_of(Path(checkpoint))
     if fault is not None:
         kind = ValueError if (Path(checkpoint) / STATE_FILE).is_file() else FileNotFoundError
@@ -72,7 +74,11 @@ def fault_of(checkpoint: Path) -> str | None:
         return f"it has no {STATE_FILE}, so it was not finished"
     listed = checkpoint / FILES_FILE
     if listed.is_file():
-        for name, size in json.loads(listed.read_text(encoding="utf-8")).items():
+        try:
+            sizes = json.loads(listed.read_text(encoding="utf-8"))
+        except ValueError:  # empty after a power cut
+            return f"{FILES_FILE} is damaged"
+        for name, size in sizes.items():
             path = checkpoint / name
             if not path.is_file():
                 return f"{name} is missing"

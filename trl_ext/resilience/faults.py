@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 from trl_ext.processes import world_size
 from trl_ext.resilience.checkpoints import last_checkpoint
 
@@ -37,6 +39,9 @@ def plain_faults(output_dir: str | None = None) -> Iterator[None]:
         if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
             what = f"the disk is full: {error.filename or 'a file'} could not be written"
             raise TrainingFault(disk_message(what, error, output_dir)) from error
+        # Of safetensors, which keeps no error number, in saving a model.
+        if isinstance(error, SafetensorError):
+            raise TrainingFault(disk_message("the model could not be written", error, output_dir)) from error
         raise
 
 
@@ -63,8 +68,8 @@ def disk_message(what: str, error: BaseException, output_dir: str | None) -> str
     where = Path(output_dir or ".")
     existing = next(folder for folder in (where, *where.absolute().parents) if folder.exists())
     return (
-        f"{what}, and {shutil.disk_usage(existing).free / 2**20:.1f} MiB were free there. Make room; a lower "
-        f"--save_total_limit keeps fewer checkpoints. {_way_on(output_dir)} ({_first_line(error)})"
+        f"{what}, and {shutil.disk_usage(existing).free / 2**20:.1f} MiB were free there. If the disk is full, make "
+        f"room; a lower --save_total_limit keeps fewer checkpoints. {_way_on(output_dir)} ({_first_line(error)})"
     )
 
 

@@ -23,6 +23,7 @@ from typing import Any, ClassVar
 
 import torch
 from accelerate.utils import broadcast_object_list, set_seed
+from httpx import HTTPError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
@@ -185,7 +186,7 @@ class ResilientTraining:
             self._write_checkpoint(output_dir, model, trial)
         # Each writer has an error of its own for a full disk, and most of them keep no error number.
         except (OSError, RuntimeError, SafetensorError) as error:
-            if is_lost_process(error) or is_out_of_memory(error):
+            if is_lost_process(error) or is_out_of_memory(error) or isinstance(error, HTTPError):
                 raise
             what = f"the checkpoint of step {self.state.global_step} could not be written"
             message = disk_message(what, error, str(output_dir))

@@ -161,9 +161,12 @@ def load_trainer(trainer_class, model: ModelArguments, training, **datasets: Any
             **datasets,
         )
     except (OSError, HTTPError) as error:
-        pushed = ", or the hub refuses --push_to_hub" if training.push_to_hub else ""
+        if isinstance(error, HTTPError) and training.push_to_hub:
+            raise ValueError(
+                f"the hub cannot be reached or refuses --push_to_hub: run `hf auth login`, or leave it out. ({error})"
+            ) from error
         raise ValueError(
-            f"the model {model.model_name_or_path!r} could not be loaded{pushed}; without a network, give a copy's "
+            f"the model {model.model_name_or_path!r} could not be loaded; without a network, give a copy's "
             f"folder with --model_name_or_path. ({error})"
         ) from error
     names = ("max_length",) if isinstance(training, SFTConfig) else ("max_response_tokens", "max_prompt_tokens")

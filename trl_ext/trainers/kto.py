@@ -14,7 +14,6 @@ from trl import KTOConfig as TRLKTOConfig
 from trl import KTOTrainer as TRLKTOTrainer
 
 from trl_ext.data.unpaired import pairs_to_unpaired
-from trl_ext.models.batches import temporarily
 from trl_ext.processes import warn_once_per_run
 from trl_ext.resilience.training import ResilientTraining
 from trl_ext.trainers.context import LABELLED, check_dataset, check_inputs, check_template, quiet_about_length
@@ -92,9 +91,10 @@ class KTOTrainer(ResilientTraining, WritesModelCard, TRLKTOTrainer):
                 _check_labels(dataset, args)
         check_template(processing_class, dataset)
         quiet_about_length(processing_class)
-        # Each of several processes would batch its own shard, where rows have other neighbours than in training.
-        with temporarily(args, dataset_num_proc=None):
-            dataset = super()._prepare_dataset(dataset, processing_class, args, dataset_name)
+        dataset = super()._prepare_dataset(dataset, processing_class, args, dataset_name)
+        if self.calculate_KL and isinstance(dataset, Dataset) and (args.dataset_num_proc or 1) > 1:
+            # Each of TRL's processes batches its own shard, where rows have other neighbours than in training.
+            dataset = dataset.map(_with_mismatched, batched=True, batch_size=args.per_device_train_batch_size)
         prompt, response = args.max_prompt_tokens, args.max_response_tokens
 
         def truncate(row):
@@ -125,6 +125,12 @@ def _with_neighbours(dataset: Dataset, name: str, args: KTOConfig) -> Dataset:
         "response KTO's divergence needs"
     )
     return dataset.select(range(count - 1))
+
+
+def _with_mismatched(rows: dict[str, list]) -> dict[str, list]:
+    """Pair each prompt of a batch with the response to the prompt before it."""
+    responses = rows["completion_ids"]
+    return {"KL_completion_ids": [*responses[-1:], *responses[:-1]]}
 
 
 def _check_labels(dataset: Dataset, args: KTOConfig) -> None:

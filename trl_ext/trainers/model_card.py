@@ -116,9 +116,10 @@ def _card(trainer, model_name: str | None, dataset_name: str | None, tags: list[
 def _run(folder: Path) -> dict[str, Any]:
     """The entry `run` of `results.json`; empty if there is none, as in another program's file of this name."""
     try:
-        return read_json(folder / "results.json")["run"]
+        run = read_json(folder / "results.json")["run"]
     except (OSError, ValueError, KeyError, TypeError):
         return {}
+    return run if isinstance(run, dict) else {}
 
 
 def _tags(trainer) -> set[str]:

@@ -246,8 +246,11 @@ def share_prefixes(*models, quiet: bool = False) -> Packing:
         The packing of the first model: whether it is `active`, the `reason` if not, token counts, and `remove()`.
 
     Raises:
+        TypeError: an argument is not a model, such as the trainer.
         ValueError: no model, or a language model without the fused head.
     """
+    if others := [type(model).__name__ for model in models if not isinstance(model, nn.Module | None)]:
+        raise TypeError(f"share_prefixes takes models, as trainer.model and trainer.ref_model, got {others[0]}")
     inner = [unwrapped(model) for model in models if model is not None]
     if not inner:
         raise ValueError("no model to share prefixes in")

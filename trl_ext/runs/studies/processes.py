@@ -22,8 +22,9 @@ from trl_ext.runs import RECIPES
 
 # The settings of a run, kept in its folder; a folder without this file belongs to something else.
 RECORD_NAME = "run.json"
-# Windows has the first and the last of these.
-SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGHUP", "SIGINT") if hasattr(signal, name))
+# Windows has TERM and INT.
+_NAMES = ("SIGTERM", "SIGUSR1", "SIGHUP", "SIGQUIT", "SIGINT")
+SIGNALS = tuple(getattr(signal, name) for name in _NAMES if hasattr(signal, name))
 POLL_SECONDS = 0.2
 
 
@@ -182,7 +183,7 @@ def run_or_stop(command: Sequence[str]) -> int:
     The launcher gets its own session, so that only this process receives signals from a terminal. INT is forwarded
     unchanged to the training processes, the launcher's direct children. TERM, USR1 and HUP are forwarded to them as
     USR1, on which they save and exit. Once the launcher has children, it is not signalled: torchrun would kill them
-    before they have saved.
+    before they have saved. QUIT (Ctrl-\\) kills them all.
 
     Raises:
         KeyboardInterrupt, SystemExit: the program was asked to stop; the code is 75 unless from a terminal.
@@ -200,6 +201,10 @@ def run_or_stop(command: Sequence[str]) -> int:
                 with contextlib.suppress(psutil.Error):
                     process.send_signal(number if workers else signal.SIGTERM)
                 told.add(process)
+            if any(number.name == "SIGQUIT" for number in received):
+                for process in (launcher, *workers):
+                    with contextlib.suppress(psutil.Error):
+                        process.kill()
             time.sleep(POLL_SECONDS)
     if not received:
         return code
