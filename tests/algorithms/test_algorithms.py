@@ -363,23 +363,12 @@ def test_one_loss_per_response():
             {"ratio": "sequence", "aggregation": "token_mean"},
             "--ratio sequence and --aggregation token_mean",
         ),
-    ],
-)
-def test_functions_that_cannot_train_are_refused(function, settings, message):
-    policy_algorithm("mine", **settings)(function)
-    with pytest.raises(ValueError, match=message):
-        PolicyObjective("mine")
-
-
-@pytest.mark.parametrize(
-    "function, settings, message",
-    [
         (lambda scores: -scores.log_probs.mean(), {}, r"'mine' returned shape \[\] for 2 responses of 3 tokens"),
         (lambda scores: 1.0, {}, "'mine' returned a float"),
         (lambda scores: scores.log_ratio, {"ratio": "none"}, "this algorithm has no importance ratio"),
     ],
 )
-def test_a_loss_is_one_per_token_or_per_response(function, settings, message):
+def test_functions_that_are_refused(function, settings, message):
     policy_algorithm("mine", **settings)(function)
     with pytest.raises(ValueError, match=message):
         loss_on_the_batch(PolicyObjective("mine"))
