@@ -85,10 +85,6 @@ class TestPreferenceRow:
     def test_one_row_in_every_format(self, form):
         assert PreferenceRow.model_validate(FORMATS[form]).model_dump(exclude_none=True) == LOADED_PAIR
 
-    def test_plain_strings_stay_plain(self):
-        row = PreferenceRow(prompt="The sky is", chosen=" blue.", rejected=" green.")
-        assert (row.prompt, row.chosen, row.rejected) == ("The sky is", " blue.", " green.")
-
     def test_implicit_prompt_of_several_turns(self):
         turns = [user("a"), assistant("b"), user("c")]
         row = PreferenceRow(chosen=[*turns, assistant("d")], rejected=[*turns, assistant("e")])

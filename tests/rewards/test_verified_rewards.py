@@ -100,10 +100,6 @@ def test_gsm8k_as_a_reward_function():
     assert rewards == [1.0, 0.0, 0.0]
     assert logged == {"rewards/gsm8k/format": 2 / 3, "rewards/gsm8k/answer": 1 / 3}
     assert reward.__name__ == "gsm8k" and pickle.loads(pickle.dumps(reward)).grade.kind == "gsm8k"
-    with pytest.raises(ValueError, match="gsm8k: row 1, column 'answer'"):
-        reward(prompts=["p"] * 2, completions=["5", "none"], answer=["5", None])
-    with pytest.raises(ValueError, match="r1_zero, question_only, gsm8k, countdown, got 'gsm8'; did you mean 'gsm8k'"):
-        verified_reward("gsm8")
 
 
 def test_box_with_escaped_braces():
@@ -228,8 +224,8 @@ def test_reward_functions_say_where_the_data_is_wrong():
         reward(prompts=["p"], completions=["c"], answer=["5"])
     with pytest.raises(ValueError, match="row 1, column 'answer': the truth must be .* got None"):
         verified_reward("question_only")(prompts=["p"] * 2, completions=["c"] * 2, answer=["5", None])
-    with pytest.raises(ValueError, match="did you mean 'r1_zero'"):
-        verified_reward("r1-zero")
+    with pytest.raises(ValueError, match="r1_zero, question_only, gsm8k, countdown, got 'gsm8'; did you mean 'gsm8k'"):
+        verified_reward("gsm8")
 
 
 @pytest.mark.parametrize(
