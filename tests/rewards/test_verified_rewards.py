@@ -123,15 +123,11 @@ def test_corpus_with_math_verify():
     assert _worker.started - started <= 1
 
 
-SPELLINGS = ["{}", " {} ", "${}$", "${}$.", r"\({}\).", "{}."]
-
-
-@pytest.mark.parametrize("spelling", SPELLINGS)
+@pytest.mark.parametrize("spelling", ["{}", " {} ", "${}$", "${}$.", r"\({}\).", "{}."])
 def test_a_truth_compared_with_itself_is_correct(spelling):
     """Whatever delimiters and full stop are around either."""
-    for text in {
-        row[side] for row in CORPUS for side in ("answer", "truth") if row["kind"] not in ("broken", "refused")
-    }:
+    rows = [row for row in CORPUS if row["kind"] not in ("broken", "refused")]
+    for text in {row[side] for row in rows for side in ("answer", "truth")}:
         spelled = spelling.replace("{}", text)
         assert is_correct(spelled, text) and is_correct(text, spelled), text
         assert parts(question_only_reward(rf"so \boxed{{{spelled}}}.", text)) == (1, 1, 1), text
@@ -249,10 +245,7 @@ def test_countdown(answer, expected):
 
 # ---- Answers in text, and formulas ----
 
-
 OPTIONS = {"question": "Which?", "options": ["a dog", "a cat", "Paris", "none of them"], "answer": "B"}
-
-
 PARSERS = {
     "number": lambda row: parse_gsm8k_response(row["text"]),
     "choice": lambda row: parse_mmlu_response(OPTIONS, row["text"]),
@@ -321,9 +314,8 @@ def test_formulas_against_fractions():
         except ZeroDivisionError:
             continue
         if formula.count("(-") == 0 or "(-(" in formula:
-            assert abs(evaluate(formula) * value.denominator - value.numerator) < 1e-60 * (1 + abs(value.numerator)), (
-                formula
-            )
+            error = abs(evaluate(formula) * value.denominator - value.numerator)
+            assert error < 1e-60 * (1 + abs(value.numerator)), formula
             checked += 1
     assert checked > 200
 
