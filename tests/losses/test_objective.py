@@ -72,12 +72,6 @@ def test_a_column_must_be_declared(scores):
         objective(scores)
 
 
-def test_the_reference_must_be_declared(scores):
-    preference_loss("undeclared", needs_reference=False)(lambda scores, *, beta: -beta * scores.margin)
-    with pytest.raises(ValueError, match="register it with needs_reference=True"):
-        PreferenceObjective("undeclared")(replace(scores, ref_chosen=None, ref_rejected=None))
-
-
 def test_a_normalised_weighting_reads_columns_alone(scores):
     """It is divided by its mean over the batch, which must be known before the batch has been trained on."""
     preference_weighting("own", normalize=True)(lambda scores: scores.chosen.detach().exp())
