@@ -298,16 +298,10 @@ def test_the_loss_of_a_star_po():
     assert log_ratios.grad.flatten().tolist() == pytest.approx([-0.000556, -0.000556], abs=6e-7)
 
 
-@pytest.mark.parametrize(
-    "settings, message",
-    [
-        ({"beta": 0.0}, "--beta 0.0 and --surrogate own contradict"),
-        ({"kl_in": "reward"}, "--kl_in reward and --surrogate own contradict"),
-    ],
-)
-def test_what_contradicts_a_star_po(settings, message):
-    with pytest.raises(ValueError, match=message):
-        PolicyObjective(place("a_star_po"), **settings)
+@pytest.mark.parametrize("flag, value", [("beta", 0.0), ("kl_in", "reward")])
+def test_what_contradicts_a_star_po(flag, value):
+    with pytest.raises(ValueError, match=f"--{flag} {value} and --surrogate own contradict"):
+        PolicyObjective(place("a_star_po"), **{flag: value})
 
 
 def test_the_reward_less_the_optimal_value():

@@ -10,7 +10,7 @@ import datasets
 import pytest
 from trl.data_utils import is_conversational
 
-from tests.support.files import assistant, pair, user, write_rows
+from tests.support.files import LOADED_PAIR, assistant, pair, user, write_rows
 from trl_ext.data import load_benchmark
 from trl_ext.data.formats import convert_file, main
 
@@ -21,31 +21,15 @@ COLUMNS = "expected the columns prompt, chosen, rejected"
 
 class TestFolder:
     def test_columns_and_format(self, tmp_path):
-        write_rows(
-            tmp_path / "train_prefs.jsonl",
-            [
-                pair("a", avg_confidence=1, avg_preference_strength=2, kind="list", count=3, good=True, score=1),
-                pair("b", avg_confidence=0.5, avg_preference_strength=4, kind="say", count=4, good=False, score=1.5),
-            ],
-        )
-        write_rows(
-            tmp_path / "test_gen.jsonl", [{"row_id": "g", "prompt_text": "Hi", "reference_response_text": "Yo"}]
-        )
+        columns = {"avg_confidence": 1, "avg_preference_strength": 2, "kind": "list", "count": 3, "good": True}
+        rows = [pair("a", **columns, score=1), pair("b", **columns, score=1.5)]
+        write_rows(tmp_path / "train_prefs.jsonl", rows)
+        prompt = {"row_id": "g", "prompt_text": "Hi", "reference_response_text": "Yo"}
+        write_rows(tmp_path / "test_gen.jsonl", [prompt])
         write_rows(tmp_path / "notes.jsonl", ["not read"])
         benchmark = load_benchmark(tmp_path)
         assert list(benchmark) == ["train_prefs", "test_gen"]
-        assert benchmark["train_prefs"][0] == {
-            "row_id": "a",
-            "prompt": [user("Name a fruit.")],
-            "chosen": [assistant("An apple.")],
-            "rejected": [assistant("A stone.")],
-            "avg_confidence": 1.0,
-            "avg_preference_strength": 2.0,
-            "kind": "list",
-            "count": 3,
-            "good": True,
-            "score": 1.0,
-        }
+        assert benchmark["train_prefs"][0] == {"row_id": "a", **LOADED_PAIR, **columns, "score": 1.0}
         assert benchmark["train_prefs"]["score"][:] == [1.0, 1.5]
         assert benchmark["test_gen"][0] == {"row_id": "g", "prompt": [user("Hi")], "reference_response_text": "Yo"}
         assert all(is_conversational(split[0]) for split in benchmark.values())
@@ -84,14 +68,10 @@ class TestFolder:
         assert f"{path}: dropped from messages: name, turn; role and content are used" in caplog.text
 
     def test_columns_that_are_dropped(self, tmp_path, caplog):
-        write_rows(
-            tmp_path / "train_prefs.jsonl",
-            [
-                pair("a", score=1.0, tags=["x"], mixed=1, messages="m"),
-                pair("b", score=None, tags=["y"], mixed="1", messages="m"),
-                pair("c", tags=["z"], mixed=1, messages="m"),
-            ],
-        )
+        rows = [pair(name, tags=["x"], mixed=1, messages="m") for name in "abc"]
+        rows[0] |= {"score": 1.0}
+        rows[1] |= {"score": None, "mixed": "1"}
+        write_rows(tmp_path / "train_prefs.jsonl", rows)
         with caplog.at_level(logging.WARNING):
             benchmark = load_benchmark(tmp_path)
         assert benchmark["train_prefs"].column_names == ["row_id", "prompt", "chosen", "rejected"]
@@ -128,13 +108,9 @@ class TestBadRows:
             (
                 "train_prefs",
                 [{"question": "q", "best": "a"}] * 8,
-                COLUMNS + "; found question, best: rename them (8 bad",
+                COLUMNS + "; found question, best: rename them (8 b",
             ),
-            (
-                "train_gen",
-                [{"question": "q"}] * 8,
-                "expected the columns prompt; found question: rename them (8 bad rows)",
-            ),
+            ("train_gen", [{"question": "q"}] * 8, "expected the columns prompt; found question: rename them (8 bad"),
             ("mine", [{"question": "q"}] * 8, COLUMNS + " for pairs, or prompt alone; found question: rename them (8"),
             ("mine", [{"prompt": "q", "choosen": "a", "rejected": "b"}], "rename 'choosen' to 'chosen' (1 bad row)"),
         ],
@@ -145,9 +121,8 @@ class TestBadRows:
         assert message.startswith(f"{path}: ") and expected in message, message
 
     def test_five_are_shown_and_the_rest_counted(self, tmp_path):
-        path = write_rows(
-            tmp_path / "train_prefs.jsonl", [*[pair(str(i), chosen_text=" ") for i in range(8)], pair("8")]
-        )
+        rows = [pair(str(number), chosen_text=" " if number < 8 else "An apple.") for number in range(9)]
+        path = write_rows(tmp_path / "train_prefs.jsonl", rows)
         message = self.error(path)
         assert "8 bad rows: line 1, row_id 0: " in message
         assert "line 5, row_id 4: chosen_text: empty; and 3 more (" in message
@@ -181,17 +156,8 @@ class TestBadRows:
         assert len(load_benchmark(str(path), skip_bad_rows=True)["train_prefs"]) == 1
 
     def test_skipped_rows_are_named(self, tmp_path, caplog):
-        path = write_rows(
-            tmp_path / "train_prefs.jsonl",
-            [
-                pair("a"),
-                "{",
-                pair("b", chosen_text=""),
-                pair("c", rejected_text=" "),
-                pair("a", prompt_text="another"),
-                pair("d"),
-            ],
-        )
+        bad = ["{", pair("b", chosen_text=""), pair("c", rejected_text=" "), pair("a", prompt_text="another")]
+        path = write_rows(tmp_path / "train_prefs.jsonl", [pair("a"), *bad, pair("d")])
         with caplog.at_level(logging.WARNING):
             benchmark = load_benchmark(path, skip_bad_rows=True)
         assert benchmark["train_prefs"]["row_id"][:] == ["a", "d"]
@@ -247,28 +213,18 @@ class TestHub:
         monkeypatch.setattr(datasets, "load_dataset", lambda name: datasets.DatasetDict(splits))
 
     def test_train_and_test_are_named_by_content(self, monkeypatch):
-        conversation = [user("Name a fruit."), assistant("An apple.")]
-        other = [user("Name a fruit."), assistant("A stone.")]
-        row = {"prompt": "Name a fruit.", "chosen": conversation, "rejected": other, "score_chosen": 6.0}
+        sides = {side: LOADED_PAIR["prompt"] + LOADED_PAIR[side] for side in ("chosen", "rejected")}
+        row = {"prompt": "Name a fruit.", **sides, "score_chosen": 6.0}
         self.serve(monkeypatch, train=[row], test=[row], train_gen=[{"prompt": [user("Hi")]}], sft=[{"text": "x"}])
         benchmark = load_benchmark("someone/pairs")
         assert list(benchmark) == ["train_prefs", "test_prefs", "train_gen"]
-        assert benchmark["test_prefs"][0] == {
-            "row_id": "test:0",
-            "prompt": [user("Name a fruit.")],
-            "chosen": [assistant("An apple.")],
-            "rejected": [assistant("A stone.")],
-            "score_chosen": 6.0,
-        }
+        assert benchmark["test_prefs"][0] == {"row_id": "test:0", **LOADED_PAIR, "score_chosen": 6.0}
 
     def test_splits_by_either_name(self, monkeypatch):
         self.serve(monkeypatch, train=[{"prompt": "p"}], other=[{"prompt": "q"}])
         benchmark = load_benchmark("someone/prompts", splits=["train_gen", "other", "train"])
-        assert {name: split["prompt"][:] for name, split in benchmark.items()} == {
-            "train_gen": ["p"],
-            "other": ["q"],
-            "train": ["p"],
-        }
+        prompts = [(name, *split["prompt"]) for name, split in benchmark.items()]
+        assert prompts == [("train_gen", "p"), ("other", "q"), ("train", "p")]
         with pytest.raises(ValueError, match="no split 'test'; its splits are train, other"):
             load_benchmark("someone/prompts", splits=["test"])
 
@@ -291,12 +247,8 @@ class TestHub:
 # ---- Other formats ----
 
 
-DOLLY = {
-    "instruction": "Who wrote it?",
-    "context": "Hamlet is a play by Shakespeare.",
-    "response": "Shakespeare.",
-    "category": "closed_qa",
-}
+DOLLY = {"instruction": "Who wrote it?", "context": "Hamlet is a play by Shakespeare."}
+DOLLY |= {"response": "Shakespeare.", "category": "closed_qa"}
 # Two exchanges; only the last answer differs.
 HH = {
     "chosen": "\n\nHuman: Hi\n\nAssistant: Hello.\n\nHuman: Why?\n\nAssistant: Because\n\nit is.",
@@ -309,7 +261,7 @@ def test_dolly_as_messages_and_as_text(tmp_path):
     (row,) = convert_file(write_rows(tmp_path / "dolly.jsonl", [DOLLY]), "dolly")
     assert row == {
         "row_id": "dolly:1",
-        "prompt": [{"role": "user", "content": "Who wrote it?\n\nHamlet is a play by Shakespeare."}],
+        "prompt": [user("Who wrote it?\n\nHamlet is a play by Shakespeare.")],
         "reference_response_text": "Shakespeare.",
         "category": "closed_qa",
     }
@@ -321,14 +273,9 @@ def test_dolly_as_messages_and_as_text(tmp_path):
 def test_hh_rlhf_as_messages_and_as_text(tmp_path):
     path = write_rows(tmp_path / "hh.jsonl", [HH])
     (row,) = convert_file(path, "hh_rlhf")
-    assert row["prompt"] == [
-        {"role": "user", "content": "Hi"},
-        {"role": "assistant", "content": "Hello."},
-        {"role": "user", "content": "Why?"},
-    ]
+    assert row["prompt"] == [user("Hi"), assistant("Hello."), user("Why?")]
     # A blank line within a turn begins none.
-    assert row["chosen"] == [{"role": "assistant", "content": "Because\n\nit is."}]
-    assert row["rejected"] == [{"role": "assistant", "content": "No."}]
+    assert (row["chosen"], row["rejected"]) == ([assistant("Because\n\nit is.")], [assistant("No.")])
     (plain,) = convert_file(path, "hh_rlhf", plain=True)
     # Prompt and response together are the transcript that there was.
     for side in ("chosen", "rejected"):
@@ -337,8 +284,8 @@ def test_hh_rlhf_as_messages_and_as_text(tmp_path):
 
 
 def test_prompt_and_completion_become_a_prompt_with_its_response(tmp_path):
-    prompt = [{"role": "user", "content": "q"}]
-    message = {"row_id": "a", "prompt": prompt, "completion": [{"role": "assistant", "content": "yes"}], "reward": 0.5}
+    prompt = [user("q")]
+    message = {"row_id": "a", "prompt": prompt, "completion": [assistant("yes")], "reward": 0.5}
     plain = {"row_id": "b", "prompt": prompt, "completion": "no", "reward": 0.25}
     assert convert_file(write_rows(tmp_path / "sft.jsonl", [message, plain]), "prompt_completion") == [
         {"row_id": "a", "prompt": prompt, "reference_response_text": "yes", "reward": 0.5},
@@ -351,11 +298,7 @@ def test_prompt_and_completion_become_a_prompt_with_its_response(tmp_path):
     [
         ("prompt_completion", {"prompt": "q"}, "completion: must be text, got None"),
         ("hh_rlhf", {**TRANSCRIPTS, "chosen": "\n\nHuman: Hi"}, "chosen: the last turn must be the Assistant's"),
-        (
-            "hh_rlhf",
-            {**TRANSCRIPTS, "chosen": "\n\nHuman: Hi\n\nAssistant:  "},
-            "chosen: the last turn must be the Assistant's",
-        ),
+        ("hh_rlhf", {**TRANSCRIPTS, "chosen": "\n\nHuman: Hi\n\nAssistant:  "}, "chosen: the last turn must be the A"),
         ("hh_rlhf", {**TRANSCRIPTS, "chosen": HH["chosen"]}, "chosen and rejected differ before the last turn"),
         ("hh_rlhf", {**TRANSCRIPTS, "rejected": TRANSCRIPTS["chosen"]}, "chosen: equal to rejected"),
         ("hh_rlhf", {**TRANSCRIPTS, "chosen": "Human: Hi"}, "chosen: must begin with a blank line and Human:"),
@@ -397,15 +340,9 @@ def test_what_the_command_writes_is_a_benchmark(tmp_path):
     assert benchmark["test_gen"]["reference_response_text"] == [" Good", " Good"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (["nope.jsonl", "out.jsonl", "--format", "dolly"], "no file nope.jsonl"),
-        (["nope.jsonl", "out.jsonl", "--format", "doly"], "invalid choice: 'doly'"),
-    ],
-)
-def test_a_wrong_command_is_refused(arguments, expected, capsys):
+@pytest.mark.parametrize(("form", "expected"), [("dolly", "no file nope.jsonl"), ("doly", "invalid choice: 'doly'")])
+def test_a_wrong_command_is_refused(form, expected, capsys):
     with pytest.raises(SystemExit) as stopped:
-        main(arguments)
+        main(["nope.jsonl", "out.jsonl", "--format", form])
     said = capsys.readouterr().err
     assert stopped.value.code == 2 and "error: " in said and expected in said

@@ -1,28 +1,25 @@
-"""`PreferenceObjective`: beta, options, refusals before training, columns, and its one-line description."""
+"""`PreferenceObjective`: beta, options, columns, weightings, refusals, and losses from a user's own file."""
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import replace
 
 import pytest
 import torch
 
-from trl_ext.losses import PreferenceObjective, PreferenceScores, confidence, wpo
-from trl_ext.registry import preference_loss, preference_weighting
+from tests.support.preference_pairs import canonical
+from trl_ext.losses import PreferenceObjective, PreferenceScores, confidence, dpo, wpo
+from trl_ext.registry import preference_loss, preference_losses, preference_weighting
 
-pytestmark = pytest.mark.usefixtures("registries_as_before")
+pytestmark = pytest.mark.usefixtures("own_tables")
 
 
 @pytest.fixture
 def scores() -> PreferenceScores:
     """Pairs with margins 3 and -2; h_w is 2 and -1."""
-    return PreferenceScores(
-        chosen=torch.tensor([-20.0, -15.0], dtype=torch.float64).requires_grad_(),
-        rejected=torch.tensor([-30.0, -12.0], dtype=torch.float64).requires_grad_(),
-        ref_chosen=torch.tensor([-22.0, -14.0], dtype=torch.float64),
-        ref_rejected=torch.tensor([-29.0, -13.0], dtype=torch.float64),
-    )
+    return canonical("AB", requires_grad=True)
 
 
 # ---- Beta and options ----
@@ -35,14 +32,12 @@ def test_beta_must_be_positive_and_finite(beta):
 
 
 def test_beta_reaches_the_function(scores):
-    """Hinge: 1 - 0.2 * 3, 1 + 0.2 * 2; and with its own 0.05: 1 - 0.15, 1 + 0.1. A loss need not take beta."""
+    """Hinge: 1 - 0.2 * 3, 1 + 0.2 * 2; and with its own 0.05: 1 - 0.15, 1 + 0.1. A loss need not take beta, or have
+    a default."""
     assert PreferenceObjective("hinge", beta=0.2)(scores).tolist() == pytest.approx([0.4, 1.4])
     assert PreferenceObjective("hinge")(scores).tolist() == pytest.approx([0.85, 1.1])
     preference_loss("margin_only")(lambda scores: -scores.margin)
     assert PreferenceObjective("margin_only")(scores).tolist() == pytest.approx([-3.0, 2.0])
-
-
-def test_default_beta_without_one_in_the_function():
     preference_loss("linear")(lambda scores, *, beta: -beta * scores.margin)
     assert PreferenceObjective("linear").beta == 0.1
 
@@ -75,12 +70,6 @@ def test_a_column_must_be_declared(scores):
     objective = PreferenceObjective("sppo", loss_options={"chosen_win_probability": "p"})
     with pytest.raises(ValueError, match=r"reads the column 'p': register it .* or name the column in loss_columns"):
         objective(scores)
-
-
-def test_the_reference_must_be_declared(scores):
-    preference_loss("undeclared", needs_reference=False)(lambda scores, *, beta: -beta * scores.margin)
-    with pytest.raises(ValueError, match="register it with needs_reference=True"):
-        PreferenceObjective("undeclared")(replace(scores, ref_chosen=None, ref_rejected=None))
 
 
 def test_a_normalised_weighting_reads_columns_alone(scores):
@@ -153,13 +142,8 @@ def float64(*values) -> torch.Tensor:
 
 
 def three_pairs(**columns) -> PreferenceScores:
-    return PreferenceScores(
-        chosen=float64(-20, -15, -10).requires_grad_(),
-        rejected=float64(-30, -12, -18).requires_grad_(),
-        ref_chosen=float64(-22, -14, -9.5),
-        ref_rejected=float64(-29, -13, -19.5),
-        columns={name: float64(*values) for name, values in columns.items()},
-    )
+    columns = {name: float64(*values) for name, values in columns.items()}
+    return replace(canonical(requires_grad=True), columns=columns)
 
 
 def rows(scores: PreferenceScores, index: slice) -> PreferenceScores:
@@ -299,3 +283,186 @@ class TestNormalization:
         objective = PreferenceObjective("dpo", beta=0.1, weightings=["wpo", "confidence"])
         assert objective(scores).tolist() == pytest.approx([0.440223, 0.176060, 0.042254], abs=1e-6)
         assert objective.raw_weights(scores).tolist() == pytest.approx([0.9, 0.5, 0.3], abs=1e-12)
+
+
+# ---- Names of losses ----
+
+
+LOSS_FILE = '''
+import torch
+from trl_ext import preference_loss
+
+@preference_loss("squared_hinge", needs_reference=True)
+def squared_hinge(scores, *, beta):
+    """Squared hinge on the reference-corrected margin; per-pair losses, shape [B]."""
+    return torch.relu(1 - beta * scores.margin).square()
+'''
+
+
+def write(folder, text, name="my_losses.py"):
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def test_a_name_is_given_once():
+    with pytest.raises(
+        ValueError,
+        match=r"the preference loss 'dpo' is already defined by trl_ext\.losses\.preference\.dpo; "
+        "give yours another name",
+    ):
+        preference_loss("dpo")(lambda scores, *, beta: -scores.margin)
+    assert preference_losses["dpo"].function is dpo
+
+
+def test_a_notebook_cell_may_run_twice():
+    def run_cell(factor):
+        @preference_loss("linear")
+        def linear(scores, *, beta):
+            return -factor * beta * scores.margin
+
+        return linear
+
+    run_cell(1.0)
+    second = run_cell(2.0)
+    assert preference_losses["linear"].function is second
+
+
+def test_objects_are_given_a_name_once():
+    first, other = functools.partial(dpo), functools.partial(dpo)
+    preference_loss("an_object")(first)
+    preference_loss("an_object")(first)
+    with pytest.raises(ValueError, match="the preference loss 'an_object' is already defined by"):
+        preference_loss("an_object")(other)
+    assert preference_losses["an_object"].function is first
+
+
+def test_policy_weights_cannot_be_normalised():
+    """Their mean over the optimizer batch is known only once the batch has been trained on."""
+    with pytest.raises(ValueError, match="cannot both read policy weights and be normalised"):
+        preference_weighting("both", normalize=True, needs_policy_weights=True)
+
+
+def test_unknown_name_lists_the_known_and_hints():
+    with pytest.raises(ValueError) as error:
+        preference_losses["robust_dop"]
+    message = str(error.value)
+    assert message.startswith("unknown preference loss 'robust_dop'; did you mean 'robust_dpo'?")
+    assert ", ".join(sorted(preference_losses)) in message and "file.py:function" in message
+    with pytest.raises(ValueError, match="unknown preference weighting 'dpo'"):
+        PreferenceObjective("dpo", weightings=["dpo"])
+
+
+# ---- Losses from a file ----
+
+
+@pytest.mark.parametrize("place", ["my_file:", "my_file.py:", "my_package.losses:", "{folder}/my_file.py:"])
+def test_a_loss_of_ones_own(place, scores, tmp_path, monkeypatch):
+    """From a file beside the command, a module on the path, and an absolute path: (1 - 0.3)^2 and (1 + 0.2)^2."""
+    (tmp_path / "my_package").mkdir()
+    write(tmp_path / "my_package", LOSS_FILE, "losses.py")
+    write(tmp_path, LOSS_FILE, "my_file.py")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    objective = PreferenceObjective(place.format(folder=tmp_path) + "squared_hinge")
+    assert (objective.beta, objective.needs_reference, objective.batch_coupled) == (0.1, True, False)
+    assert objective(scores).tolist() == pytest.approx([0.49, 1.44], abs=1e-6)
+
+
+def test_a_weighting_from_a_file(scores, tmp_path):
+    """l(0.3) * 2 and l(-0.2) * 2."""
+    path = write(
+        tmp_path,
+        "from trl_ext import preference_weighting\n\n"
+        "@preference_weighting('double')\ndef double(scores):\n    return 2 * (scores.chosen < 0)\n",
+    )
+    losses = PreferenceObjective("dpo", beta=0.1, weightings=[f"{path}:double"])(scores)
+    assert losses.tolist() == pytest.approx([1.108709, 1.596278], abs=1e-5)
+
+
+def test_by_function_name_and_by_registered_name(tmp_path):
+    path = write(tmp_path, LOSS_FILE.replace('"squared_hinge"', '"sq"'))
+    by_function = preference_losses.find(f"{path}:squared_hinge")
+    assert by_function.name == "sq"
+    assert preference_losses.find(f"{path}:sq") is by_function
+    assert preference_losses.find("sq") is by_function
+
+
+def test_two_files_of_one_name(tmp_path):
+    for folder, name in (("a", "first"), ("b", "second")):
+        (tmp_path / folder).mkdir()
+        write(tmp_path / folder, LOSS_FILE.replace('"squared_hinge"', f'"{name}"'))
+    entries = [preference_losses.find(f"{tmp_path}/{folder}/my_losses.py:squared_hinge") for folder in "ab"]
+    assert [entry.name for entry in entries] == ["first", "second"]
+
+
+def test_a_file_that_the_script_imported_as_well(tmp_path, monkeypatch):
+    """One function, two module names: still the same function, not a duplicate."""
+    path = write(tmp_path, LOSS_FILE, "my_imported_losses.py")
+    monkeypatch.syspath_prepend(tmp_path)
+    __import__("my_imported_losses")
+    assert preference_losses.find(f"{path}:squared_hinge").name == "squared_hinge"
+
+
+PLAIN = "def plain(scores, *, beta):\n    return -beta * scores.margin\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "message"),
+    [
+        (PLAIN, "my_losses.py:plain", r"my_losses\.py.*decorate it with @trl_ext\.preference_loss\('plain'\)"),
+        (
+            LOSS_FILE,
+            "my_losses.py:squared_hing",
+            "has no preference loss 'squared_hing': it defines squared_hinge; did you mean 'squared_hinge'",
+        ),
+        ("x = 1\n", "my_losses.py:f", r"has no preference loss 'f': it defines no \w+"),
+        ("", "absent.py:f", r"no file 'absent\.py' to take a function from"),
+        ("", "absent_module:f", r"no file 'absent_module\.py' and no module 'absent_module'"),
+        (LOSS_FILE.replace('"squared_hinge"', '"dpo"'), "my_losses.py:squared_hinge", "'dpo' is already defined"),
+    ],
+)
+def test_what_a_file_does_not_give(text, name, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, text)
+    with pytest.raises(ValueError, match=message):
+        preference_losses.find(name)
+    assert preference_losses["dpo"].function is dpo
+
+
+def test_a_syntax_error_names_the_file_and_is_gone_once_mended(tmp_path):
+    path = write(tmp_path, "def broken(:\n    pass\n")
+    with pytest.raises(SyntaxError) as error:
+        preference_losses.find(f"{path}:squared_hinge")
+    assert (error.value.filename, error.value.lineno) == (str(path), 1)
+    write(tmp_path, LOSS_FILE)
+    assert preference_losses.find(f"{path}:squared_hinge").name == "squared_hinge"
+
+
+def test_an_error_in_the_file_surfaces(tmp_path):
+    path = write(tmp_path, "import a_module_that_is_not_installed\n" + LOSS_FILE)
+    with pytest.raises(ModuleNotFoundError, match="a_module_that_is_not_installed"):
+        preference_losses.find(f"{path}:squared_hinge")
+
+
+# ---- Options that a loss does not take ----
+
+
+@pytest.mark.parametrize(
+    ("loss", "options", "message"),
+    [
+        (
+            "cdpo",
+            {"label_smooting": 0.1},
+            "'cdpo' has no option 'label_smooting': it takes label_smoothing; did you mean 'label_smoothing'?",
+        ),
+        ("simpo", {"margin": 0.1}, "'simpo' has no option 'margin': it takes gamma, gamma_beta_ratio."),
+        ("dpo", {"label_smoothing": 0.1}, "'dpo' has no option 'label_smoothing': it takes none."),
+        ("shifted", {"scale": 2.0}, "'shifted' needs the option 'shift', which has no default"),
+    ],
+)
+def test_wrong_options(loss, options, message):
+    preference_loss("shifted")(lambda scores, *, beta, shift, scale=1.0: scale * (scores.margin - shift))
+    with pytest.raises(ValueError) as error:
+        preference_losses[loss].check_options(options)
+    assert str(error.value).startswith(message)

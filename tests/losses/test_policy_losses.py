@@ -45,10 +45,7 @@ from trl_ext.losses import (
 )
 
 CLIPPED = clipped_surrogate(LOG_RATIO, ADVANTAGES)
-
-
-def value(losses, kind, **options):
-    return aggregate(losses, MASK, kind, **options).item()
+SEQUENCE = sequence_log_ratio(NEW, OLD, MASK)
 
 
 def test_clipped_losses():
@@ -57,83 +54,45 @@ def test_clipped_losses():
     assert CLIPPED[1, :2].tolist() == pytest.approx(expected[1], abs=1e-6)
 
 
-@pytest.mark.parametrize(
-    "kind, options, expected",
-    [
-        # Rows: -3.156108 / 3 = -1.052036 and 2.021403 / 2 = 1.010701; their mean.
-        ("sequence_mean", {}, -0.020667),
-        # (-3.156108 + 2.021403) / 5.
-        ("token_mean", {}, -0.226941),
-        # -1.134705 / (2 * 4).
-        ("constant", {"constant": 4}, -0.141838),
-        # -1.134705 / 2.
-        ("sum", {}, -0.567353),
-        # Two such micro-batches of 5 tokens, summed: -1.134705 / 10.
-        ("token_mean", {"token_count": 10}, -0.113471),
-    ],
-)
-def test_aggregations_of_the_clip(kind, options, expected):
-    assert value(CLIPPED, kind, **options) == pytest.approx(expected, abs=1e-6)
-
-
-def test_higher_upper_clip():
-    """The first token is clipped at 1.28: (-1.134705 - 0.08) / 5; the last has a negative advantage and is not."""
-    losses = clipped_surrogate(LOG_RATIO, ADVANTAGES, clip_high=0.28)
-    assert value(losses, "token_mean") == pytest.approx(-0.242941, abs=1e-6)
-
-
-def test_no_clip():
-    """Rows: -(1.349859 + 0.904837 + 1.051271) / 3 = -1.101989 and (0.670320 + 1.221403) / 2 = 0.945861."""
-    assert value(unclipped_surrogate(LOG_RATIO, ADVANTAGES), "sequence_mean") == pytest.approx(-0.078064, abs=1e-6)
-
-
-def test_reinforce():
-    """Raw rewards 1 and 0: rows (1 + 0.7 + 0.5) / 3 = 0.733333 and 0. Advantages 1 and -1: 0.733333 and -1.15."""
-    raw = reinforce(NEW, torch.tensor([1.0, 0.0]))
-    assert masked_mean(raw, MASK, 1).tolist() == pytest.approx([0.733333, 0.0], abs=1e-6)
-    assert value(raw, "sequence_mean") == pytest.approx(0.366667, abs=1e-6)
-    with_baseline = reinforce(NEW, ADVANTAGES)
-    assert masked_mean(with_baseline, MASK, 1).tolist() == pytest.approx([0.733333, -1.15], abs=1e-6)
-    assert value(with_baseline, "sequence_mean") == pytest.approx(-0.208333, abs=1e-6)
-
-
 def test_sequence_ratios():
     """exp(0.25 / 3) = 1.086904 and exp(-0.2 / 2) = 0.904837."""
-    log_ratio = sequence_log_ratio(NEW, OLD, MASK)
-    assert log_ratio.shape == (2, 1)
-    assert log_ratio.exp().flatten().tolist() == pytest.approx([1.086904, 0.904837], abs=1e-6)
+    assert SEQUENCE.shape == (2, 1)
+    assert SEQUENCE.exp().flatten().tolist() == pytest.approx([1.086904, 0.904837], abs=1e-6)
 
 
 @pytest.mark.parametrize(
-    "clip, kind, expected",
+    "losses, kind, options, expected",
     [
-        # Neither is clipped: (-1.086904 + 0.904837) / 2.
-        ((0.2, 0.2), "sequence_mean", -0.091033),
-        # Both are: (-1.0004 + 0.9997) / 2.
-        ((3e-4, 4e-4), "sequence_mean", -0.00035),
-        # Weighted by length, which is not GSPO: (-3 * 1.086904 + 2 * 0.904837) / 5.
-        ((0.2, 0.2), "token_mean", -0.290207),
-        # LUSPO does that on purpose: (-3.260711 + 1.809675) / 2.
-        ((0.2, 0.2), "sum", -0.725519),
-    ],
-)
-def test_sequence_clip(clip, kind, expected):
-    losses = clipped_surrogate(sequence_log_ratio(NEW, OLD, MASK), ADVANTAGES, clip_low=clip[0], clip_high=clip[1])
-    assert value(losses, kind) == pytest.approx(expected, abs=1e-6)
-
-
-@pytest.mark.parametrize(
-    "cap, expected",
-    [
+        # Rows: -3.156108 / 3 = -1.052036 and 2.021403 / 2 = 1.010701; their mean.
+        (CLIPPED, "sequence_mean", {}, -0.020667),
+        # (-3.156108 + 2.021403) / 5, and -1.134705 / (2 * 4) and / 2.
+        (CLIPPED, "token_mean", {}, -0.226941),
+        (CLIPPED, "constant", {"constant": 4}, -0.141838),
+        (CLIPPED, "sum", {}, -0.567353),
+        # Two such micro-batches of 5 tokens, summed: -1.134705 / 10.
+        (CLIPPED, "token_mean", {"token_count": 10}, -0.113471),
+        # The first token is clipped at 1.28: (-1.134705 - 0.08) / 5; the last has a negative advantage and is not.
+        (clipped_surrogate(LOG_RATIO, ADVANTAGES, clip_high=0.28), "token_mean", {}, -0.242941),
+        # Rows: -(1.349859 + 0.904837 + 1.051271) / 3 = -1.101989 and (0.670320 + 1.221403) / 2 = 0.945861.
+        (unclipped_surrogate(LOG_RATIO, ADVANTAGES), "sequence_mean", {}, -0.078064),
+        # Raw rewards 1 and 0: rows (1 + 0.7 + 0.5) / 3 = 0.733333 and 0. Advantages 1 and -1: 0.733333 and -1.15.
+        (reinforce(NEW, torch.tensor([1.0, 0.0])), "sequence_mean", {}, 0.366667),
+        (reinforce(NEW, ADVANTAGES), "sequence_mean", {}, -0.208333),
         # 1.349859 + 0.7 * 0.904837 + 0.5 * 1.051271 = 2.508880; 2 * 0.670320 + 0.3 * 1.221403 = 1.707061; over 5.
-        (5.0, 0.160364),
+        (cispo(LOG_RATIO, NEW, ADVANTAGES, ratio_cap=5.0), "token_mean", {}, 0.160364),
         # 1.2 in place of 1.349859 and of 1.221403: (2.359021 - 1.700640) / 5.
-        (1.2, 0.131676),
+        (cispo(LOG_RATIO, NEW, ADVANTAGES, ratio_cap=1.2), "token_mean", {}, 0.131676),
+        # Neither ratio of a sequence is clipped: (-1.086904 + 0.904837) / 2. Both are: (-1.0004 + 0.9997) / 2.
+        (clipped_surrogate(SEQUENCE, ADVANTAGES), "sequence_mean", {}, -0.091033),
+        (clipped_surrogate(SEQUENCE, ADVANTAGES, clip_low=3e-4, clip_high=4e-4), "sequence_mean", {}, -0.00035),
+        # Weighted by length, which is not GSPO: (-3 * 1.086904 + 2 * 0.904837) / 5.
+        (clipped_surrogate(SEQUENCE, ADVANTAGES), "token_mean", {}, -0.290207),
+        # LUSPO does that on purpose: (-3.260711 + 1.809675) / 2.
+        (clipped_surrogate(SEQUENCE, ADVANTAGES), "sum", {}, -0.725519),
     ],
 )
-def test_cispo(cap, expected):
-    losses = cispo(LOG_RATIO, NEW, ADVANTAGES, ratio_cap=cap)
-    assert value(losses, "token_mean") == pytest.approx(expected, abs=1e-6)
+def test_values_worked_by_hand(losses, kind, options, expected):
+    assert aggregate(losses, MASK, kind, **options).item() == pytest.approx(expected, abs=1e-6)
 
 
 def test_dual_clip():
@@ -254,21 +213,29 @@ def test_sapo_and_gmpo_against_loops(name, has_token_advantages, seed):
     check_against_loops(name, objective, SURROGATE_OPTIONS[name], has_token_advantages, seed)
 
 
-def test_gmpo_refuses_the_ratio_of_a_sequence():
-    with pytest.raises(ValueError, match="--ratio sequence and --surrogate gmpo contradict.*use --ratio token"):
-        PolicyObjective("grpo", surrogate="gmpo", ratio="sequence")
-    PolicyObjective("grpo", surrogate="gmpo", ratio="token")
-
-
-# --------------------------------------------------------------------------------------------------------- refusals
-
-
-def test_refusals():
-    with pytest.raises(ValueError, match="unknown aggregation 'token_maen'; did you mean 'token_mean'"):
-        aggregate(CLIPPED, MASK, "token_maen")
-    for constant in (None, 0.0):
-        with pytest.raises(ValueError, match="'constant' divides by constant, which must be positive"):
-            aggregate(CLIPPED, MASK, "constant", constant=constant)
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (
+            lambda: aggregate(CLIPPED, MASK, "token_maen"),
+            "unknown aggregation 'token_maen'; did you mean 'token_mean'",
+        ),
+        (lambda: aggregate(CLIPPED, MASK, "constant"), "'constant' divides by constant, which must be positive"),
+        (
+            lambda: aggregate(CLIPPED, MASK, "constant", constant=0.0),
+            "'constant' divides by constant, which must be p",
+        ),
+        (lambda: masked_normalize(NEW, MASK, 0), "constant, which must be positive, got 0"),
+        (lambda: kl_estimate(NEW, OLD, "k4"), "unknown KL estimator 'k4'. Known: k1, k2, k3"),
+        (
+            lambda: PolicyObjective("grpo", surrogate="gmpo", ratio="sequence"),
+            "--ratio sequence and --surrogate gmpo contradict.*use --ratio token",
+        ),
+    ],
+)
+def test_refusals(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
 
 
 # ---- Estimates of the KL divergence ----
@@ -291,11 +258,6 @@ REFERENCE_LOG_PROBS = torch.tensor([[-1.2, -0.4]])
 )
 def test_kl_values(kind, expected):
     assert kl_estimate(LOG_PROBS, REFERENCE_LOG_PROBS, kind)[0].tolist() == pytest.approx(expected, abs=1e-6)
-
-
-def test_unknown_kind():
-    with pytest.raises(ValueError, match="unknown KL estimator 'k4'. Known: k1, k2, k3"):
-        kl_estimate(LOG_PROBS, REFERENCE_LOG_PROBS, "k4")
 
 
 def test_the_exponent_is_bounded():
@@ -361,9 +323,6 @@ def test_expected_gradients(settings, expected):
     assert expected_gradient(**settings) == pytest.approx(expected, abs=1e-6)
 
 
-# ------------------------------------------------------------------- two tokens, the second depending on the first
-
-
 def test_reward_penalty():
     """0.1 times k1 of 0.2 and -0.1, the padded third token left out: 0.02 - 0.01; no gradient flows."""
     objective = PolicyObjective("rloo", beta=0.1)
@@ -381,32 +340,24 @@ SELECTED = torch.tensor([[1, 0, 1], [0, 1, 0]])
 
 
 @pytest.mark.parametrize(
-    "dim, expected",
+    "function, options, expected",
     [
-        # 1 + 3 + 5.
-        (None, 9.0),
-        # Columns: 1, 5, 3. Rows: 1 + 3, 5.
-        (0, [1.0, 5.0, 3.0]),
-        (1, [4.0, 5.0]),
-        (-1, [4.0, 5.0]),
+        # 1 + 3 + 5; columns 1, 5, 3; rows 1 + 3, 5.
+        (masked_sum, {}, 9.0),
+        (masked_sum, {"dim": 0}, [1.0, 5.0, 3.0]),
+        (masked_sum, {"dim": -1}, [4.0, 5.0]),
+        # All: 9 / 3. Rows: 4 / 2, 5 / 1. Columns: 1, 5, 3, over one each.
+        (masked_mean, {}, 3.0),
+        (masked_mean, {"dim": 1}, [2.0, 5.0]),
+        (masked_mean, {"dim": 0}, [1.0, 5.0, 3.0]),
+        # Sums over 4: 9 / 4, and 4 / 4, 5 / 4.
+        (masked_normalize, {"constant": 4.0}, 2.25),
+        (masked_normalize, {"constant": 4.0, "dim": 1}, [1.0, 1.25]),
     ],
 )
-def test_masked_sum(dim, expected):
+def test_masked_reductions(function, options, expected):
     for mask in (SELECTED, SELECTED.bool(), SELECTED.float()):
-        assert masked_sum(VALUES, mask, dim).tolist() == expected
-
-
-def test_masked_mean():
-    """All: 9 / 3. Rows: 4 / 2, 5 / 1. Columns: 1, 5, 3, over one each."""
-    assert masked_mean(VALUES, SELECTED).item() == 3.0
-    assert masked_mean(VALUES, SELECTED, 1).tolist() == [2.0, 5.0]
-    assert masked_mean(VALUES, SELECTED, 0).tolist() == [1.0, 5.0, 3.0]
-
-
-def test_masked_normalize():
-    """Sums over 4: 9 / 4, and 4 / 4, 5 / 4."""
-    assert masked_normalize(VALUES, SELECTED, 4.0).item() == 2.25
-    assert masked_normalize(VALUES, SELECTED, 4.0, 1).tolist() == [1.0, 1.25]
+        assert function(VALUES, mask, **options).tolist() == expected
 
 
 def test_a_row_without_tokens():
@@ -432,8 +383,3 @@ def test_one_value_per_row_counts_once_per_token():
     column = torch.tensor([[2.0], [5.0]])
     assert masked_sum(column, SELECTED, 1).tolist() == [4.0, 5.0]
     assert masked_mean(column, SELECTED, 1).tolist() == [2.0, 5.0]
-
-
-def test_a_constant_that_is_not_positive():
-    with pytest.raises(ValueError, match="constant, which must be positive, got 0"):
-        masked_normalize(VALUES, SELECTED, 0)

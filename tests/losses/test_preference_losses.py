@@ -107,9 +107,7 @@ TABLE = [
 ]
 
 
-@pytest.mark.parametrize(
-    "loss, options, expected", TABLE, ids=[f"{loss.__name__}-{options}" for loss, options, _ in TABLE]
-)
+@pytest.mark.parametrize("loss, options, expected", TABLE, ids=[f"{row[0].__name__}-{row[1]}" for row in TABLE])
 def test_canonical_values(loss, options, expected):
     assert loss(canonical(), **options).tolist() == pytest.approx(expected, abs=1e-6)
 
@@ -138,9 +136,8 @@ def test_orpo_at_any_probability(chosen, rejected, dtype):
             -share / mpmath.expm1(other),
         )
         found = (losses, pair[0].grad, pair[1].grad)
-        assert [value.item() for value in found] == pytest.approx(
-            [float(value) for value in expected], rel=100 * torch.finfo(dtype).eps
-        )
+        close = pytest.approx([float(value) for value in expected], rel=100 * torch.finfo(dtype).eps)
+        assert [value.item() for value in found] == close
 
 
 # ------------------------------------------------------------------------------------- independent scalar computations
@@ -312,33 +309,25 @@ def at(h_w, h_l=0.0) -> PreferenceScores:
     return PreferenceScores(h_w - 7, h_l - 9, torch.full_like(h_w, -7), torch.full_like(h_l, -9))
 
 
+def right_with_0_8(loss):
+    """The expected loss by the margin where the label is right with probability 0.8."""
+    return lambda margin: 0.8 * loss(at(margin), beta=0.1) + 0.2 * loss(at(-margin), beta=0.1)
+
+
 @pytest.mark.parametrize(
     "loss, expected, arithmetic",
     [
-        (ipo, 5.0, "1 / (2 * 0.1)"),
-        (cdpo, 21.972246, "log(0.9 / 0.1) / 0.1 = 10 log 9"),
-        (nca, 6.931472, "s(-u) = s(u) / 2 at s(u) = 2/3, u = log 2; divided by 0.1"),
-        (sppo, 5.0, "(1 - 1/2) / 0.1"),
+        (lambda h: ipo(at(h), beta=0.1), 5.0, "1 / (2 * 0.1)"),
+        (lambda h: cdpo(at(h), beta=0.1), 21.972246, "log(0.9 / 0.1) / 0.1 = 10 log 9"),
+        (lambda h: nca(at(h), beta=0.1), 6.931472, "s(-u) = s(u) / 2 at s(u) = 2/3, u = log 2; divided by 0.1"),
+        (lambda h: sppo(at(h), beta=0.1), 5.0, "(1 - 1/2) / 0.1"),
+        (lambda h: sppo(at(0.0, h), beta=0.1, rejected_win_probability=0.3), -2.0, "(0.3 - 1/2) / 0.1"),
+        (right_with_0_8(ipo), 3.0, "(2 * 0.8 - 1) / (2 * 0.1)"),
+        (right_with_0_8(dpo), 13.862944, "log(0.8 / 0.2) / 0.1"),
     ],
 )
-def test_minimiser_in_the_chosen_log_ratio(loss, expected, arithmetic):
-    assert minimiser(lambda h: loss(at(h), beta=0.1).sum(), -50, 100) == pytest.approx(expected, abs=1e-6), arithmetic
-
-
-@pytest.mark.parametrize("loss, expected", [(ipo, 3.0), (dpo, 13.862944)])
-def test_minimiser_when_the_label_is_right_with_probability_0_8(loss, expected):
-    """IPO: (2 * 0.8 - 1) / (2 * 0.1). DPO: log(0.8 / 0.2) / 0.1."""
-
-    def expected_loss(margin):
-        return (0.8 * loss(at(margin), beta=0.1) + 0.2 * loss(at(-margin), beta=0.1)).sum()
-
-    assert minimiser(expected_loss, -50, 100) == pytest.approx(expected, abs=1e-6)
-
-
-def test_minimiser_of_sppo_in_the_rejected_log_ratio():
-    """(0.3 - 1/2) / 0.1."""
-    found = minimiser(lambda h: sppo(at(0.0, h), beta=0.1, rejected_win_probability=0.3).sum(), -50, 100)
-    assert found == pytest.approx(-2.0, abs=1e-6)
+def test_minimisers(loss, expected, arithmetic):
+    assert minimiser(lambda h: loss(h).sum(), -50, 100) == pytest.approx(expected, abs=1e-6), arithmetic
 
 
 # -------------------------------------------------------------------------------------------------------- properties
@@ -431,11 +420,8 @@ def test_options_outside_their_range(loss, option, message, value):
     with pytest.raises(ValueError, match=f"{message}, got {value}"):
         objective = PreferenceObjective("dpo" if given is weighting else loss, beta=0.1, **given)
         ones = torch.ones(3)
-        objective(
-            replace(
-                canonical(), columns={"avg_confidence": ones}, chosen_policy_weight=ones, rejected_policy_weight=ones
-            )
-        )
+        weights = {"chosen_policy_weight": ones, "rejected_policy_weight": ones}
+        objective(replace(canonical(), columns={"avg_confidence": ones}, **weights))
 
 
 @pytest.mark.parametrize(
@@ -447,9 +433,8 @@ def test_missing_lengths(loss, options):
 
 
 def test_an_empty_response_counts_as_one_token():
-    assert repo(scores_of([Pair(0.0, -2.0, 0.0, 0.0, 0, 4)])).tolist() == pytest.approx(
-        [0.1]
-    )  # 0.6 - (0 / 1 - -2 / 4)
+    """0.6 - (0 / 1 - -2 / 4)."""
+    assert repo(scores_of([Pair(0.0, -2.0, 0.0, 0.0, 0, 4)])).tolist() == pytest.approx([0.1])
 
 
 def test_simpo_takes_one_margin():

@@ -119,12 +119,8 @@ def test_forks_have_processes_of_their_own_and_all_end(tmp_path):
     assert run.returncode == 0 and not run.stderr, run.stderr
     pids = [int(pid) for pid in run.stdout.split()]
     assert len(pids) >= 2
-    _wait_until_gone(pids, 10)
-
-
-def _wait_until_gone(pids: list[int], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while any(_runs_math_worker(pid) for pid in pids):
+    deadline = time.monotonic() + 10
+    while any(map(_runs_math_worker, pids)):
         assert time.monotonic() < deadline, "a worker outlived its program"
         time.sleep(0.05)
 

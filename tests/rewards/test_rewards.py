@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.support.files import user
 from tests.support.float64 import float64_throughout
 from tests.support.reward_adapters import (
     COMPLETIONS,
@@ -94,12 +95,11 @@ def test_a_truncated_response_is_rendered_without_its_end(
     text = f"<|im_start|>user\nWhy?<|im_end|>{after}<|im_start|>assistant\n{rendered}"
     model = plain_model(tiny_model_path, folders["adapter"])
     ids = [reward.tokenizer(text + end)["input_ids"] for end in ("", f"<|im_end|>{after}")]
-    scores = reward.score([[{"role": "user", "content": "Why?"}]] * 2, [response] * 2, finished=[False, True])
+    scores = reward.score([[user("Why?")]] * 2, [response] * 2, finished=[False, True])
     assert (scores - plain_scores(model, ids)).abs().max() <= 2e-6
     ensemble = RewardEnsemble([reward, reward])
-    assert ensemble.member_scores(
-        [[{"role": "user", "content": "Why?"}]], [response], finished=[False]
-    ).flatten().tolist() == pytest.approx([scores[0].item()] * 2, abs=2e-6)
+    members = ensemble.member_scores([[user("Why?")]], [response], finished=[False])
+    assert (members - scores[0]).abs().max() <= 2e-6
 
 
 def test_plain_text(tiny_model_path, folders):
@@ -365,17 +365,14 @@ def test_share_or_load(tiny_model_path, folders, tmp_path):
 
     models = [RewardModel(path) for path in paths]
     lines = share_or_load(models, policy, policy_reason="the policy is sharded by an engine")
-    assert lines[0] == (
-        f"adapter-run: on one frozen copy of {tiny_model_path} with others: the policy is sharded by an engine"
-    )
+    frozen = f"on one frozen copy of {tiny_model_path} with others"
+    assert lines[0] == f"adapter-run: {frozen}: the policy is sharded by an engine"
     assert lines[1] == "full-run: a copy of its own: it is a full model, not an adapter"
     assert copies(models, policy) == 4
     check(models)
 
     models = [RewardModel(path) for path in paths]
-    assert (
-        share_or_load(models)[2] == f"rank6: on one frozen copy of {tiny_model_path} with others: there is no policy"
-    )
+    assert share_or_load(models)[2] == f"rank6: {frozen}: there is no policy"
     assert copies(models) == 3
     check(models)
 
@@ -400,16 +397,14 @@ def test_share_or_load_always(tiny_model_path, folders):
 
     policy = load_policy(tiny_model_path)
     assert len(share_or_load([RewardModel(folders["adapter"])], policy, "always")) == 1
-    for arguments, message in (
-        (([RewardModel(folders["full"])], policy), "full-run cannot sit on the policy's backbone: it is a full model"),
-        (([RewardModel(folders["adapter"])], None), "adapter-run cannot sit .*: there is no policy"),
-        (
-            ([RewardModel(folders["adapter"])], AutoModelForCausalLM.from_pretrained(tiny_model_path)),
-            "the policy is a Qwen2ForCausalLM, not a model with a LoRA adapter",
-        ),
+    plain = AutoModelForCausalLM.from_pretrained(tiny_model_path)
+    for kind, base, message in (
+        ("full", policy, "full-run cannot sit on the policy's backbone: it is a full model"),
+        ("adapter", None, "adapter-run cannot sit .*: there is no policy"),
+        ("adapter", plain, "the policy is a Qwen2ForCausalLM, not a model with a LoRA adapter"),
     ):
         with pytest.raises(ValueError, match=message):
-            share_or_load(*arguments, "always")
+            share_or_load([RewardModel(folders[kind])], base, "always")
     with pytest.raises(ValueError, match="backbone: the engine shards it"):
         share_or_load([RewardModel(folders["adapter"])], policy, "always", policy_reason="the engine shards it")
     with pytest.raises(ValueError, match="mode must be auto, always or never, got 'sometimes'"):
@@ -478,24 +473,12 @@ def test_stock_trl_trains_with_them(tiny_model_path, folders, tmp_path):
     def train(sharing: str, folder: Path):
         members = [RewardModel(folders["adapter"]), RewardModel(folders["rank6"])]
         single = RewardModel(folders["rank6"], name="single")
+        settings = {"max_steps": 2, "save_steps": 2, "logging_steps": 1, "report_to": "none", "use_cpu": True}
+        settings |= {"per_device_train_batch_size": 4, "num_generations": 2, "max_completion_length": 8}
         trainer = GRPOTrainer(
             tiny_model_path,
             reward_funcs=[RewardEnsemble(members, aggregate="uwo"), single],
-            args=GRPOConfig(
-                str(folder),
-                max_steps=2,
-                save_steps=2,
-                logging_steps=1,
-                per_device_train_batch_size=4,
-                num_generations=2,
-                max_completion_length=8,
-                learning_rate=1e-2,
-                beta=0.1,
-                report_to="none",
-                use_cpu=True,
-                bf16=False,
-                seed=3,
-            ),
+            args=GRPOConfig(str(folder), **settings, learning_rate=1e-2, beta=0.1, bf16=False, seed=3),
             train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in PROMPTS * 2]),
             peft_config=LoraConfig(r=2, target_modules=["q_proj", "o_proj"]),
         )

@@ -1,28 +1,35 @@
-"""Verified rewards: the strict forms, the hand-checked corpus, hostile answers, the process of math-verify."""
+"""Verified rewards: the strict forms, the hand-checked corpora, hostile answers, answers in text, and formulas."""
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
+import random
 import time
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
 
 from tests.support import REPOSITORY
+from tests.support.files import read_rows
 from trl_ext.rewards import (
     countdown_reward,
     gsm8k_reward,
     is_correct,
+    parse_gsm8k_response,
+    parse_mmlu_response,
     question_only_reward,
     r1_zero_reward,
     verified_reward,
 )
 from trl_ext.rewards.answers import last_boxed
+from trl_ext.rewards.expression import evaluate, values_agree
 from trl_ext.rewards.math_worker import _worker, require_math_verify
+from trl_ext.rewards.parsers import countdown_is_solved
 
-CORPUS = [json.loads(line) for line in Path(__file__).with_name("math_corpus.jsonl").read_text().splitlines()]
+CORPUS = read_rows(Path(__file__).with_name("math_corpus.jsonl"))
+PARSER_CORPUS = read_rows(Path(__file__).with_name("parser_corpus.jsonl"))
 TAGGED = "thoughts </think> <answer> {} </answer>"
 
 
@@ -32,84 +39,67 @@ def parts(reward: dict[str, float]) -> tuple[float, float, float]:
     return reward["format_reward"], reward["answer_reward"], reward["reward"]
 
 
-@pytest.mark.parametrize(
-    ("response", "truth", "expected"),
-    [
-        ("</think> <answer> 5 </answer>", "5", (1, 1, 1)),
-        ("</think><answer> 5 </answer>", "5", (0, 0, 0)),
-        ("</think>\n<answer> 5 </answer>", "5", (0, 0, 0)),
-        ("</think> <answer> 5", "5", (0, 0, 0)),
-        ("", "5", (0, 0, 0)),
-        (r"\boxed{5}", "5", (0, 0, 0)),
-        ("</think> <answer> 5 </answer> trailing text", "5", (1, 0, 0)),
-        ("</think> <answer> 6 </answer> <answer> 7 </answer>", "7", (1, 1, 1)),
-        ("</think> <answer> 6 </answer> <answer> 7 </answer>", "6", (1, 0, 0)),
-        (r"</think> <answer> \boxed{\frac{1}{2}} </answer>", r"\frac{1}{2}", (1, 1, 1)),
-        (r"</think> <answer> \boxed{5 </answer>", "5", (1, 0, 0)),
-        (r"</think> <answer> \boxed{4} or \boxed{5} </answer>", "5", (1, 1, 1)),
-        ("</think> <answer>  </answer>", "5", (1, 0, 0)),
-        (TAGGED.format("7"), 7, (1, 1, 1)),
-        (TAGGED.format("7"), ["8", "7"], (1, 1, 1)),
-        (TAGGED.format("7"), [8, 9], (1, 0, 0)),
-        (TAGGED.format("7"), r"\boxed{7}", (1, 1, 1)),
-        (TAGGED.format("7"), r"so it is \boxed{7}.", (1, 1, 1)),
-    ],
-)
-def test_r1_zero_form(response, truth, expected):
-    assert parts(r1_zero_reward(response, truth)) == expected
+R1_ZERO = [
+    ("</think> <answer> 5 </answer>", "5", (1, 1, 1)),
+    ("</think><answer> 5 </answer>", "5", (0, 0, 0)),
+    ("</think>\n<answer> 5 </answer>", "5", (0, 0, 0)),
+    ("</think> <answer> 5", "5", (0, 0, 0)),
+    ("", "5", (0, 0, 0)),
+    (r"\boxed{5}", "5", (0, 0, 0)),
+    ("</think> <answer> 5 </answer> trailing text", "5", (1, 0, 0)),
+    ("</think> <answer> 6 </answer> <answer> 7 </answer>", "7", (1, 1, 1)),
+    ("</think> <answer> 6 </answer> <answer> 7 </answer>", "6", (1, 0, 0)),
+    (r"</think> <answer> \boxed{\frac{1}{2}} </answer>", r"\frac{1}{2}", (1, 1, 1)),
+    (r"</think> <answer> \boxed{5 </answer>", "5", (1, 0, 0)),
+    (r"</think> <answer> \boxed{4} or \boxed{5} </answer>", "5", (1, 1, 1)),
+    ("</think> <answer>  </answer>", "5", (1, 0, 0)),
+    (TAGGED.format("7"), 7, (1, 1, 1)),
+    (TAGGED.format("7"), ["8", "7"], (1, 1, 1)),
+    (TAGGED.format("7"), [8, 9], (1, 0, 0)),
+    (TAGGED.format("7"), r"\boxed{7}", (1, 1, 1)),
+    (TAGGED.format("7"), r"so it is \boxed{7}.", (1, 1, 1)),
+]
+QUESTION_ONLY = [
+    (r"It is \boxed{5}.", "5", (1, 1, 1)),
+    ("It is 5.", "5", (0, 0, 0)),
+    (r"It is \boxed{5", "5", (0, 0, 0)),
+    (r"It is \fbox{5}", "5", (0, 0, 0)),
+    (r"It is \boxed 5", "5", (0, 0, 0)),
+    ("</think> <answer> 5 </answer>", "5", (0, 0, 0)),
+    (r"\boxed{}", "5", (1, 0, 0)),
+    (r"\boxed{4} no, \boxed{5}", "5", (1, 1, 1)),
+    (r"\boxed{5} no, \boxed{4}", "5", (1, 0, 0)),
+    (r"\boxed{5} or \boxed{6", "5", (0, 0, 0)),
+    (r"\boxed{\text{(B)}}", "B", (1, 1, 1)),
+    (r"\boxed{\{1,2\}}", r"\{1,2\}", (1, 1, 1)),
+    (r"\boxed{\frac{\sqrt{3}}{2}}", r"\frac{\sqrt3}{2}", (1, 1, 1)),
+]
+GSM8K = [
+    # The last number counts, whatever stands around it.
+    ("So 3 x 400 = $1,200.", "1200", (1, 1, 1)),
+    ("</think> <answer> 72 </answer>", 72, (1, 1, 1)),
+    ("None.", "5", (0, 0, 0)),
+    ("", "5", (0, 0, 0)),
+]
+FORMS = [(r1_zero_reward, R1_ZERO), (question_only_reward, QUESTION_ONLY), (gsm8k_reward, GSM8K)]
 
 
 @pytest.mark.parametrize(
-    ("response", "truth", "expected"),
-    [
-        (r"It is \boxed{5}.", "5", (1, 1, 1)),
-        ("It is 5.", "5", (0, 0, 0)),
-        (r"It is \boxed{5", "5", (0, 0, 0)),
-        (r"It is \fbox{5}", "5", (0, 0, 0)),
-        (r"It is \boxed 5", "5", (0, 0, 0)),
-        ("</think> <answer> 5 </answer>", "5", (0, 0, 0)),
-        (r"\boxed{}", "5", (1, 0, 0)),
-        (r"\boxed{4} no, \boxed{5}", "5", (1, 1, 1)),
-        (r"\boxed{5} no, \boxed{4}", "5", (1, 0, 0)),
-        (r"\boxed{5} or \boxed{6", "5", (0, 0, 0)),
-        (r"\boxed{\text{(B)}}", "B", (1, 1, 1)),
-        (r"\boxed{\{1,2\}}", r"\{1,2\}", (1, 1, 1)),
-        (r"\boxed{\frac{\sqrt{3}}{2}}", r"\frac{\sqrt3}{2}", (1, 1, 1)),
-    ],
+    ("function", "response", "truth", "expected"), [(function, *row) for function, rows in FORMS for row in rows]
 )
-def test_question_only_form(response, truth, expected):
-    assert parts(question_only_reward(response, truth)) == expected
-
-
-@pytest.mark.parametrize(
-    ("response", "truth", "expected"),
-    [
-        # The last number counts, whatever stands around it.
-        ("So 3 x 400 = $1,200.", "1200", (1, 1, 1)),
-        ("</think> <answer> 72 </answer>", 72, (1, 1, 1)),
-        ("None.", "5", (0, 0, 0)),
-        ("", "5", (0, 0, 0)),
-    ],
-)
-def test_gsm8k_last_number(response, truth, expected):
-    assert parts(gsm8k_reward(response, truth)) == expected
+def test_forms(function, response, truth, expected):
+    assert parts(function(response, truth)) == expected
 
 
 def test_gsm8k_as_a_reward_function():
     """Of three responses two have a number, and one of them is right."""
     reward, logged = verified_reward("gsm8k"), {}
     completions = ["So 3 x 400 = $1,200.", [{"role": "assistant", "content": "It is 1200, or 12."}], "None."]
-    assert reward(prompts=["p"] * 3, completions=completions, answer=["1200"] * 3, log_metric=logged.__setitem__) == [
-        1.0,
-        0.0,
-        0.0,
-    ]
+    hook = logged.__setitem__
+    rewards = reward(prompts=["p"] * 3, completions=completions, answer=["1200"] * 3, log_metric=hook)
+    assert rewards == [1.0, 0.0, 0.0]
     assert logged == {"rewards/gsm8k/format": 2 / 3, "rewards/gsm8k/answer": 1 / 3}
     assert reward.__name__ == "gsm8k" and pickle.loads(pickle.dumps(reward)).grade.kind == "gsm8k"
-    with pytest.raises(ValueError, match="gsm8k: row 1, column 'answer'"):
-        reward(prompts=["p"] * 2, completions=["5", "none"], answer=["5", None])
-    with pytest.raises(ValueError, match="r1_zero, question_only, gsm8k, countdown, got 'gsm8'; did you mean 'gsm8k'"):
-        verified_reward("gsm8")
 
 
 def test_box_with_escaped_braces():
@@ -133,15 +123,11 @@ def test_corpus_with_math_verify():
     assert _worker.started - started <= 1
 
 
-SPELLINGS = ["{}", " {} ", "${}$", "${}$.", r"\({}\).", "{}."]
-
-
-@pytest.mark.parametrize("spelling", SPELLINGS)
+@pytest.mark.parametrize("spelling", ["{}", " {} ", "${}$", "${}$.", r"\({}\).", "{}."])
 def test_a_truth_compared_with_itself_is_correct(spelling):
     """Whatever delimiters and full stop are around either."""
-    for text in {
-        row[side] for row in CORPUS for side in ("answer", "truth") if row["kind"] not in ("broken", "refused")
-    }:
+    rows = [row for row in CORPUS if row["kind"] not in ("broken", "refused")]
+    for text in {row[side] for row in rows for side in ("answer", "truth")}:
         spelled = spelling.replace("{}", text)
         assert is_correct(spelled, text) and is_correct(text, spelled), text
         assert parts(question_only_reward(rf"so \boxed{{{spelled}}}.", text)) == (1, 1, 1), text
@@ -234,8 +220,8 @@ def test_reward_functions_say_where_the_data_is_wrong():
         reward(prompts=["p"], completions=["c"], answer=["5"])
     with pytest.raises(ValueError, match="row 1, column 'answer': the truth must be .* got None"):
         verified_reward("question_only")(prompts=["p"] * 2, completions=["c"] * 2, answer=["5", None])
-    with pytest.raises(ValueError, match="did you mean 'r1_zero'"):
-        verified_reward("r1-zero")
+    with pytest.raises(ValueError, match="r1_zero, question_only, gsm8k, countdown, got 'gsm8'; did you mean 'gsm8k'"):
+        verified_reward("gsm8")
 
 
 @pytest.mark.parametrize(
@@ -257,6 +243,99 @@ def test_countdown(answer, expected):
     assert reward(prompts=["p"], completions=[TAGGED.format(answer)], **given) == [expected[2]]
 
 
+# ---- Answers in text, and formulas ----
+
+OPTIONS = {"question": "Which?", "options": ["a dog", "a cat", "Paris", "none of them"], "answer": "B"}
+PARSERS = {
+    "number": lambda row: parse_gsm8k_response(row["text"]),
+    "choice": lambda row: parse_mmlu_response(OPTIONS, row["text"]),
+    "countdown": lambda row: countdown_is_solved(row["text"], [1, 2, 3, 4], 24),
+    "values": lambda row: values_agree(row["one"], row["other"]),
+}
+
+
+@pytest.mark.parametrize(("kind", "row"), [(row["kind"], row) for row in PARSER_CORPUS if row["kind"] in PARSERS])
+def test_parser_corpus(kind, row):
+    assert PARSERS[kind](row) == row["expected"]
+
+
+@pytest.mark.parametrize("text", ["9" * 1_000_000, "1," * 500_000, "-" * 1_000_000, "." * 1_000_000, "$" * 1_000_000])
+def test_a_megabyte_takes_no_time(text):
+    start = time.process_time()
+    parse_gsm8k_response(text)
+    parse_mmlu_response(OPTIONS, text)
+    assert time.process_time() - start < 2
+
+
+@pytest.mark.parametrize("options", [None, [], "abcd", ["x"] * 27])
+def test_a_row_without_options_is_refused(options):
+    with pytest.raises(ValueError, match="options: a row must have a list of 1 to 26"):
+        parse_mmlu_response({"options": options}, "B")
+
+
+def test_countdown_is_exact():
+    """8 / (3 - 8 / 3) = 8 / (1/3) = 24, which floating point misses by 2e-14."""
+    assert 8 / (3 - 8 / 3) != 24
+    assert countdown_is_solved("8/(3-8/3)", [3, 3, 8, 8], 24)
+    assert not countdown_is_solved("8/(3-8/3)", [3, 8, 8], 24)
+    assert not countdown_is_solved("1+" * 10_000 + "1", [1], 10_001)
+    for numbers, target in (([], 24), (["a"], 24), ([1], None), ([1], float("nan"))):
+        with pytest.raises(ValueError, match="number"):
+            countdown_is_solved("1", numbers, target)
+
+
+def random_formula(rng: random.Random, depth: int) -> tuple[str, Fraction]:
+    """A formula in mixed notation, and its value by Python's fractions."""
+    if depth == 0:
+        number = rng.randint(1, 9)
+        return rng.choice([(str(number), Fraction(number)), (f"{number}.25", Fraction(4 * number + 1, 4))])
+    (left, one), (right, two) = random_formula(rng, depth - 1), random_formula(rng, depth - 1)
+    forms = [
+        (f"({left}+{right})", one + two),
+        (f"({left} - {right})", one - two),
+        (rf"{left} \cdot ({right})", one * two),
+        (f"({left})({right})", one * two),
+        (f"(-{left})^2", one**2),
+        (f"({left})^{{3}}", one**3),
+    ]
+    if two:
+        forms += [(rf"\frac{{{left}}}{{{right}}}", one / two), (f"({left})/({right})", one / two)]
+    formula, value = rng.choice(forms)
+    return formula if formula.startswith(("(", "\\")) and formula.endswith((")", "}")) else f"({formula})", value
+
+
+def test_formulas_against_fractions():
+    """`(-a-b)^2` would not be `(a)^2`: each operand is in brackets of its own, or a number."""
+    rng = random.Random(0)
+    checked = 0
+    for _ in range(400):
+        try:
+            formula, value = random_formula(rng, rng.randint(1, 3))
+        except ZeroDivisionError:
+            continue
+        if formula.count("(-") == 0 or "(-(" in formula:
+            error = abs(evaluate(formula) * value.denominator - value.numerator)
+            assert error < 1e-60 * (1 + abs(value.numerator)), formula
+            checked += 1
+    assert checked > 200
+
+
+@pytest.mark.parametrize("row", [row for row in PARSER_CORPUS if row["kind"] == "formula"])
+def test_values_of_formulas(row):
+    value = Fraction(row["expected"])
+    assert abs(evaluate(row["text"]) * value.denominator - value.numerator) < 1e-70
+
+
+@pytest.mark.parametrize(
+    "formula",
+    ["", "1+", "5 6", "x2", "(1", "1)", "1/0", r"\int x", "abc", "0^{-1}", "1..2", "²"]
+    + [r"\ln 0", r"-\log 0", r"\arctan(i)", r"\frac{1}{2}+\frac{1}{\ln 0}", r"2^{\ln 0}", r"\ln 0-\ln 0"],
+)
+def test_what_is_no_formula(formula):
+    with pytest.raises(ValueError):
+        evaluate(formula)
+
+
 # ---- GSM8K's labelled solutions ----
 
 
@@ -267,11 +346,9 @@ def solutions() -> list[tuple[str, str, bool]]:
     path = os.path.join(data, "gsm8k", "example_model_solutions.jsonl")
     if not os.path.isfile(path):
         pytest.skip("GSM8K's example solutions are not here")
-    with open(path, encoding="utf-8") as file:
-        rows = [json.loads(line) for line in file]
     found = [
         (answer["solution"], row["ground_truth"].rpartition("\nA: ")[2].replace(",", ""), answer["is_correct"])
-        for row in rows
+        for row in read_rows(Path(path))
         for answer in row.values()
         if isinstance(answer, dict)
     ]

@@ -253,9 +253,6 @@ def test_plain_prompts_of_a_model_with_a_chat_template(prompts, told, tokenizer,
 # ---- Engines and entropies ----
 
 
-# ---- Engines ----
-
-
 def test_the_settings_are_the_courses():
     settings = SamplingSettings()
     assert (settings.temperature, settings.top_p, settings.max_new_tokens) == (1.0, 1.0, 1024)
@@ -283,11 +280,8 @@ def test_vllm_is_asked_for_the_same_thing(monkeypatch, toy, additions, on_cpu):
         def generate(self, requests, sampling, use_tqdm):
             calls["requests"], calls["sampling"] = requests, sampling
             answer = {"token_ids": (5, 6), "text": "so </answer>"}
-            reasons = ["stop", "length"]
-            return [
-                SimpleNamespace(outputs=[SimpleNamespace(**answer, finish_reason=reason)])
-                for reason in reasons[: len(requests)]
-            ]
+            outputs = [SimpleNamespace(**answer, finish_reason=reason) for reason in ("stop", "length")]
+            return [SimpleNamespace(outputs=[output]) for output in outputs[: len(requests)]]
 
     stand_in = SimpleNamespace(LLM=LLM, SamplingParams=lambda **options: options)
     monkeypatch.setitem(sys.modules, "vllm", stand_in)
@@ -324,7 +318,6 @@ def test_entropies_are_those_of_each_response_by_itself(toy, additions):
 
 
 # ---- Settings that a model was saved with ----
-
 
 # 259 tokens; the run's own settings are temperature 1, the whole vocabulary and 8 tokens a response.
 SAVED = {
@@ -392,13 +385,8 @@ def test_ends_stay_those_of_the_model(trainer):
 
 def test_what_is_ignored_is_said_in_one_line(policy_path, tmp_path, caplog):
     model = AutoModelForCausalLM.from_pretrained(policy_path)
-    for name, value in {
-        "do_sample": True,
-        "min_p": 0.5,
-        "temperature": 1.0,
-        "num_beams": 2,
-        "forced_eos_token_id": 2,
-    }.items():
+    saved = {"do_sample": True, "min_p": 0.5, "temperature": 1.0, "num_beams": 2, "forced_eos_token_id": 2}
+    for name, value in saved.items():
         setattr(model.generation_config, name, value)
     model.save_pretrained(tmp_path / "model")
     AutoTokenizer.from_pretrained(policy_path).save_pretrained(tmp_path / "model")

@@ -346,13 +346,8 @@ def test_a_replaced_generate_stays():
     assert "generate" not in vars(model)
 
 
-@pytest.mark.parametrize(
-    ("model", "options", "phrase"),
-    [
-        ("toy", {}, "a causal language model or a trainer, got str"),
-        (None, {"dtype": "bfloat16"}, "floating-point dtype"),
-    ],
-)
-def test_refusals(model, options, phrase):
-    with pytest.raises(TypeError, match=phrase):
-        fast_rollouts(model or decoder(), **options)
+def test_refusals():
+    with pytest.raises(TypeError, match="a causal language model or a trainer, got str"):
+        fast_rollouts("toy")
+    with pytest.raises(TypeError, match="floating-point dtype"):
+        fast_rollouts(decoder(), dtype="bfloat16")

@@ -7,6 +7,7 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.support.rollout_once import lengths
 from tests.support.sampling import batch, decoder, settings
 from tests.support.tiny import build_tokenizer
 from tests.support.trl_private import rollout_batches
@@ -72,27 +73,14 @@ def test_a_stopped_response_has_no_padding(model, tokenizer):
 
 def test_rollouts_with_a_stop_string_that_begins_in_the_prompt(tmp_path, tiny_model_path, tokenizer):
     """No padding is trained on, and the sampler's log-probabilities are those of the trainer."""
-
-    def length(completion_ids, **columns):
-        return [float(len(ids)) for ids in completion_ids]
-
-    settings = GRPOConfig(
-        str(tmp_path),
-        per_device_train_batch_size=8,
-        num_generations=8,
-        max_completion_length=LIMIT,
-        max_steps=1,
-        # The policy stays the one that has sampled.
-        learning_rate=0.0,
-        # Each prompt ends with the first half of this text.
-        stop=["at" + tokenizer.decode([token]) for token in range(20, 60)],
-        use_cpu=True,
-        bf16=False,
-        report_to="none",
-        save_strategy="no",
-    )
+    # The policy stays the one that has sampled.
+    settings = {"max_completion_length": LIMIT, "max_steps": 1, "learning_rate": 0.0, "use_cpu": True, "bf16": False}
+    settings |= {"per_device_train_batch_size": 8, "num_generations": 8, "report_to": "none", "save_strategy": "no"}
+    # Each prompt ends with the first half of this text.
+    stop = ["at" + tokenizer.decode([token]) for token in range(20, 60)]
     data = Dataset.from_dict({"prompt": ["what is that", "look at"]})
-    trainer = GRPOTrainer(tiny_model_path, length, settings, train_dataset=data)
+    arguments = GRPOConfig(str(tmp_path), stop=stop, **settings)
+    trainer = GRPOTrainer(tiny_model_path, lengths, arguments, train_dataset=data)
     trainer.train()
     assert trainer.sampler.reason is None and not trainer.sampler.left
     [rollout] = rollout_batches(trainer)

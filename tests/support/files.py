@@ -38,5 +38,13 @@ def assistant(content):
     return {"role": "assistant", "content": content}
 
 
+# `PAIR` as it is loaded.
+LOADED_PAIR = {
+    "prompt": [user("Name a fruit.")],
+    "chosen": [assistant("An apple.")],
+    "rejected": [assistant("A stone.")],
+}
+
+
 def pair(row_id, **changes):
     return {"row_id": row_id, **PAIR, **changes}
