@@ -21,12 +21,7 @@ def test_a_launched_run_shows_its_steps_and_its_table(tmp_path):
     done = recipes.launch("aot", *SHORT_PREFERENCE, "--save_total_limit=3", folder=tmp_path)
     run, printed = tmp_path / "runs" / "aot-toy", done.stdout
     results = check_run(run, 4)
-    for name in (
-        "win rate, ties as half",
-        "held-out accuracy, log-ratio",
-        "KL to the base",
-        "mean length",
-    ):
+    for name in ("win rate, ties as half", "held-out accuracy, log-ratio", "KL to the base", "mean length"):
         assert name in printed
     assert printed.count("prompt: ") == 3
     lines = [line for line in printed.splitlines() if line.startswith("step ") and " lr " in line]

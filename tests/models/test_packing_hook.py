@@ -14,16 +14,7 @@ from transformers.integrations.neftune import activate_neftune
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from trl.trainer.utils import add_fused_lm_head
 
-from tests.support.packing import (
-    HOOK,
-    attention_named,
-    close,
-    forward,
-    padded,
-    ragged,
-    said,
-    tiny_model,
-)
+from tests.support.packing import HOOK, attention_named, close, forward, padded, ragged, said, tiny_model
 from tests.support.trl_private import attention_of, forget_accelerator
 from trl_ext.models.packing import packing_of, share_prefixes
 from trl_ext.models.packing.obstacles import has_active_dropout

@@ -20,12 +20,7 @@ from tests.support.recipes import RECIPES, environment
 from tests.support.tiny import pairs
 from tests.support.train_once import largest_difference, launch, parameters
 from trl_ext.resilience.checkpoints import PARTIAL_FOLDER, last_checkpoint
-from trl_ext.resilience.faults import (
-    TrainingFault,
-    is_lost_process,
-    is_out_of_memory,
-    plain_faults,
-)
+from trl_ext.resilience.faults import TrainingFault, is_lost_process, is_out_of_memory, plain_faults
 from trl_ext.resilience.reward_guard import Stalled, time_limit
 
 TRAINERS = ["PolicyTrainer", "PreferenceTrainer", "RewardTrainer", "SFTTrainer"]

@@ -30,10 +30,7 @@ DATA["kept"] = [{"row_id": "a", "prompt": "p", "completion": "c"}]
 DATA["problems"] = [{"question": "Sum?", "answer": "4"}, {"row_id": "b", "question": "Sum?"}]
 REFUSED = {
     "kto": [
-        (
-            ["--dataset_name=not_boolean.jsonl"],
-            "9 bad rows: line 1, row_id r0: label: Input should be a",
-        ),
+        (["--dataset_name=not_boolean.jsonl"], "9 bad rows: line 1, row_id r0: label: Input should be a"),
         (["--dataset_name=all_good.jsonl"], "no undesirable response among its 8: KTO weighs"),
     ],
     "dpo": [(["--dataset_name=labelled.jsonl"], "holds labelled responses and no pairs ... recipes/kto.py")],

@@ -7,9 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from trl_ext.losses import (
-    PreferenceScores,
-)
+from trl_ext.losses import PreferenceScores
 from trl_ext.registry import preference_losses
 
 

@@ -66,11 +66,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "pairs": 8,
         "args": {**PAIRS, "loss": "dpo", "sync_ref_model": True, "ref_model_sync_steps": 2},
     },
-    "reward": {
-        "trainer": "RewardTrainer",
-        "pairs": 16,
-        "args": {**PAIRS, **EVALUATED, **BEST, "save_total_limit": 1},
-    },
+    "reward": {"trainer": "RewardTrainer", "pairs": 16, "args": {**PAIRS, **EVALUATED, **BEST, "save_total_limit": 1}},
     "policy": {
         "trainer": "PolicyTrainer",
         "args": {**ROLLOUTS, "algorithm": "grpo", "beta": 0.1, "gradient_accumulation_steps": 1, "save_steps": 4},
