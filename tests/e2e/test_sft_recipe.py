@@ -15,16 +15,8 @@ from trl_ext.data.math import load_math
 from trl_ext.evaluation.reasoning import category_of, grader
 from trl_ext.runs import reasoning
 
-SHORT = [
-    "--max_steps=6",
-    "--num_eval_prompts=16",
-    "--generation_eval_every=3",
-    "--num_generation_prompts=4",
-    "--save_steps=3",
-    "--save_total_limit=3",
-    "--logging_steps=1",
-    "--disable_tqdm=true",
-]
+SHORT = ["--max_steps=6", "--num_eval_prompts=16", "--generation_eval_every=3", "--num_generation_prompts=4"]
+SHORT += ["--save_steps=3", "--save_total_limit=3", "--logging_steps=1", "--disable_tqdm=true"]
 
 
 @pytest.fixture(scope="module")
