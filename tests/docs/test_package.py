@@ -163,6 +163,7 @@ def test_the_trainers_repeat_no_two_lines_of_trl():
 
 
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
+PINS = dict(re.findall(r"^([\w.-]+)==(\S+)$", (REPOSITORY / "constraints.txt").read_text(), flags=re.MULTILINE))
 WORKFLOW = yaml.safe_load((REPOSITORY / ".github" / "workflows" / "ci.yml").read_text())
 
 
@@ -192,9 +193,8 @@ def test_the_workflow_does_what_ci_run_does():
 
 
 def test_the_pythons_are_those_of_the_project(versions):
-    assert WORKFLOW["jobs"]["test"]["strategy"]["matrix"] == {
-        "python": "${{ fromJSON(needs.versions.outputs.pythons) }}"
-    }
+    matrix = {"python": "${{ fromJSON(needs.versions.outputs.pythons) }}"}
+    assert WORKFLOW["jobs"]["test"]["strategy"]["matrix"] == matrix
     pythons = versions.pythons()
     assert pythons == ["3.11", "3.12", "3.13"]
     assert PROJECT["project"]["requires-python"] == f">={pythons[0]}"
@@ -206,9 +206,7 @@ def test_both_ends_of_every_range(versions):
     path = versions.ROOT / "pyproject.toml"
     path.write_text(re.sub(r'"peft>=[\d.]+"', '"peft>=7"', path.read_text()))
     oldest = versions.constraints("oldest")
-    pinned = next(
-        line for line in (REPOSITORY / "constraints.txt").read_text().splitlines() if line.startswith("torch=")
-    )
+    pinned = f"torch=={PINS['torch']}"
     assert oldest[0] == pinned and versions.constraints("newest") == [pinned]
     assert {"trl==1.16.*", "transformers==5.17.*", "datasets==4.7.*", "peft==7.0.*", "openai==3.0.*"} <= set(oldest)
     named = {re.match(r"[\w.-]+", line)[0] for line in PROJECT["project"]["dependencies"]}
@@ -216,15 +214,9 @@ def test_both_ends_of_every_range(versions):
 
 
 def test_the_extra_with_the_tested_versions_is_the_constraints():
-    pins = dict(
-        line.split(" ")[0].split("==")
-        for line in (REPOSITORY / "constraints.txt").read_text().splitlines()
-        if "==" in line and not line.startswith("#") and " ; " not in line
-    )
     named = [re.match(r"[\w.-]+", line)[0] for line in PROJECT["project"]["dependencies"]]
-    assert PROJECT["project"]["optional-dependencies"]["tested"] == [
-        f"{name}=={pins[name]}" for name in named if name in pins
-    ]
+    tested = [f"{name}=={PINS[name]}" for name in named if name in PINS]
+    assert PROJECT["project"]["optional-dependencies"]["tested"] == tested
 
 
 # ---- Texts ----

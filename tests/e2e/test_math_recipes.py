@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from contextlib import redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +21,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.support import recipes
-from tests.support.recipes import read, refused
+from tests.support.recipes import read, refused, wait_until
 from tests.support.trl_private import logged_metrics, score_rollout
 from trl_ext import PolicyConfig, PolicyTrainer
 from trl_ext.data.math import load_math
@@ -269,20 +268,12 @@ def test_an_interrupted_evaluation_goes_on(cut, straight, monkeypatch, tmp_path,
 def test_a_kill_loses_what_was_not_saved_and_no_more(tmp_path, monkeypatch):
     """SIGKILL at some moment behind the first save, then the same command: the file of an uninterrupted run."""
     arguments = ["--num_eval_prompts=30", "--samples_per_prompt=8", "--generation_eval_batch_size=4", "--save_every=8"]
-    process = subprocess.Popen(
-        recipes.launch_command("evaluate_math", *arguments),
-        cwd=tmp_path,
-        env=recipes.environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "start_new_session": True}
+    command = recipes.launch_command("evaluate_math", *arguments)
+    process = subprocess.Popen(command, cwd=tmp_path, env=recipes.environment(), **quiet)
     run = tmp_path / "runs" / "evaluate-math-toy"
     rows = run / "generations.jsonl"
-    end = time.monotonic() + 180
-    while not (rows.exists() and rows.stat().st_size) and time.monotonic() < end:
-        assert process.poll() is None, "it ended before it was killed"
-        time.sleep(0.05)
+    wait_until(lambda: rows.exists() and rows.stat().st_size, process, seconds=180)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait(60)
     assert rows.stat().st_size and not (run / "results.json").exists(), "it was killed too early, or too late"

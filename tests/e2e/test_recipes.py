@@ -9,7 +9,6 @@ import os
 import shutil
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -26,6 +25,7 @@ from tests.support.recipes import (
     check_run,
     read,
     refused,
+    wait_until,
     write_labelled_pairs,
     write_rewards,
 )
@@ -74,10 +74,7 @@ def test_interrupted_run_resumes_to_the_same_model(tmp_path, monkeypatch):
     command = recipes.launch_command("aot", *arguments, f"--output_dir={broken}")
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
     process = subprocess.Popen(command, env=recipes.environment(), cwd=tmp_path, start_new_session=True, **pipes)
-    deadline = time.time() + 120
-    while not (broken / "checkpoint-2" / "trainer_state.json").exists():
-        assert process.poll() is None and time.time() < deadline
-        time.sleep(0.02)
+    wait_until((broken / "checkpoint-2" / "trainer_state.json").exists, process)
     os.killpg(process.pid, signal.SIGINT)
     # The launcher ends at once, and the recipe, which has its output, after its step.
     printed, _ = process.communicate(timeout=60)

@@ -8,7 +8,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,6 +18,7 @@ from datasets import Dataset
 
 from tests.support import recipes
 from tests.support.files import write_rows
+from tests.support.recipes import wait_until
 from tests.support.tiny import save_tiny_gpt2
 from tools.toy_prompts import pool_of
 from trl_ext.data import load_benchmark
@@ -90,12 +90,8 @@ def test_the_stages_in_order_and_what_each_is_given(recipe):
     own, weak = calls["reward_model"], calls["reward_model_weak"]
     assert (weak["num_train_pairs"], weak["label_noise"]) == ("200", "0.2")
     assert not {"num_train_pairs", "label_noise"} & own.keys()
-    assert [calls[name].get("reward_model") for name in POLICIES] == [
-        "runs/rlhf/reward_model",
-        "runs/rlhf/reward_model_weak",
-        "runs/rlhf/reward_model",
-        None,
-    ]
+    own = "runs/rlhf/reward_model"
+    assert [calls[name].get("reward_model") for name in POLICIES] == [own, f"{own}_weak", own, None]
     # Finished stages are not run again.
     assert recipe.main() == 0 and not recipe.calls
     # The weak reward model can be left out.
@@ -190,48 +186,27 @@ def test_it_is_started_once_and_not_by_every_process(recipe, monkeypatch, capsys
 SHORT = {"max_steps": 2, "num_eval_prompts": 4, "logging_steps": 1, "save_steps": 1, "generation_eval_every": 0}
 
 
-def short_pipeline(folder: Path, **own) -> Path:
-    rewarding = {"max_steps": 2, "eval_steps": 1, "save_steps": 1, "logging_steps": 1}
-    content = yaml.safe_load(TOY.read_text()) | {
-        "policy_methods": "ppo:weak,dpo",
-        "sft": {**SHORT, "num_examples": 64},
-        "reward_model": rewarding,
-        "weak_reward_model": {"num_train_pairs": 40, "label_noise": 0.2},
-        "policy": SHORT,
-        "num_eval_prompts": 8,
-        "num_samples": 5,
-        **own,
-    }
-    (folder / "short.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
-    return folder / "short.yaml"
-
-
 def command(*words: str) -> list[str]:
     return [sys.executable, str(recipes.RECIPES / "rlhf.py"), *words]
 
 
-def kill_when(process: subprocess.Popen, exists: Path, seconds: float = 240) -> None:
-    """Kill the command and all that it started, once a file is there."""
-    end = time.monotonic() + seconds
-    while not exists.exists() and time.monotonic() < end and process.poll() is None:
-        time.sleep(0.2)
-    # A stage is of another session.
-    for one in (*psutil.Process(process.pid).children(recursive=True), process):
-        one.kill()
-    process.wait()
-    assert exists.exists()
-
-
 @pytest.mark.long
 def test_a_whole_pipeline_killed_between_stages_and_taken_up(tmp_path):
-    short_pipeline(tmp_path)
+    rewarding = {"max_steps": 2, "eval_steps": 1, "save_steps": 1, "logging_steps": 1}
+    content = yaml.safe_load(TOY.read_text()) | {"policy_methods": "ppo:weak,dpo", "policy": SHORT}
+    content |= {"sft": {**SHORT, "num_examples": 64}, "reward_model": rewarding, "num_eval_prompts": 8}
+    content |= {"weak_reward_model": {"num_train_pairs": 40, "label_noise": 0.2}, "num_samples": 5}
+    (tmp_path / "short.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
     words = command("--config", "short.yaml", "--output_dir", "out")
     environment = {**recipes.environment(), "OMP_NUM_THREADS": "1"}
     options = {"cwd": tmp_path, "env": environment, "start_new_session": True}
     first = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, **options)
     out = tmp_path / "out"
-    # The second stage has begun when its record is there.
-    kill_when(first, out / "reward_model" / "run.json")
+    # The second stage has begun when its record is there. A stage is of another session.
+    wait_until((out / "reward_model" / "run.json").exists, first, seconds=240)
+    for one in (*psutil.Process(first.pid).children(recursive=True), first):
+        one.kill()
+    first.wait()
     done = (out / "sft" / "results.json").stat().st_mtime_ns
     second = subprocess.run(words, capture_output=True, text=True, timeout=500, **options)
     assert second.returncode == 0, second.stderr[-3000:]
@@ -291,16 +266,10 @@ def test_a_model_without_a_chat_template_on_converted_data(tmp_path):
     dolly = [str(tmp_path / "dolly.jsonl"), str(tmp_path / "dolly" / "train_gen.jsonl")]
     convert([*dolly, "--format", "dolly", "--plain"])
     steps = {"max_steps": 2, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "save_steps": 1}
-    content = yaml.safe_load((recipes.RECIPES / "configs" / "gpt2_hh" / "rlhf.yaml").read_text()) | {
-        "model_name_or_path": "gpt2",
-        "sft": steps,
-        "reward_model": {**steps, "eval_steps": 1},
-        "weak_reward_model": {"num_train_pairs": 8, "label_noise": 0.25},
-        "policy": {**steps, "num_eval_prompts": 4},
-        "max_new_tokens": 8,
-        "num_eval_prompts": 4,
-        "output_dir": "out",
-    }
+    content = yaml.safe_load((recipes.RECIPES / "configs" / "gpt2_hh" / "rlhf.yaml").read_text())
+    content |= {"model_name_or_path": "gpt2", "sft": steps, "reward_model": {**steps, "eval_steps": 1}}
+    content |= {"weak_reward_model": {"num_train_pairs": 8, "label_noise": 0.25}, "max_new_tokens": 8}
+    content |= {"policy": {**steps, "num_eval_prompts": 4}, "num_eval_prompts": 4, "output_dir": "out"}
     content["methods"]["ppo"] |= {"generation_batch_size": 8, "num_iterations": 1, "max_completion_length": 8}
     content["methods"]["ppo"]["generation_eval_every"] = 0
     content["methods"]["dpo"] = {"max_new_tokens": 8}

@@ -7,7 +7,7 @@ import random
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from tests.support.tiny import build_tokenizer, token_log_probs, with_special_tokens
 from tests.support.train_once import build
@@ -20,6 +20,8 @@ from trl_ext.models import (
     token_entropy,
     tokenize_prompt_and_output,
 )
+from trl_ext.models.loading import load_policy
+from trl_ext.rewards import RewardModel
 from trl_ext.rollouts.generation import prompt_tokens
 
 
@@ -179,17 +181,9 @@ def test_completion_mask_by_hand():
 
 
 @pytest.mark.parametrize("text", ["the cat", "the cat<|im_end|>", ""])
-@pytest.mark.parametrize(
-    ("single", "beginning"),
-    [
-        ("$A <|im_end|>", ""),
-        ("<|im_start|> $A <|im_end|>", "<|im_start|>"),
-        ("<|im_end|> $A", "<|im_end|>"),
-        ("$A", ""),
-    ],
-)
-def test_an_appended_end_token_is_no_part_of_a_prompt(single, beginning, text):
-    tokenizer = with_special_tokens(build_tokenizer(), single)
+@pytest.mark.parametrize("single", ["$A <|im_end|>", "<|im_start|> $A <|im_end|>", "<|im_end|> $A", "$A"])
+def test_an_appended_end_token_is_no_part_of_a_prompt(single, text):
+    tokenizer, beginning = with_special_tokens(build_tokenizer(), single), single.partition("$A")[0].strip()
     tokenizer.bos_token = beginning or None
     expected = build_tokenizer()(beginning + text)["input_ids"]
     end = tokenizer.eos_token_id
@@ -237,20 +231,17 @@ def rows() -> tuple[list[list[int]], list[list[int]]]:
     """11 prompts and responses of 1 to 40 and 0 to 30 tokens, long prompts with short responses among them."""
     draw = random.Random(0)
     ids = lambda length: [draw.randrange(3, 250) for _ in range(length)]  # noqa: E731
-    lengths = [
-        (1, 1),
-        (40, 2),
-        (3, 30),
-        (1, 30),
-        (25, 0),
-        *((draw.randint(1, 40), draw.randint(1, 30)) for _ in "123456"),
-    ]
+    lengths = [(1, 1), (40, 2), (3, 30), (1, 30), (25, 0)]
+    lengths += [(draw.randint(1, 40), draw.randint(1, 30)) for _ in "123456"]
     return [ids(prompt) for prompt, _ in lengths], [ids(response) for _, response in lengths]
 
 
 @torch.no_grad()
-def expected_log_probs(model, prompt: list[int], response: list[int]) -> torch.Tensor:
-    return token_log_probs(model, prompt, response).gather(1, torch.tensor(response, dtype=torch.long)[:, None])[:, 0]
+def assert_scored(values, model, prompt: list[int], response: list[int], atol: float = 1e-5) -> None:
+    """The log-probabilities are those of one row alone."""
+    chosen = torch.tensor(response, dtype=torch.long)[:, None]
+    expected = token_log_probs(model, prompt, response).gather(1, chosen)[:, 0]
+    torch.testing.assert_close(values.double(), expected, atol=atol, rtol=1e-5)
 
 
 @pytest.mark.parametrize(("batch_size", "pad_token_id"), [(1, 0), (3, 200), (4, 0), (100, 200)])
@@ -260,9 +251,7 @@ def test_against_rows_alone_in_float64(batch_size, pad_token_id, model, exact_mo
     assert [len(values) for values in scored] == [len(response) for response in responses]
     for values, prompt, response in zip(scored, prompts, responses, strict=True):
         assert values.dtype == torch.float32 and values.device.type == "cpu" and not values.requires_grad
-        torch.testing.assert_close(
-            values.double(), expected_log_probs(exact_model, prompt, response), atol=1e-5, rtol=1e-5
-        )
+        assert_scored(values, exact_model, prompt, response)
 
 
 def test_padding_does_not_move_absolute_positions(rows):
@@ -275,7 +264,7 @@ def test_padding_does_not_move_absolute_positions(rows):
     scored = score_responses(model, *rows, batch_size=4)
     model.double()
     for values, prompt, response in zip(scored, *rows, strict=True):
-        torch.testing.assert_close(values.double(), expected_log_probs(model, prompt, response), atol=1e-5, rtol=1e-5)
+        assert_scored(values, model, prompt, response)
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
@@ -287,9 +276,7 @@ def test_the_model_of_a_trainer(lora, rows, tiny_model_path, tmp_path):
     scored = score_responses(trained, *rows)
     trained.eval()
     for values, prompt, response in zip(scored, *rows, strict=True):
-        torch.testing.assert_close(
-            values.double(), expected_log_probs(trained, prompt, response), atol=1e-4, rtol=1e-5
-        )
+        assert_scored(values, trained, prompt, response, atol=1e-4)
 
 
 def test_empty_responses_and_prompts(model):
@@ -318,3 +305,39 @@ def test_mode_of_the_model_is_restored(training, tiny_model_path):
     with pytest.raises(RuntimeError, match="out of memory"):
         score_responses(model, [[1, 2]], [[3]])
     assert model.training is training
+
+
+TRAINERS = ["PreferenceTrainer", "SFTTrainer", "RewardTrainer", "KTOTrainer", "PolicyTrainer"]
+MESSAGE = r"^the tokenizer's token .* is number \d+, and the model has embeddings for \d+ tokens: use .* first$"
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_a_tokenizer_larger_than_the_model_is_refused_before_training(trainer, policy_path, tmp_path):
+    kind = AutoModelForSequenceClassification if trainer == "RewardTrainer" else AutoModelForCausalLM
+    options = {"num_labels": 1} if trainer == "RewardTrainer" else {}
+    tokenizer = AutoTokenizer.from_pretrained(policy_path)
+
+    def build_on(model, name: str = "run", **keys) -> None:
+        spec = {"trainer": trainer, "model": model, "dtype": None, **keys}
+        build(spec, str(tmp_path / name), processing_class=tokenizer)
+
+    # Before its reference log-probabilities, too.
+    precomputed = [{"args": {"precompute_ref_log_probs": True}}] if trainer == "PreferenceTrainer" else []
+    for own in [{}, *precomputed]:
+        small = kind.from_pretrained(policy_path, **options)
+        small.resize_token_embeddings(tokenizer.eos_token_id)
+        with pytest.raises(ValueError, match=MESSAGE):
+            build_on(small, **own)
+    # Nor is such a policy or reward model loaded.
+    small.save_pretrained(tmp_path / "small")
+    tokenizer.save_pretrained(tmp_path / "small")
+    load = RewardModel(str(tmp_path / "small")).load if trainer == "RewardTrainer" else load_policy
+    with pytest.raises(ValueError, match=MESSAGE):
+        load(*([] if trainer == "RewardTrainer" else [str(tmp_path / "small")]))
+    # A token that no text contains, as Gemma 3's of images, is none of the model's business.
+    tokenizer.add_tokens(["<image>"])
+    model = kind.from_pretrained(policy_path, **options)
+    build_on(model, "unused")
+    # Nor is room in the model for more.
+    model.resize_token_embeddings(len(tokenizer) + 64)
+    build_on(model, "room")

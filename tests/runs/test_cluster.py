@@ -9,13 +9,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import pytest
 
 from tests.support import REPOSITORY, recipes
 from tests.support.files import read_rows
+from tests.support.recipes import wait_until
 
 SLURM = recipes.RECIPES / "slurm"
 SCRIPTS = ("node.sh", "train.sbatch", "train_with_vllm_server.sbatch")
@@ -40,10 +39,8 @@ def cluster(tmp_path):
     folder = tmp_path / "bin"
     folder.mkdir()
     for name, body in STAND_INS.items():
-        record = (
-            f'"{sys.executable}" -c "import json, sys; print(json.dumps(sys.argv[1:]))" "$@" >>"{tmp_path}/{name}"'
-        )
-        (folder / name).write_text(f"#!/usr/bin/env bash\n{record}\n{body}\n")
+        record = f'"{sys.executable}" -c "import json, sys; print(json.dumps(sys.argv[1:]))" "$@"'
+        (folder / name).write_text(f'#!/usr/bin/env bash\n{record} >>"{tmp_path}/{name}"\n{body}\n')
         (folder / name).chmod(0o755)
 
     def run(script: str, *arguments: str, **environment: str):
@@ -195,20 +192,9 @@ def test_a_notice_reaches_the_workers_and_not_the_launcher(notice, loading, tmp_
     )
     files = [tmp_path / "worker0", tmp_path / "worker1"]
     try:
-        _until(lambda: all(_text(file) == "ready" for file in files))
+        wait_until(lambda: all(file.exists() and file.read_text() == "ready" for file in files))
         os.killpg(task.pid, notice)
         assert task.wait(timeout=30) == 75
     finally:
         task.kill()
-    assert [_text(file) for file in files] == ["saved", "saved"]
-
-
-def _text(path: Path) -> str:
-    return path.read_text() if path.exists() else ""
-
-
-def _until(is_so, seconds: float = 30) -> None:
-    end = time.monotonic() + seconds
-    while not is_so():
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    assert [file.read_text() for file in files] == ["saved", "saved"]

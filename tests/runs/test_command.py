@@ -11,6 +11,7 @@ import pytest
 
 import trl_ext
 from tests.support import REPOSITORY, recipes
+from tests.support.refusals import assert_one_line
 from trl_ext import cli
 
 
@@ -23,16 +24,6 @@ def ran(monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(sys, "argv", ["trl-ext"])
     return calls
-
-
-def refused(capsys, *arguments: str) -> str:
-    """The one line that a command line is refused with."""
-    with pytest.raises(SystemExit) as end:
-        cli.main(arguments)
-    output = capsys.readouterr()
-    assert end.value.code == 2 and output.out == ""
-    assert output.err.startswith("error: ") and output.err.count("\n") == 1
-    return output.err
 
 
 def test_it_loads_nothing_heavy():
@@ -91,10 +82,8 @@ def test_studies_and_modules_are_commands(ran):
 
 
 def test_help_of_a_module_names_the_command():
-    done = subprocess.run(
-        [sys.executable, "-m", "trl_ext", "judge", "--help"], capture_output=True, text=True, cwd=REPOSITORY
-    )
-    assert done.stdout.startswith("usage: trl-ext judge ")
+    command = [sys.executable, "-m", "trl_ext", "judge", "--help"]
+    assert subprocess.check_output(command, text=True, cwd=REPOSITORY).startswith("usage: trl-ext judge ")
 
 
 @pytest.mark.parametrize(
@@ -110,7 +99,11 @@ def test_help_of_a_module_names_the_command():
     ],
 )
 def test_what_is_not_there_is_one_line(given, said, capsys):
-    assert said in refused(capsys, *given)
+    with pytest.raises(SystemExit) as end:
+        cli.main(given)
+    output = capsys.readouterr()
+    assert end.value.code == 2 and output.out == "" and output.err.startswith("error: ")
+    assert_one_line(output.err, [said])
 
 
 def test_configs_prints_paths_for_other_programs(capsys, tmp_path, monkeypatch):

@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from tests.support import recipes
+from tests.support.recipes import wait_until
 from trl_ext import cli
 from trl_ext.runs import training_run
 from trl_ext.runs.arguments import argument_types
@@ -195,16 +196,10 @@ class Stage:
         command = [sys.executable, "driver.py", json.dumps([sys.executable, "launcher.py", "worker.py", worker])]
         pipe = subprocess.PIPE
         self.driver = subprocess.Popen(command, cwd=folder, stdout=pipe, stderr=pipe, text=True)
-        self.wait_for(worker)
+        wait_until((folder / worker).exists, self.driver)
         # The driver looks for the launcher's children every 0.2 s, and has to know the worker before anything ends.
         time.sleep(1)
         self.launcher, self.worker = psutil.Process(self.driver.pid).children(recursive=True)
-
-    def wait_for(self, name: str) -> None:
-        end = time.monotonic() + 30
-        while not (self.folder / name).exists():
-            assert time.monotonic() < end and self.driver.poll() is None, self.driver.communicate()
-            time.sleep(0.05)
 
     def end(self) -> tuple[int | str, str | None]:
         """How the driver ended, and what the worker had saved by then; no process is left."""

@@ -22,21 +22,10 @@ import yaml
 from tests.support import REPOSITORY
 from tests.support.float64 import precision
 
-ONE_STEP = {
-    "max_steps": 1,
-    "learning_rate": 1.0,
-    # Plain SGD without clipping: the change of the parameters is minus the gradient.
-    "optim": "sgd",
-    "lr_scheduler_type": "constant",
-    "max_grad_norm": 0.0,
-    "logging_steps": 1,
-    "report_to": "none",
-    "save_strategy": "no",
-    "use_cpu": True,
-    "bf16": False,
-    "gradient_checkpointing": False,
-    "seed": 0,
-}
+# Plain SGD without clipping: the change of the parameters is minus the gradient.
+ONE_STEP = {"max_steps": 1, "learning_rate": 1.0, "optim": "sgd", "lr_scheduler_type": "constant"}
+ONE_STEP |= {"max_grad_norm": 0.0, "logging_steps": 1, "report_to": "none", "save_strategy": "no"}
+ONE_STEP |= {"use_cpu": True, "bf16": False, "gradient_checkpointing": False, "seed": 0}
 # The order of the rows, so that how they are split is the only difference.
 DEFAULTS = {**ONE_STEP, "per_device_train_batch_size": 2, "train_sampling_strategy": "sequential"}
 # A reference that is not the policy.
@@ -391,9 +380,8 @@ def train_under(
 
 def train_in_processes(specs: list[dict], processes: int, folder: Path) -> list[Run]:
     """Complete each specification in turn in one launch of several processes on the CPU."""
-    return list(
-        train_under(None, {str(i): spec for i, spec in enumerate(specs)}, folder, processes=processes).values()
-    )
+    named = {str(index): spec for index, spec in enumerate(specs)}
+    return list(train_under(None, named, folder, processes=processes).values())
 
 
 def main() -> None:
