@@ -212,14 +212,10 @@ def _check_flags(name: str, arguments: list[str], monkeypatch) -> None:
 # ---- Python ----
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.slow if name in SLOW else ())
-        for name, text in TEXTS.items()
-        if blocks("python", text)
-    ],
-)
+PYTHON = [name for name, text in TEXTS.items() if blocks("python", text)]
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in PYTHON])
 def test_python_blocks_run(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     _forget_names_afterwards(monkeypatch)

@@ -243,14 +243,8 @@ def test_sizes_of_the_course_become_those_of_trl(build):
 
     Two passes over the rollout are 8 updates, so 10 rollouts are 80.
     """
-    config = build(
-        rollout_batch_size=256,
-        train_batch_size=64,
-        epochs_per_rollout_batch=2,
-        group_size=8,
-        per_device_train_batch_size=16,
-        n_grpo_steps=10,
-    )
+    sizes = {"rollout_batch_size": 256, "train_batch_size": 64, "per_device_train_batch_size": 16, "group_size": 8}
+    config = build(**sizes, epochs_per_rollout_batch=2, n_grpo_steps=10)
     assert (config.generation_batch_size, config.num_generations, config.num_iterations) == (256, 8, 2)
     assert (config.gradient_accumulation_steps, config.steps_per_generation) == (4, 16)
     assert (config.updates_per_rollout, config.max_steps) == (8, 80)

@@ -96,14 +96,9 @@ def _expert(arguments: dict, output: str):
     rounds = {"n_steps": 3, "questions_per_step": 24, "rollouts_per_question": 2, "learning_rate": 5e-4, "seed": 3}
     quiet = {"report_to": "none", "use_cpu": True, "disable_tqdm": True, "per_device_train_batch_size": 1}
     args = ExpertIterationConfig(output_dir=output, **rounds, **quiet, **arguments)
-    return ExpertIterationTrainer(
-        str(MODEL_DIR),
-        args,
-        rows=rows,
-        prompts=[math_prompt(row, None) for row in rows],
-        grade=grader("r1_zero"),
-        settings=SamplingSettings(max_new_tokens=48, batch_size=48),
-    )
+    given = {"rows": rows, "prompts": [math_prompt(row, None) for row in rows], "grade": grader("r1_zero")}
+    settings = SamplingSettings(max_new_tokens=48, batch_size=48)
+    return ExpertIterationTrainer(str(MODEL_DIR), args, settings=settings, **given)
 
 
 # ---- Where a life ends ----
