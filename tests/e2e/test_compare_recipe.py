@@ -97,9 +97,8 @@ def test_methods_are_run_and_compared(compare, capsys):
     assert found["comparisons"][1]["difference"]["mean"] == pytest.approx(grpo["mean"] - dpo["mean"])
     assert (dpo["optimizer_steps"], dpo["training_seconds"]) == (10, 20)
     printed = capsys.readouterr().out
-    assert [line.split(",")[0] for line in printed.splitlines() if line.startswith("===")] == [
-        f"=== run {number} of 12" for number in range(1, 13)
-    ]
+    numbered = [line.split(",")[0] for line in printed.splitlines() if line.startswith("===")]
+    assert numbered == [f"=== run {number} of 12" for number in range(1, 13)]
     header = next(line for line in printed.splitlines() if line.startswith("method"))
     column = header.index("score")
     assert f"{grpo['mean']:.3f}" == next(r for r in printed.splitlines() if r.startswith("grpo "))[column : column + 5]

@@ -68,10 +68,8 @@ def test_rollouts_end_at_the_stop_string(peft, tmp_path):
     rows = [trainer.train_dataset[index // 4] for index in range(16)]
     output = score_rollout(trainer, rows)
     tokenizer = trainer.processing_class
-    responses = [
-        ids[mask.bool()].tolist()
-        for ids, mask in zip(output["completion_ids"], output["completion_mask"], strict=True)
-    ]
+    batch = zip(output["completion_ids"], output["completion_mask"], strict=True)
+    responses = [ids[mask.bool()].tolist() for ids, mask in batch]
     texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in responses]
     closed = [text.endswith("</answer>") for text in texts]
     own_end = [ids[-1] == tokenizer.eos_token_id for ids in responses]
@@ -234,9 +232,8 @@ def test_what_it_leaves(straight, tmp_path):
     assert {path.name for path in straight.iterdir()} == FILES
     rows, results = read(straight, "generations.jsonl"), read(straight, "results.json")
     problems = load_math("toy", "test")[:10]
-    assert [(row["row_id"], row["sample"]) for row in rows] == [
-        (row["row_id"], sample) for row in problems for sample in range(4)
-    ]
+    wanted = [(row["row_id"], sample) for row in problems for sample in range(4)]
+    assert [(row["row_id"], row["sample"]) for row in rows] == wanted
     truths = {row["row_id"]: row for row in problems}
     rewards = [grader()(row["response_text"], truths[row["row_id"]]) for row in rows]
     summary = results["reasoning"]
@@ -367,9 +364,8 @@ def test_several_processes(finished, tmp_path):
     run, alone = (folder / "runs" / "sft-toy" for folder in (tmp_path, finished))
     assert read(run, "results.json")["run"]["processes"] == 2
     assert len(read(run, "generations.jsonl")) == 16
-    for row, expected in zip(
-        read(run, "samples/base_greedy.jsonl"), read(alone, "samples/base_greedy.jsonl"), strict=True
-    ):
+    greedy = (read(folder, "samples/base_greedy.jsonl") for folder in (run, alone))
+    for row, expected in zip(*greedy, strict=True):
         assert row["entropy"] == pytest.approx(expected["entropy"], abs=1e-5)
         assert {**row, "entropy": None} == {**expected, "entropy": None}
 

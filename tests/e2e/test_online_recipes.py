@@ -38,14 +38,9 @@ def test_a_run_of_lora_on_an_ensemble(tmp_path):
     """Two adapters, which share the policy's backbone, and a function besides."""
     write_rewards(tmp_path)
     models = [save_adapter(str(MODEL_DIR), tmp_path / f"rm-{seed}", seed=seed) for seed in (1, 2)]
-    done = recipes.launch(
-        "grpo",
-        *SHORT_ROLLOUTS,
-        *("--reward_model", *models, "--reward_aggregate", "min", "--calibrate_rewards", "true"),
-        *("--reward_function", "my_rewards.py:known"),
-        *("--use_peft", "true", "--lora_target_modules", "q_proj", "v_proj"),
-        folder=tmp_path,
-    )
+    flags = ["--reward_model", *models, "--reward_aggregate=min", "--calibrate_rewards=true", "--use_peft=true"]
+    flags += ["--reward_function=my_rewards.py:known", "--lora_target_modules", "q_proj", "v_proj"]
+    done = recipes.launch("grpo", *SHORT_ROLLOUTS, *flags, folder=tmp_path)
     assert done.stderr.count("on the policy's backbone") == 2
     for text in ("reward, ensemble", "reward, rm-2", "ground-truth score", "KL to the base", "in runs/grpo-toy"):
         assert text in done.stdout
@@ -173,10 +168,8 @@ def test_rewards_that_are_not_finite_in_evaluation(run_with):
         return json.loads(text, parse_constant=pytest.fail)
 
     run = run_with("not_finite", 1)
-    rows, _ = (
-        [strictly(line) for line in (run / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
-        for name in ("generations", "metrics")
-    )
+    files = [(run / f"{name}.jsonl").read_text(encoding="utf-8") for name in ("generations", "metrics")]
+    rows, _ = ([strictly(line) for line in text.splitlines()] for text in files)
     results = strictly((run / "results.json").read_text(encoding="utf-8"))
     for key in ("reward/not_finite", "base_reward/not_finite", "reference_reward/not_finite"):
         assert [row[key] for row in rows] == [None, None, *[1.0] * 6]
@@ -244,9 +237,8 @@ def test_the_recipe_and_a_round_trip_through_fine_tuning(known, tmp_path, monkey
     folder = tmp_path / "straight"
     results, samples = read(folder, "results.json"), read(folder, "samples.jsonl")
     prompts = load_benchmark("toy")["train_gen"].select(range(12))
-    assert [(row["row_id"], row["sample"]) for row in samples] == [
-        (row_id, sample) for row_id in prompts["row_id"] for sample in range(4)
-    ]
+    wanted = [(row_id, sample) for row_id in prompts["row_id"] for sample in range(4)]
+    assert [(row["row_id"], row["sample"]) for row in samples] == wanted
     for row in samples:
         assert row["reward"] == score(row["prompt_text"], row["response_text"], finished=row["finished"])
         assert row["score"] == row["reward"]
@@ -257,9 +249,8 @@ def test_the_recipe_and_a_round_trip_through_fine_tuning(known, tmp_path, monkey
     assert curve[2]["gold"]["mean"] == pytest.approx(sum(row["reward"] for row in best) / 12)
     assert results["score"]["policy"] == curve[2]["gold"]["mean"]
     assert results["win_rate"] == curve[2]["win_rate"]
-    assert [row["response_text"] for row in read(folder, "generations.jsonl")] == [
-        row["response_text"] for row in best
-    ]
+    texts = [row["response_text"] for row in read(folder, "generations.jsonl")]
+    assert texts == [row["response_text"] for row in best]
     credits = {"candidate": 1.0, "tie": 0.5, "base": 0.0}
     won = [credits[row["outcome"]] for row in read(folder, "generations.jsonl")]
     assert sum(won) / 12 == pytest.approx(results["win_rate"]["half"]["rate"])

@@ -275,9 +275,8 @@ def test_a_model_without_a_chat_template_on_converted_data(tmp_path):
     content["methods"]["dpo"] = {"max_new_tokens": 8}
     (tmp_path / "short.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
     environment = {**recipes.environment(), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command("--config", "short.yaml"), cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=500
-    )
+    options = {"env": environment, "capture_output": True, "text": True, "timeout": 500}
+    done = subprocess.run(command("--config", "short.yaml"), cwd=tmp_path, **options)
     assert done.returncode == 0, done.stderr[-3000:]
     summary = json.loads((tmp_path / "out" / "evaluation" / "evaluation.json").read_text())
     for row in summary["prompts"]["held_out"]["models"]:

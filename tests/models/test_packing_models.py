@@ -188,9 +188,8 @@ def _positions_not_restarted(plan):
 
 def _prompt_hidden(plan):
     """Every segment attends to itself only."""
-    own = [
-        path[-added:] for path, added in zip(plan.key_index.split(plan.key_lengths), plan.query_lengths, strict=True)
-    ]
+    paths = zip(plan.key_index.split(plan.key_lengths), plan.query_lengths, strict=True)
+    own = [path[-added:] for path, added in paths]
     object.__setattr__(plan, "key_index", torch.cat(own))
     object.__setattr__(plan, "key_lengths", plan.query_lengths)
 
@@ -213,9 +212,8 @@ def test_corrupted_plans_are_far_off(corrupt, margin):
     plan = plan_batch(**batch)
 
     def log_probs(plan):
-        output = packing.call(
-            **packed_inputs(plan), shift_labels=plan.shift_labels(batch["labels"]), fused_lm_head=True
-        )
+        labels = plan.shift_labels(batch["labels"])
+        output = packing.call(**packed_inputs(plan), shift_labels=labels, fused_lm_head=True)
         return output.log_probs[0][plan.columns[:, :-1]].masked_fill(batch["labels"][:, 1:] == -100, 0)
 
     assert largest(log_probs(plan), expected) < 1e-4

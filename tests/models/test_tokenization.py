@@ -138,10 +138,8 @@ def batch(tokenizer):
 def test_against_rows_without_padding_in_float64(model, exact_model, batch, tokenizer):
     """Each row by itself, cut to its tokens; log p = logit - log(sum of exponentials), H = -sum of p log p."""
     results = response_log_probs(model, batch["input_ids"], batch["labels"], return_token_entropy=True)
-    assert {name: list(tensor.shape) for name, tensor in results.items()} == {
-        "log_probs": list(batch["labels"].shape),
-        "token_entropy": list(batch["labels"].shape),
-    }
+    shape = batch["labels"].shape
+    assert {name: tensor.shape for name, tensor in results.items()} == {"log_probs": shape, "token_entropy": shape}
     for row, length in enumerate([len("What is 1+1?two") - 1, len("xa longer answer") - 1]):
         with torch.no_grad():
             logits = exact_model(batch["input_ids"][row : row + 1, :length]).logits[0]

@@ -91,9 +91,8 @@ def forward(model, batch: dict[str, Tensor], **options):
 
 def gradient(model) -> Tensor:
     """The gradients of all trained parameters, [P]; a parameter that took no part has a zero gradient."""
-    return torch.cat(
-        [(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in model.parameters() if p.requires_grad]
-    ).double()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in trained]).double()
 
 
 def values_and_gradient(model, batch: dict[str, Tensor], **options):

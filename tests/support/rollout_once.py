@@ -12,6 +12,7 @@ from typing import Any
 
 from tests.support import REPOSITORY, train_once
 from tests.support.faults_once import is_last_rank
+from tests.support.files import user
 from tests.support.train_once import ONE_STEP
 from tests.support.trl_private import OwnResponses
 
@@ -42,14 +43,7 @@ def save_policy(tiny_model_path: str, path: Path) -> str:
 
 def prompts(count: int = 8) -> list[dict]:
     """Conversational prompts of different lengths with a row_id and a further column."""
-    return [
-        {
-            "row_id": f"row{index}",
-            "prompt": [{"role": "user", "content": WORDS[index % len(WORDS)] * (1 + index // len(WORDS))}],
-            "bonus": index / 8,
-        }
-        for index in range(count)
-    ]
+    return [{"row_id": f"row{i}", "prompt": [user(WORDS[i % 8] * (1 + i // 8))], "bonus": i / 8} for i in range(count)]
 
 
 # ---- Rewards ----

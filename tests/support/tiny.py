@@ -143,10 +143,8 @@ def save_tiny_gpt2(path: Path) -> None:
     tokenizer.eos_token = "<|endoftext|>"
     tokenizer.pad_token = None
     torch.manual_seed(0)
-    end = tokenizer.eos_token_id
-    config = GPT2Config(
-        vocab_size=len(tokenizer), n_positions=1024, n_embd=16, n_layer=2, n_head=2, bos_token_id=end, eos_token_id=end
-    )
+    shape = {"vocab_size": len(tokenizer), "n_positions": 1024, "n_embd": 16, "n_layer": 2, "n_head": 2}
+    config = GPT2Config(**shape, bos_token_id=tokenizer.eos_token_id, eos_token_id=tokenizer.eos_token_id)
     GPT2LMHeadModel(config).save_pretrained(path)
     tokenizer.save_pretrained(path)
 

@@ -151,14 +151,10 @@ def build(spec: dict, output_dir: str, **trainer_arguments: Any):
     prepare = demonstrations if name == "SFTTrainer" else list
     arguments = {role: Dataset.from_list(prepare(given)) for role, given in sets.items()}
     if spec.get("lora"):
-        arguments["peft_config"] = LoraConfig(
-            r=4,
-            lora_alpha=8,
-            lora_dropout=spec.get("lora_dropout", 0.0),
-            target_modules=["q_proj", "v_proj", "up_proj"],
-            task_type="CAUSAL_LM" if is_policy else None,
-            init_lora_weights=False,  # B is zero otherwise, and the first gradients of A with it
-        )
+        options = {"r": 4, "lora_alpha": 8, "lora_dropout": spec.get("lora_dropout", 0.0)}
+        options |= {"target_modules": ["q_proj", "v_proj", "up_proj"], "task_type": "CAUSAL_LM" if is_policy else None}
+        # B is zero otherwise, and the first gradients of A with it.
+        arguments["peft_config"] = LoraConfig(**options, init_lora_weights=False)
     model, reference, moved = spec["model"], None, []
     # Drawn anew are adapters, and the heads of reward models.
     torch.manual_seed(0)
@@ -296,10 +292,8 @@ def _win_rate(trainer, rows: list[dict]) -> dict[str, float]:
     settings = GenerationSettings(max_prompt_tokens=None, max_new_tokens=8)
     judge = GroundTruthJudge(lambda prompt, response, **_: sum(map(ord, response)))
     summary = GenerationEvaluation(trainer, prompts, settings, judge=judge).compare().summary
-    return {
-        "win_rate": summary["win_rate"]["half"]["rate"],
-        "mean_tokens": summary["generations"]["policy"]["mean_tokens"],
-    }
+    tokens = summary["generations"]["policy"]["mean_tokens"]
+    return {"win_rate": summary["win_rate"]["half"]["rate"], "mean_tokens": tokens}
 
 
 def _facts(trainer) -> dict[str, Any]:

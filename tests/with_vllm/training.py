@@ -120,6 +120,5 @@ def save_wide_toy(path: str | Path) -> None:
 def _pad_heads(tensor: Tensor, heads: int) -> Tensor:
     """Zeros behind each half of a head's rows, since the rotary embedding pairs the halves."""
     halves = tensor.unflatten(0, (heads, 2, -1))
-    return torch.nn.functional.pad(halves, [0, 0] * (tensor.dim() - 1) + [0, HEAD // 2 - halves.shape[2]]).flatten(
-        0, 2
-    )
+    padding = [0, 0] * (tensor.dim() - 1) + [0, HEAD // 2 - halves.shape[2]]
+    return torch.nn.functional.pad(halves, padding).flatten(0, 2)
