@@ -43,36 +43,27 @@ def test_messages_are_short_and_printable():
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("read", "content", "message"),
     [
-        (b'{\n"a": }', "bad JSON: Expecting value at line 2, column 6"),
-        (b'{"a": "\xff"}', "invalid start byte"),
-        (b"", "bad JSON: Expecting value at column 1"),
+        (read_json, b'{\n"a": }', "bad JSON: Expecting value at line 2, column 6"),
+        (read_json, b'{"a": "\xff"}', "invalid start byte"),
+        (read_json, b"", "bad JSON: Expecting value at column 1"),
+        (read_yaml, b"a: 1\nb: 2\na: 3\n", "repeated key 'a'"),
+        (read_yaml, b"{x: {a: 1, a: 2}}\n", "repeated key 'a'"),
+        (read_yaml, b"a: !!python/object/apply:os.system ['true']\n", "could not determine a constructor for the tag"),
+        (read_yaml, b"a: \xff", "invalid start byte"),
+        (read_yaml, b"a: 1\n\tb: 2\n", "line 2"),
     ],
 )
-def test_damaged_json_names_the_file(tmp_path, content, message):
-    path = write(tmp_path / "a.json", content)
-    assert refused(read_json, path).startswith(f"{path}: ") and message in refused(read_json, path)
+def test_a_damaged_file_is_named(read, content, message, tmp_path):
+    path = write(tmp_path / "a.txt", content)
+    text = refused(read, path)
+    assert message in text and (text.startswith(f"{path}: ") if read is read_json else "a.txt" in text)
     assert "no file" in refused(read_json, tmp_path / "b.json")
-    assert read_json(write(path, b'\xef\xbb\xbf{"a": 1}')) == {"a": 1}
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"a: 1\nb: 2\na: 3\n", "repeated key 'a'"),
-        (b"{x: {a: 1, a: 2}}\n", "repeated key 'a'"),
-        (b"a: !!python/object/apply:os.system ['true']\n", "could not determine a constructor for the tag"),
-        (b"a: \xff", "invalid start byte"),
-        (b"a: 1\n\tb: 2\n", "line 2"),
-    ],
-)
-def test_damaged_yaml_names_the_file(tmp_path, content, message):
-    path = write(tmp_path / "a.yaml", content)
-    assert message in (text := refused(read_yaml, path)) and "a.yaml" in text
-
-
-def test_yaml(tmp_path):
+def test_sound_files(tmp_path):
     """The same key in two mappings, a merged mapping, and a byte-order mark."""
+    assert read_json(write(tmp_path / "a.json", b'\xef\xbb\xbf{"a": 1}')) == {"a": 1}
     path = write(tmp_path / "a.yaml", b"\xef\xbb\xbfa: {x: 1}\nb: {x: 2}\nc: {<<: {y: 1, z: 1}, z: 2}\n")
     assert read_yaml(path) == {"a": {"x": 1}, "b": {"x": 2}, "c": {"y": 1, "z": 2}}

@@ -1,18 +1,24 @@
-"""The package as a whole: cheap to import, its names where they are promised, nothing from where it must not come."""
+"""The package: its imports and public names, the workflow, the versions that it tests, the changelog and the pages."""
 
 from __future__ import annotations
 
 import ast
+import importlib.util
 import inspect
 import re
+import shutil
 import subprocess
 import sys
+import tomllib
+from datetime import date
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+import yaml
 
 import trl_ext
+from tests.support import REPOSITORY
 
 PACKAGE = Path(trl_ext.__file__).parent
 SOURCES = sorted(path for path in PACKAGE.rglob("*.py"))
@@ -48,9 +54,8 @@ def test_public_names_load():
 def test_one_trainer_does_not_load_the_others():
     code = "import sys; from trl_ext import GRPOTrainer; print(*[m for m in sys.modules if m.startswith('trl_ext')])"
     loaded = set(subprocess.check_output([sys.executable, "-c", code], text=True).split())
-    assert not loaded & {
-        f"trl_ext.trainers.{name}" for name in ("ppo.trainer", "preference.trainer", "reward.trainer", "sft", "kto")
-    }
+    others = ("ppo.trainer", "preference.trainer", "reward.trainer", "sft", "kto")
+    assert not loaded & {f"trl_ext.trainers.{name}" for name in others}
 
 
 def _imports(path: Path) -> set[str]:
@@ -154,3 +159,99 @@ def test_the_trainers_repeat_no_two_lines_of_trl():
     assert len(own) > 2000
     for module in (dpo_trainer, grpo_trainer, kto_trainer, transformers.trainer):
         assert not own & pairs_of_lines(inspect.getsource(module)), module.__name__
+
+
+PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
+PINS = dict(re.findall(r"^([\w.-]+)==(\S+)$", (REPOSITORY / "constraints.txt").read_text(), flags=re.MULTILINE))
+WORKFLOW = yaml.safe_load((REPOSITORY / ".github" / "workflows" / "ci.yml").read_text())
+
+
+@pytest.fixture
+def versions(tmp_path):
+    """`.ci/versions.py` on a copy of the files that it reads."""
+    (tmp_path / ".ci").mkdir()
+    for name in (".ci/versions.py", "pyproject.toml", "constraints.txt"):
+        shutil.copy(REPOSITORY / name, tmp_path / name)
+    spec = importlib.util.spec_from_file_location("ci_versions", tmp_path / ".ci" / "versions.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+# ---- The workflow ----
+
+
+def test_the_workflow_does_what_ci_run_does():
+    wanted = re.findall(r"^make ([\w-]+)$", (REPOSITORY / ".ci" / "run").read_text(), flags=re.MULTILINE)
+    # A step with a condition is of the weekly run alone.
+    steps = [step.get("run", "") for step in WORKFLOW["jobs"]["test"]["steps"] if "if" not in step]
+    assert [step.split()[1] for step in steps if step.startswith("make ")] == wanted
+    assert wanted == ["lint", "test", "test-processors", "test-slow", "test-zero", "test-oldest", "test-newest"]
+    targets = re.findall(r"^([\w-]+):", (REPOSITORY / "Makefile").read_text(), flags=re.MULTILINE)
+    assert {*wanted, "docs"} <= set(targets)
+
+
+def test_the_pythons_are_those_of_the_project(versions):
+    matrix = {"python": "${{ fromJSON(needs.versions.outputs.pythons) }}"}
+    assert WORKFLOW["jobs"]["test"]["strategy"]["matrix"] == matrix
+    pythons = versions.pythons()
+    assert pythons == ["3.11", "3.12", "3.13"]
+    assert PROJECT["project"]["requires-python"] == f">={pythons[0]}"
+    assert PROJECT["tool"]["ruff"]["target-version"] == f"py{pythons[0].replace('.', '')}"
+
+
+def test_both_ends_of_every_range(versions):
+    """`>=4.7` asks for 4.7.*, `>=4` for 4.0.*; torch is the pinned one at both ends."""
+    path = versions.ROOT / "pyproject.toml"
+    path.write_text(re.sub(r'"peft>=[\d.]+"', '"peft>=7"', path.read_text()))
+    oldest = versions.constraints("oldest")
+    pinned = f"torch=={PINS['torch']}"
+    assert oldest[0] == pinned and versions.constraints("newest") == [pinned]
+    assert {"trl==1.16.*", "transformers==5.17.*", "datasets==4.7.*", "peft==7.0.*", "openai==3.0.*"} <= set(oldest)
+    named = {re.match(r"[\w.-]+", line)[0] for line in PROJECT["project"]["dependencies"]}
+    assert named <= {line.split("==")[0] for line in oldest}
+
+
+def test_the_extra_with_the_tested_versions_is_the_constraints():
+    named = [re.match(r"[\w.-]+", line)[0] for line in PROJECT["project"]["dependencies"]]
+    tested = [f"{name}=={PINS[name]}" for name in named if name in PINS]
+    assert PROJECT["project"]["optional-dependencies"]["tested"] == tested
+
+
+# ---- Texts ----
+
+
+def test_changelog_has_this_version_first():
+    text = (REPOSITORY / "CHANGELOG.md").read_text()
+    sections = re.findall(r"^## (.+)$", text, flags=re.MULTILINE)
+    version, _, day = next(name for name in sections if name != "[Unreleased]").partition(" - ")
+    assert version == f"[{trl_ext.__version__}]"
+    assert day == "Unreleased" or date.fromisoformat(day)
+    kinds = set(re.findall(r"^### (.+)$", text, flags=re.MULTILINE))
+    assert kinds <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
+
+
+# ---- Pages ----
+
+
+def test_every_room_has_a_page_of_the_reference():
+    package = REPOSITORY / "trl_ext"
+    rooms = {path.stem for path in package.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()}
+    pages = {path.stem: path.read_text() for path in (REPOSITORY / "docs" / "reference").glob("*.md")}
+    assert rooms - {"__init__", "__main__", "cli", "files", "names", "processes", "runs"} == set(pages)
+    for name, text in pages.items():
+        assert f"\n::: trl_ext.{name}\n" in text
+
+
+@pytest.mark.slow
+def test_pages_build_without_a_warning(tmp_path):
+    pytest.importorskip("mkdocs")
+    pytest.importorskip("mkdocstrings")
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    first = (tmp_path / "site" / "index.html").read_text()
+    assert "What differs from stock TRL" in first, "the README is the first page"
+    trainers = (tmp_path / "site" / "reference" / "trainers.html").read_text()
+    assert 'id="trl_ext.trainers.preference.trainer.PreferenceTrainer"' in trainers
+    assert not (tmp_path / "site" / "links.py").exists()

@@ -16,8 +16,10 @@ from accelerate.commands.launch import launch_command_parser
 import trl_ext.algorithms  # noqa: F401  the algorithms register
 from tests.support import REPOSITORY, recipes
 from tests.support.pages import README, TEXT, TEXTS, blocks, commands
+from tools import results
 from trl_ext import PolicyTrainer, PreferenceTrainer, cli
 from trl_ext.evaluation.command_line import CommandParser
+from trl_ext.evaluation.methods.runs import read_method_run
 from trl_ext.losses import PreferenceObjective  # noqa: F401  the losses register before a test copies their table
 from trl_ext.registry import policy_algorithms, preference_losses
 from trl_ext.runs.studies import compare
@@ -210,14 +212,10 @@ def _check_flags(name: str, arguments: list[str], monkeypatch) -> None:
 # ---- Python ----
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.slow if name in SLOW else ())
-        for name, text in TEXTS.items()
-        if blocks("python", text)
-    ],
-)
+PYTHON = [name for name, text in TEXTS.items() if blocks("python", text)]
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in PYTHON])
 def test_python_blocks_run(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     _forget_names_afterwards(monkeypatch)
@@ -343,3 +341,17 @@ def test_every_recipe_and_folder_of_configurations_is_listed():
         assert f"`{name}.py`" in listing, name
     for folder in (recipes.RECIPES / "configs").iterdir():
         assert f"`{folder.name}/" in listing, folder.name
+
+
+# ---- Tables of results ----
+
+
+def test_the_tables_are_those_of_the_files(tmp_path):
+    page = results.PAGE.read_text(encoding="utf-8")
+    studies = sorted(path for path in (REPOSITORY / "docs" / "results").iterdir())
+    assert [study.name for study in studies] == ["smollm2-instructions", "smollm2-word_problems"]
+    for study in studies:
+        assert results.with_table(page, study) == page, "run python tools/results.py"
+    results.unpack(studies[1], tmp_path)
+    run = read_method_run(tmp_path / "sft-1", "sft", 1)
+    assert len(run.rows) == 300 and sum("response_text" in row for row in run.rows.values()) == 10

@@ -206,10 +206,6 @@ ROWS = [
 ]
 
 
-def _frozen(trainer) -> None:
-    trainer.model.requires_grad_(False)
-
-
 def _bfloat16(trainer) -> None:
     trainer.args.learning_rate = 1e-6
     for weight in trainer.model.parameters():
@@ -229,10 +225,6 @@ def noisy(model, scale: float) -> None:
     torch.manual_seed(0)
     for weight in model.parameters():
         weight.data += torch.randn_like(weight) * weight.std() * scale
-
-
-def _noisy_reference(scale: float) -> Callable:
-    return lambda trainer: noisy(trainer.ref_model, scale)
 
 
 def _permuted(trainer) -> None:
@@ -281,15 +273,11 @@ def _other_checkpoint():
     return model
 
 
-def _reference_is_policy(trainer) -> None:
-    trainer.ref_model = trainer.model
-
-
 _EVERY = "sft preference reward policy"
 _ADAPTED = {"peft_config": functools.partial(lora, "CAUSAL_LM")}
 _OTHER_READER = {"reward_funcs": lambda: _classifier(_reward_folder()), "reward_processing_classes": _tokenizer}
 MODELS = [
-    Fault("weights-do-not-move", _EVERY, _frozen),
+    Fault("weights-do-not-move", _EVERY, lambda trainer: trainer.model.requires_grad_(False)),
     Fault("adapter-layers", "preference", options={"peft_config": lambda: lora("CAUSAL_LM", lora_alpha=0)}),
     Fault("adapter-layers", "preference", options={"peft_config": lambda: lora("CAUSAL_LM", layers_to_transform=[0])}),
     Fault("reward-model", "reward", options={"peft_config": lora}, only="trl"),
@@ -300,10 +288,10 @@ MODELS = [
     Fault("text-unknown", "sft preference policy", _layers_swapped),
     Fault("text-unknown", "sft preference policy", lambda trainer: noisy(trainer.model, 1.0)),
     Fault("text-unknown", "sft preference policy", options={"processing_class": _other_vocabulary}),
-    Fault("start-off-reference", "policy", _noisy_reference(0.3)),
+    Fault("start-off-reference", "policy", lambda trainer: noisy(trainer.ref_model, 0.3)),
     Fault("start-off-reference", "preference", options={"ref_model": _other_checkpoint}, only="trl"),
     Fault("start-off-reference", "preference", options={"ref_model": _other_checkpoint}, steps=3),
-    Fault("reference-moves", "preference policy", _reference_is_policy),
+    Fault("reference-moves", "preference policy", lambda trainer: setattr(trainer, "ref_model", trainer.model)),
     Fault("dropout-on", "preference policy", _dropout(0.1)),
     Fault("weights-do-not-move", _EVERY, _bfloat16),
     Fault("learning-rate-off", _EVERY, _setting("learning_rate", 1e-9)),
@@ -346,7 +334,7 @@ STEPS = [
     Fault("identical-samples", "policy", options={"generation_kwargs": {"top_k": 1}}, steps=3, only="trl_ext"),
     Fault("responses-truncated", "policy", options={"max_completion_length": 2}, steps=3),
     Fault("loss-is-zero", "policy", steps=3, only="trl_ext"),
-    Fault("start-off-reference", "policy", _noisy_reference(4.0), steps=3),
+    Fault("start-off-reference", "policy", lambda trainer: noisy(trainer.ref_model, 4.0), steps=3),
     Fault("ratio-not-one", "policy", _dropout(0.5), options={"num_iterations": 2}, steps=3),
     Fault("reference-moves", "policy", _shared_embedding, steps=3),
     Fault("reference-moves", "preference", options={"learning_rate": 1e-13}, steps=3),

@@ -64,11 +64,8 @@ def test_metrics(name, kind, metric, above, below):
     ],
 )
 def test_settings(name, kind, above, below):
-    engine = {
-        "num_generations": 4,
-        "use_vllm": name == "sampling-differs",
-        "vllm_importance_sampling_correction": True,
-    }
+    engine = {"num_generations": 4, "use_vllm": name == "sampling-differs"}
+    engine["vllm_importance_sampling_correction"] = True
     assert found(kind, [], **{**engine, **above}) == [name]
     assert found(kind, [], **{**engine, **below}) == []
     if name == "sampling-differs":
@@ -116,13 +113,8 @@ def rows_found(kind: str = "preference", count: int = 200, **columns) -> list[st
         def get_train_dataloader(self):
             return SimpleNamespace(batch_sampler=SimpleNamespace(sampler=range(count)))
 
-    columns = {
-        "prompt": lambda i: f"{i:03}",
-        "chosen": lambda i: f"a{i:03}",
-        "rejected": lambda i: f"b{i:03}",
-        **columns,
-    }
-    rows = [{name: column(i) for name, column in columns.items()} for i in range(count)]
+    usual = [{"prompt": f"{i:03}", "chosen": f"a{i:03}", "rejected": f"b{i:03}"} for i in range(count)]
+    rows = [{**row, **{name: column(i) for name, column in columns.items()}} for i, row in enumerate(usual)]
     patient = Patient(Trainer(train_dataset=rows, args=None), kind=kind)
     patient.examples = []
     return run_checks(patient, ("trainer",)).names
@@ -171,13 +163,9 @@ def test_a_second_beginning_token_before_the_response():
     patient, begin = Patient(kind="sft"), 7
     patient.tokenizer = SimpleNamespace(bos_token_id=begin, bos_token="<s>", decode=str, eos_token_id=2)
     patient.stop_ids = {2}
-    for ids, doubled in (
-        ([7, 4, 7, 5, 2], True),
-        ([7, 7, 4, 5, 2], True),
-        ([7, 4, 5, 7, 2], False),
-        ([4, 7, 5], False),
-    ):
-        patient.examples = [Example(ids, [index > 1 for index in range(len(ids))], False, {})]
+    rows = {(7, 4, 7, 5, 2): True, (7, 7, 4, 5, 2): True, (7, 4, 5, 7, 2): False, (4, 7, 5): False}
+    for ids, doubled in rows.items():
+        patient.examples = [Example(list(ids), [index > 1 for index in range(len(ids))], False, {})]
         assert (CHECKS["begin-token-doubled"][3](patient) is not None) is doubled
 
 

@@ -18,7 +18,7 @@ from tests.support.files import read_rows, write_rows
 CONFIGS = recipes.RECIPES / "configs" / "compare"
 # What each method adds to the score of a prompt.
 QUALITY = {"dpo": 0.0, "ipo": 0.0, "aot": 0.0, "grpo": 0.1, "sft": 0.0, "grpo_math": 0.3}
-PROMPTS = 40
+PROMPTS, OUTCOMES = 40, ("candidate", "tie", "base", "tie")
 
 
 def wobble(*what) -> float:
@@ -63,16 +63,9 @@ def fake_run(recipe: str, folder: Path, given: dict, **about) -> None:
         return
     named, default = ("eval_split", "test") if recipe in ("sft", "grpo_math") else ("prompt_split", "test_gen")
     split = given.get(named, default)
-    rows = [
-        {
-            "row_id": f"{split}-{prompt}",
-            "prompt_text": "p",
-            "response_text": "r",
-            "score": score(recipe, prompt, given["seed"]),
-            "outcome": ("candidate", "tie", "base", "tie")[prompt % 4],
-        }
-        for prompt in range(PROMPTS)
-    ]
+    rows = [{"row_id": f"{split}-{prompt}", "prompt_text": "p", "response_text": "r"} for prompt in range(PROMPTS)]
+    for prompt, row in enumerate(rows):
+        row |= {"score": score(recipe, prompt, given["seed"]), "outcome": OUTCOMES[prompt % 4]}
     write_rows(folder / "generations.jsonl", rows)
 
 
@@ -104,9 +97,8 @@ def test_methods_are_run_and_compared(compare, capsys):
     assert found["comparisons"][1]["difference"]["mean"] == pytest.approx(grpo["mean"] - dpo["mean"])
     assert (dpo["optimizer_steps"], dpo["training_seconds"]) == (10, 20)
     printed = capsys.readouterr().out
-    assert [line.split(",")[0] for line in printed.splitlines() if line.startswith("===")] == [
-        f"=== run {number} of 12" for number in range(1, 13)
-    ]
+    numbered = [line.split(",")[0] for line in printed.splitlines() if line.startswith("===")]
+    assert numbered == [f"=== run {number} of 12" for number in range(1, 13)]
     header = next(line for line in printed.splitlines() if line.startswith("method"))
     column = header.index("score")
     assert f"{grpo['mean']:.3f}" == next(r for r in printed.splitlines() if r.startswith("grpo "))[column : column + 5]

@@ -32,9 +32,8 @@ def code(notebook) -> list[str]:
 
 def test_all_are_there_and_in_the_table():
     assert len(NAMES) == 6
-    assert re.findall(r"^\| \[(\w+)\]\((\w+\.ipynb)\) \|", TABLE, flags=re.MULTILINE) == [
-        (name, f"{name}.ipynb") for name in NAMES
-    ]
+    rows = re.findall(r"^\| \[(\w+)\]\((\w+\.ipynb)\) \|", TABLE, flags=re.MULTILINE)
+    assert rows == [(name, f"{name}.ipynb") for name in NAMES]
 
 
 @each_notebook

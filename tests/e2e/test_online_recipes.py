@@ -1,4 +1,4 @@
-"""The online recipes end to end: what they leave, that they resume, and what they refuse in one line."""
+"""The online recipes and best-of-n end to end: what they leave, that they resume, and what they refuse in one line."""
 
 from __future__ import annotations
 
@@ -7,57 +7,40 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
-from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from tests.support import recipes
+from tests.support.files import write_rows
 from tests.support.recipes import SHORT_ROLLOUTS, check_figures, read, write_rewards
+from tests.support.reward_adapters import save_adapter
 from tests.support.rollout_once import build, save_policy, thirds
+from trl_ext import load_benchmark
 from trl_ext.runs import arguments, online
 from trl_ext.runs.folder import config_text
 from trl_ext.toy import MODEL_DIR, score
 
-
-def save_reward_adapter(folder: Path, seed: int) -> Path:
-    """An untrained reward adapter of the embedded model with weights that are not zero."""
-    torch.manual_seed(seed)
-    base = AutoModelForSequenceClassification.from_pretrained(MODEL_DIR, num_labels=1, dtype=torch.float32)
-    config = LoraConfig(task_type="SEQ_CLS", r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    get_peft_model(base, config).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(MODEL_DIR).save_pretrained(folder)
-    return folder
-
-
-def write_faulty_rewards(folder: Path) -> None:
-    """Rewards of 1 that are NaN and infinite for the first held-out prompts, or that fail there."""
-    (folder / "faulty.py").write_text(
-        "from trl_ext import load_benchmark\n\n"
-        "first, second = load_benchmark('toy')['test_gen']['row_id'][:2]\n\n\n"
-        "def not_finite(row_id, **columns):\n"
-        "    return [{first: float('nan'), second: float('-inf')}.get(row, 1.0) for row in row_id]\n\n\n"
-        "def fails_held_out(row_id, **columns):\n"
-        "    if second in row_id:\n"
-        "        raise KeyError('no answer')\n"
-        "    return [1.0] * len(row_id)\n"
-    )
+# Rewards of 1 that are NaN and infinite for the first held-out prompts, or that fail there.
+FAULTY = """
+from trl_ext import load_benchmark
+first, second = load_benchmark("toy")["test_gen"]["row_id"][:2]
+def not_finite(row_id, **columns):
+    return [{first: float("nan"), second: float("-inf")}.get(row, 1.0) for row in row_id]
+def fails_held_out(row_id, **columns):
+    if second in row_id:
+        raise KeyError("no answer")
+    return [1.0] * len(row_id)
+"""
 
 
 @pytest.mark.slow
 def test_a_run_of_lora_on_an_ensemble(tmp_path):
     """Two adapters, which share the policy's backbone, and a function besides."""
     write_rewards(tmp_path)
-    models = [str(save_reward_adapter(tmp_path / f"rm-{seed}", seed)) for seed in (1, 2)]
-    done = recipes.launch(
-        "grpo",
-        *SHORT_ROLLOUTS,
-        *("--reward_model", *models, "--reward_aggregate", "min", "--calibrate_rewards", "true"),
-        *("--reward_function", "my_rewards.py:known"),
-        *("--use_peft", "true", "--lora_target_modules", "q_proj", "v_proj"),
-        folder=tmp_path,
-    )
+    models = [save_adapter(str(MODEL_DIR), tmp_path / f"rm-{seed}", seed=seed) for seed in (1, 2)]
+    flags = ["--reward_model", *models, "--reward_aggregate=min", "--calibrate_rewards=true", "--use_peft=true"]
+    flags += ["--reward_function=my_rewards.py:known", "--lora_target_modules", "q_proj", "v_proj"]
+    done = recipes.launch("grpo", *SHORT_ROLLOUTS, *flags, folder=tmp_path)
     assert done.stderr.count("on the policy's backbone") == 2
     for text in ("reward, ensemble", "reward, rm-2", "ground-truth score", "KL to the base", "in runs/grpo-toy"):
         assert text in done.stdout
@@ -165,7 +148,7 @@ def test_rollouts_before_a_resumed_run_are_counted(tiny_model_path, tmp_path):
 def run_with(tmp_path, monkeypatch):
     """Run one step of GRPO on a faulty reward; returns the run folder."""
     monkeypatch.chdir(tmp_path)
-    write_faulty_rewards(tmp_path)
+    (tmp_path / "faulty.py").write_text(FAULTY)
 
     def run(name: str, every: int, *more: str) -> Path:
         arguments = ["--reward_function", f"faulty.py:{name}", "--max_steps=1", "--save_strategy=no"]
@@ -185,10 +168,8 @@ def test_rewards_that_are_not_finite_in_evaluation(run_with):
         return json.loads(text, parse_constant=pytest.fail)
 
     run = run_with("not_finite", 1)
-    rows, _ = (
-        [strictly(line) for line in (run / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
-        for name in ("generations", "metrics")
-    )
+    files = [(run / f"{name}.jsonl").read_text(encoding="utf-8") for name in ("generations", "metrics")]
+    rows, _ = ([strictly(line) for line in text.splitlines()] for text in files)
     results = strictly((run / "results.json").read_text(encoding="utf-8"))
     for key in ("reward/not_finite", "base_reward/not_finite", "reference_reward/not_finite"):
         assert [row[key] for row in rows] == [None, None, *[1.0] * 6]
@@ -233,3 +214,84 @@ def test_whose_errors_are_printed(monkeypatch, capsys):
     # A fault of the code itself keeps its traceback.
     with pytest.raises(ValueError), arguments.one_line_errors(in_training):
         raise ValueError
+
+
+# ---- Best of n ----
+
+
+SHORT = ["--num_prompts=12", "--n", "1", "2", "4", "--generation_batch_size=24", "--save_every=24", "--use_cpu=true"]
+
+
+@pytest.fixture
+def known(tmp_path, monkeypatch) -> str:
+    """The true score as a reward function in a file."""
+    monkeypatch.chdir(tmp_path)
+    write_rewards(tmp_path)
+    return "my_rewards.py:known"
+
+
+def test_the_recipe_and_a_round_trip_through_fine_tuning(known, tmp_path, monkeypatch, capsys):
+    """By the true score itself there is no regret; the best responses train a model, which then likes them better."""
+    options = [*SHORT, "--reward_function", known, "--prompt_split", "train_gen", "--keep", "best"]
+    recipes.run(monkeypatch, "best_of_n", *options, "--output_dir", "straight")
+    folder = tmp_path / "straight"
+    results, samples = read(folder, "results.json"), read(folder, "samples.jsonl")
+    prompts = load_benchmark("toy")["train_gen"].select(range(12))
+    wanted = [(row_id, sample) for row_id in prompts["row_id"] for sample in range(4)]
+    assert [(row["row_id"], row["sample"]) for row in samples] == wanted
+    for row in samples:
+        assert row["reward"] == score(row["prompt_text"], row["response_text"], finished=row["finished"])
+        assert row["score"] == row["reward"]
+    curve = results["best_of_n"]["curve"]
+    assert [row["n"] for row in curve] == [1, 2, 4]
+    assert all(row["regret"]["mean"] == 0 and row["gold"] == row["proxy"] for row in curve)
+    best = [max(group, key=lambda row: row["reward"]) for group in zip(*[iter(samples)] * 4, strict=True)]
+    assert curve[2]["gold"]["mean"] == pytest.approx(sum(row["reward"] for row in best) / 12)
+    assert results["score"]["policy"] == curve[2]["gold"]["mean"]
+    assert results["win_rate"] == curve[2]["win_rate"]
+    texts = [row["response_text"] for row in read(folder, "generations.jsonl")]
+    assert texts == [row["response_text"] for row in best]
+    credits = {"candidate": 1.0, "tie": 0.5, "base": 0.0}
+    won = [credits[row["outcome"]] for row in read(folder, "generations.jsonl")]
+    assert sum(won) / 12 == pytest.approx(results["win_rate"]["half"]["rate"])
+    printed = capsys.readouterr().out
+    for text in ("KL bound", "best possible", "0.636", "win rate, ties as half", "12 responses to 12 prompts"):
+        assert text in printed
+    assert (folder / "best_of_n.png").read_bytes().startswith(b"\x89PNG")
+    kept = [row for row in best if row["finished"] and row["response_text"].strip()]
+    demonstrations = read(folder, "sft.jsonl")
+    assert [row["completion"][0]["content"] for row in demonstrations] == [row["response_text"] for row in kept]
+    short = ["--max_steps=6", "--learning_rate=1e-3", f"--per_device_train_batch_size={len(kept)}"]
+    short += ["--logging_steps=1", "--prompt_split=none", "--eval_split=none", "--save_strategy=no"]
+    recipes.run(monkeypatch, "rlhf_sft", "--demonstrations=straight/sft.jsonl", "--output_dir=tuned", *short)
+    losses = [row["loss"] for row in read(tmp_path / "tuned", "metrics.jsonl") if "loss" in row]
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def test_a_file_of_prompts_needs_no_split_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "long.py").write_text(
+        "def long(completion_ids, **columns):\n    return list(map(len, completion_ids))\n"
+    )
+    rows = [{"row_id": f"p{i}", "prompt_text": f"Name fruit number {i}."} for i in range(3)]
+    write_rows(tmp_path / "prompts.jsonl", rows)
+    short = ["--n", "1", "2", "--max_new_tokens", "4", "--use_cpu=true", "--output_dir", "run"]
+    rewarded = ["--reward_function", "long.py:long", "--missing_eos_penalty", "9"]
+    recipes.run(monkeypatch, "best_of_n", *short, "--dataset_name", "prompts.jsonl", *rewarded)
+    samples = read(tmp_path / "run", "samples.jsonl")
+    assert not all(row["finished"] for row in samples)
+    for row in samples:
+        assert row["reward"] == row["generated_num_tokens"] - 9 * (not row["finished"])
+    assert [row["row_id"] for row in samples] == ["p0", "p0", "p1", "p1", "p2", "p2"]
+    assert not any("score" in row for row in samples), "the score is known on the embedded benchmark alone"
+
+
+def test_the_configuration_of_part_two(monkeypatch):
+    """With the settings of the course's search over decoding."""
+    path = recipes.RECIPES / "configs" / "wildchat" / "part2" / "best_of_n.yaml"
+    flags = ["--n", "1", "--temperature", "0.5", "--top_p", "0.9", "--repetition_penalty", "1.1"]
+    arguments, model = recipes.parse(monkeypatch, "best_of_n", "--config", str(path), *flags)
+    assert arguments.judge == "none" and model.model_name_or_path == "Qwen/Qwen2.5-1.5B-Instruct"
+    settings = arguments.settings()
+    assert (settings.max_prompt_tokens, settings.max_new_tokens) == (700, 256)
+    assert (settings.temperature, settings.top_p, settings.repetition_penalty) == (0.5, 0.9, 1.1)

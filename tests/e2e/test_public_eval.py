@@ -436,10 +436,8 @@ class TestCompareStages:
         for generation in generations[10:]:
             chosen = torch.tensor(generation.response_ids)[:, None]
             with torch.no_grad():
-                p, q = (
-                    token_log_probs(model, generation.prompt_ids, generation.response_ids).gather(1, chosen)
-                    for model in (own, reference)
-                )
+                ids = generation.prompt_ids, generation.response_ids
+                p, q = (token_log_probs(model, *ids).gather(1, chosen) for model in (own, reference))
             totals["k1"].append(float((p - q).sum()))
             totals["k3"].append(float((torch.exp(q - p) - 1 - (q - p)).sum()))
         assert ppo["kl"]["mean"] == pytest.approx(sum(totals[ppo["kl"]["estimator"]]) / 10, rel=1e-4)

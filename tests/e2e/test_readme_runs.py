@@ -63,7 +63,6 @@ def flags_for(command: str) -> list[str]:
 def test_the_commands_of_the_readme_and_the_tour_run_in_order(tmp_path):
     tour = TEXTS["docs/tour.md"]
     pages = f"{README}\n{tour}"
-
     clone, wheel = tmp_path / "clone", tmp_path / "wheel"
     copy_repository(clone)
     wheel.mkdir()
@@ -72,22 +71,17 @@ def test_the_commands_of_the_readme_and_the_tour_run_in_order(tmp_path):
     (clone / "mine.yaml").write_text(next(text for text in blocks("yaml", tour) if "my_losses.py" in text))
     write_short_studies(clone)
     [elsewhere] = [block for block in blocks("bash", tour) if "pip install" in block]
-    jobs = [
-        (command, wheel if command in elsewhere else clone)
-        for command in commands(pages)
-        if not command.startswith(tuple(NOT_RUN))
-    ]
+    run = [command for command in commands(pages) if not command.startswith(tuple(NOT_RUN))]
+    jobs = [(command, wheel if command in elsewhere else clone) for command in run]
     assert len(jobs) > 30
     environment = {**os.environ, "PYTHONPATH": str(clone), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     environment |= {"ACCELERATE_USE_CPU": "true", "COLUMNS": "120"}
     logs = {}
     for command, place in jobs:
         # Only a conversation reads the input.
-        done = subprocess.run(
-            in_python([*shlex.split(command), *flags_for(command)]),
-            **{"cwd": place, "env": environment, "capture_output": True, "text": True, "timeout": 600},
-            input="List three vehicles. Use semicolons.\n",
-        )
+        options = {"env": environment, "input": "List three vehicles. Use semicolons.\n", "timeout": 600}
+        words = in_python([*shlex.split(command), *flags_for(command)])
+        done = subprocess.run(words, cwd=place, capture_output=True, text=True, **options)
         assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
         logs[command] = done.stdout
     assert not [start for start in NOT_RUN if not any(line.startswith(start) for line in commands(pages))]
@@ -111,30 +105,17 @@ def in_python(words: list[str]) -> list[str]:
 def write_short_studies(folder: Path) -> None:
     """Files for the two commands that run recipes themselves, whose flags are those of the study."""
     words = SHORT.replace("--", "").split()
-    short = {
-        name: int(value) if value.isdecimal() else value for name, value in zip(words[::2], words[1::2], strict=True)
-    }
+    given = zip(words[::2], words[1::2], strict=True)
+    short = {name: int(value) if value.isdecimal() else value for name, value in given}
     rewards = {"max_steps": 2, "per_device_train_batch_size": 4, "eval_steps": 2, "save_steps": 2}
-    methods = {
-        "dpo": {"config": "recipes/configs/toy/dpo.yaml", **short},
-        "grpo": {
-            "config": "recipes/configs/toy/grpo.yaml",
-            **short,
-            "generation_batch_size": 8,
-            "max_completion_length": 16,
-        },
-    }
-    study = {"reward_model": {"config": "recipes/configs/toy/reward_model.yaml", **rewards}, "methods": methods}
+    own = {"reward_model": rewards, "dpo": short}
+    own["grpo"] = {**short, "generation_batch_size": 8, "max_completion_length": 16}
+    methods = {name: {"config": f"recipes/configs/toy/{name}.yaml", **given} for name, given in own.items()}
+    study = {"reward_model": methods.pop("reward_model"), "methods": methods}
     (folder / "short-compare.yaml").write_text(yaml.safe_dump(study))
     pipeline = yaml.safe_load((folder / "recipes" / "configs" / "toy" / "rlhf.yaml").read_text())
-    pipeline |= {
-        "policy_methods": "dpo",
-        "sft": {"max_steps": 2, "num_eval_prompts": 4, "num_examples": 64, "generation_eval_every": 0},
-        "reward_model": rewards,
-        "weak_reward_model": None,
-        "policy": short,
-        "num_eval_prompts": 8,
-        "num_samples": 5,
-    }
+    pipeline |= {"policy_methods": "dpo", "reward_model": rewards, "weak_reward_model": None, "policy": short}
+    pipeline["sft"] = {"max_steps": 2, "num_eval_prompts": 4, "num_examples": 64, "generation_eval_every": 0}
+    pipeline |= {"num_eval_prompts": 8, "num_samples": 5}
     pipeline.pop("methods", None)
     (folder / "short-rlhf.yaml").write_text(yaml.safe_dump(pipeline))

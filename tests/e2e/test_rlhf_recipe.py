@@ -8,19 +8,29 @@ import shlex
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 import yaml
+from datasets import Dataset
 
 from tests.support import recipes
 from tests.support.files import write_rows
+from tests.support.recipes import wait_until
 from tests.support.tiny import save_tiny_gpt2
+from tools.toy_prompts import pool_of
+from trl_ext.data import load_benchmark
 from trl_ext.data.formats import main as convert
+from trl_ext.evaluation.submissions.assets import load_prompts
+from trl_ext.runs.offline import demonstrations, shared_prompts
+from trl_ext.runs.reward import training_pairs
 from trl_ext.runs.studies import pipeline_evaluation, pipeline_report, processes
+from trl_ext.runs.studies.pipeline_evaluation import find_adversarial
+from trl_ext.runs.studies.pipeline_report import pareto_points
 from trl_ext.toy import score
+from trl_ext.toy.prompts import parse
 
 TOY = recipes.RECIPES / "configs" / "toy" / "rlhf.yaml"
 POLICIES = ["ppo", "ppo-weak", "grpo", "dpo"]
@@ -80,12 +90,8 @@ def test_the_stages_in_order_and_what_each_is_given(recipe):
     own, weak = calls["reward_model"], calls["reward_model_weak"]
     assert (weak["num_train_pairs"], weak["label_noise"]) == ("200", "0.2")
     assert not {"num_train_pairs", "label_noise"} & own.keys()
-    assert [calls[name].get("reward_model") for name in POLICIES] == [
-        "runs/rlhf/reward_model",
-        "runs/rlhf/reward_model_weak",
-        "runs/rlhf/reward_model",
-        None,
-    ]
+    own = "runs/rlhf/reward_model"
+    assert [calls[name].get("reward_model") for name in POLICIES] == [own, f"{own}_weak", own, None]
     # Finished stages are not run again.
     assert recipe.main() == 0 and not recipe.calls
     # The weak reward model can be left out.
@@ -180,48 +186,27 @@ def test_it_is_started_once_and_not_by_every_process(recipe, monkeypatch, capsys
 SHORT = {"max_steps": 2, "num_eval_prompts": 4, "logging_steps": 1, "save_steps": 1, "generation_eval_every": 0}
 
 
-def short_pipeline(folder: Path, **own) -> Path:
-    rewarding = {"max_steps": 2, "eval_steps": 1, "save_steps": 1, "logging_steps": 1}
-    content = yaml.safe_load(TOY.read_text()) | {
-        "policy_methods": "ppo:weak,dpo",
-        "sft": {**SHORT, "num_examples": 64},
-        "reward_model": rewarding,
-        "weak_reward_model": {"num_train_pairs": 40, "label_noise": 0.2},
-        "policy": SHORT,
-        "num_eval_prompts": 8,
-        "num_samples": 5,
-        **own,
-    }
-    (folder / "short.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
-    return folder / "short.yaml"
-
-
 def command(*words: str) -> list[str]:
     return [sys.executable, str(recipes.RECIPES / "rlhf.py"), *words]
 
 
-def kill_when(process: subprocess.Popen, exists: Path, seconds: float = 240) -> None:
-    """Kill the command and all that it started, once a file is there."""
-    end = time.monotonic() + seconds
-    while not exists.exists() and time.monotonic() < end and process.poll() is None:
-        time.sleep(0.2)
-    # A stage is of another session.
-    for one in (*psutil.Process(process.pid).children(recursive=True), process):
-        one.kill()
-    process.wait()
-    assert exists.exists()
-
-
 @pytest.mark.long
 def test_a_whole_pipeline_killed_between_stages_and_taken_up(tmp_path):
-    short_pipeline(tmp_path)
+    rewarding = {"max_steps": 2, "eval_steps": 1, "save_steps": 1, "logging_steps": 1}
+    content = yaml.safe_load(TOY.read_text()) | {"policy_methods": "ppo:weak,dpo", "policy": SHORT}
+    content |= {"sft": {**SHORT, "num_examples": 64}, "reward_model": rewarding, "num_eval_prompts": 8}
+    content |= {"weak_reward_model": {"num_train_pairs": 40, "label_noise": 0.2}, "num_samples": 5}
+    (tmp_path / "short.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
     words = command("--config", "short.yaml", "--output_dir", "out")
     environment = {**recipes.environment(), "OMP_NUM_THREADS": "1"}
     options = {"cwd": tmp_path, "env": environment, "start_new_session": True}
     first = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, **options)
     out = tmp_path / "out"
-    # The second stage has begun when its record is there.
-    kill_when(first, out / "reward_model" / "run.json")
+    # The second stage has begun when its record is there. A stage is of another session.
+    wait_until((out / "reward_model" / "run.json").exists, first, seconds=240)
+    for one in (*psutil.Process(first.pid).children(recursive=True), first):
+        one.kill()
+    first.wait()
     done = (out / "sft" / "results.json").stat().st_mtime_ns
     second = subprocess.run(words, capture_output=True, text=True, timeout=500, **options)
     assert second.returncode == 0, second.stderr[-3000:]
@@ -281,24 +266,17 @@ def test_a_model_without_a_chat_template_on_converted_data(tmp_path):
     dolly = [str(tmp_path / "dolly.jsonl"), str(tmp_path / "dolly" / "train_gen.jsonl")]
     convert([*dolly, "--format", "dolly", "--plain"])
     steps = {"max_steps": 2, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "save_steps": 1}
-    content = yaml.safe_load((recipes.RECIPES / "configs" / "gpt2_hh" / "rlhf.yaml").read_text()) | {
-        "model_name_or_path": "gpt2",
-        "sft": steps,
-        "reward_model": {**steps, "eval_steps": 1},
-        "weak_reward_model": {"num_train_pairs": 8, "label_noise": 0.25},
-        "policy": {**steps, "num_eval_prompts": 4},
-        "max_new_tokens": 8,
-        "num_eval_prompts": 4,
-        "output_dir": "out",
-    }
+    content = yaml.safe_load((recipes.RECIPES / "configs" / "gpt2_hh" / "rlhf.yaml").read_text())
+    content |= {"model_name_or_path": "gpt2", "sft": steps, "reward_model": {**steps, "eval_steps": 1}}
+    content |= {"weak_reward_model": {"num_train_pairs": 8, "label_noise": 0.25}, "max_new_tokens": 8}
+    content |= {"policy": {**steps, "num_eval_prompts": 4}, "num_eval_prompts": 4, "output_dir": "out"}
     content["methods"]["ppo"] |= {"generation_batch_size": 8, "num_iterations": 1, "max_completion_length": 8}
     content["methods"]["ppo"]["generation_eval_every"] = 0
     content["methods"]["dpo"] = {"max_new_tokens": 8}
     (tmp_path / "short.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
     environment = {**recipes.environment(), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command("--config", "short.yaml"), cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=500
-    )
+    options = {"env": environment, "capture_output": True, "text": True, "timeout": 500}
+    done = subprocess.run(command("--config", "short.yaml"), cwd=tmp_path, **options)
     assert done.returncode == 0, done.stderr[-3000:]
     summary = json.loads((tmp_path / "out" / "evaluation" / "evaluation.json").read_text())
     for row in summary["prompts"]["held_out"]["models"]:
@@ -306,3 +284,76 @@ def test_a_model_without_a_chat_template_on_converted_data(tmp_path):
         assert (row["kl"] is None) == (row["name"] == "sft"), row["kl_note"]
     sample = json.loads((tmp_path / "out" / "evaluation" / "samples_held_out_ppo.jsonl").read_text().splitlines()[0])
     assert sample["prompt_text"] == "\n\nHuman: Say 0\n\nAssistant:"
+
+
+# ---- The evaluation ----
+
+
+def test_the_front_of_reward_against_kl():
+    """SFT stands at no divergence. `b` has less reward at more KL than `a`; the base was no start of a policy."""
+
+    def model(name, kl, reward, true):
+        estimate = {key: {"mean": v, "low": v - 0.1, "high": v + 0.1} for key, v in (("kl", kl), ("r", reward))}
+        return {
+            "name": name,
+            "kl": None if name == "sft" else estimate["kl"],
+            "rewards": {"r": estimate["r"]},
+            "true_score": {"mean": true, "low": true, "high": true, "n": 4},
+        }
+
+    models = [model("base", 0.3, 9, 9), model("sft", 0, 0.5, 0.5), model("b", 2, 0.9, 0.2), model("a", 1, 1.0, 0.4)]
+    points = pareto_points(models, "r")
+    assert [(p["run"], p["kl"]["value"], p["on_front"]) for p in points] == [("sft", 0, 1), ("a", 1, 1), ("b", 2, 0)]
+    # By the true score no policy is worth its divergence.
+    assert [p["on_front"] for p in pareto_points(models, "true score")] == [True, False, False]
+
+
+def test_the_embedded_adversarial_prompts():
+    """Five families; what is graded is a prompt of the benchmark's test pool, and none is its prompt as a whole."""
+    rows = load_prompts(find_adversarial("recipes/configs/toy/rlhf_adversarial.jsonl"))
+    assert len(rows) == 31
+    families = {row["family"] for row in rows}
+    assert families == {"length_hack", "long", "contradictory", "out_of_vocabulary", "near_empty"}
+    known = {row["prompt"][-1]["content"] for split in load_benchmark("toy").values() for row in split}
+    for row in rows:
+        assert row["prompt_text"] not in known
+        assert bool(row["graded_as"]) == (row["family"] in ("length_hack", "long"))
+        if row["graded_as"]:
+            assert row["graded_as"] in row["prompt_text"]
+            assert pool_of(row["graded_as"]) == "test" and parse(row["graded_as"])
+        with pytest.raises(ValueError, match="unknown prompt"):
+            parse(row["prompt_text"])
+
+
+def test_label_noise_turns_the_share_that_is_asked_for():
+    """Of the first 10 pairs, 0.25 are 2.5, rounded to the even 2: two are turned round, the others as they were."""
+    pairs = Dataset.from_list([{"chosen": f"good {i}", "rejected": f"bad {i}"} for i in range(20)])
+    given = SimpleNamespace(num_train_pairs=10, label_noise=0.25, train_split="train_prefs")
+    found = training_pairs(pairs, given, seed=3)
+    turned = [i for i, row in enumerate(found) if row["chosen"] == f"bad {i}" and row["rejected"] == f"good {i}"]
+    kept = [i for i, row in enumerate(found) if row["chosen"] == f"good {i}" and row["rejected"] == f"bad {i}"]
+    assert (len(turned), len(kept)) == (2, 8)
+    assert training_pairs(pairs, given, seed=3)["chosen"] == found["chosen"]
+    given = SimpleNamespace(num_train_pairs=None, label_noise=0.0, train_split="train_prefs")
+    assert training_pairs(pairs, given, seed=3)["chosen"] == pairs["chosen"]
+    with pytest.raises(ValueError, match="num_train_pairs 21: 'train_prefs' has 20 pairs"):
+        training_pairs(pairs, SimpleNamespace(num_train_pairs=21, label_noise=0.0, train_split="train_prefs"), 0)
+
+
+def test_demonstrations_are_chosen_responses_or_references():
+    prompt, answer = [{"role": "user", "content": "q"}], [{"role": "assistant", "content": "a"}]
+    pairs = Dataset.from_list([{"row_id": "1", "prompt": prompt, "chosen": answer, "rejected": prompt}])
+    assert demonstrations(pairs, "x")[0] == {"row_id": "1", "prompt": prompt, "completion": answer}
+    prompts = Dataset.from_list([{"row_id": "1", "prompt": prompt, "reference_response_text": "a"}])
+    assert demonstrations(prompts, "x")[0]["completion"] == answer
+    plain = Dataset.from_list([{"row_id": "1", "prompt": "q:", "reference_response_text": " a"}] * 2)
+    assert demonstrations(plain, "x", 1)["completion"] == [" a"]
+    with pytest.raises(ValueError, match="num_examples 3: 'x' has 2 rows"):
+        demonstrations(plain, "x", 3)
+    with pytest.raises(ValueError, match="the split 'x' holds no demonstrations"):
+        demonstrations(plain.remove_columns("reference_response_text"), "x")
+
+
+def test_prompts_that_are_trained_on_are_counted():
+    prompts = [[{"role": "user", "content": text}] for text in "abc"]
+    assert shared_prompts(Dataset.from_dict({"prompt": prompts[:2]}), Dataset.from_dict({"prompt": prompts[1:]})) == 1

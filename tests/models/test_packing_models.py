@@ -33,6 +33,11 @@ from trl_ext.models.packing.planner import plan_batch
 architectures = pytest.mark.parametrize("architecture", ARCHITECTURES)
 
 
+def assert_same_outputs(got, expected) -> None:
+    for name in OUTPUTS:
+        assert largest(getattr(got, name), getattr(expected, name)) < 1e-4, name
+
+
 def relative(got: Tensor, expected: Tensor) -> float:
     """Norm of the difference over the norm of what is expected."""
     return ((got - expected).norm() / expected.norm()).item()
@@ -54,9 +59,8 @@ def test_equal_to_the_padded_pass(architecture):
     got, got_gradient = values_and_gradient(model, batch)
     assert (packing.reason, packing.backend, dict(packing.left_padded)) == (None, "sdpa", {})
     assert (packing.padded_tokens, packing.packed_tokens) == (240, 95)
-    for name in OUTPUTS:
-        assert getattr(got, name).shape == (6, 39)
-        assert largest(getattr(got, name), getattr(expected, name)) < 1e-4, name
+    assert {getattr(got, name).shape for name in OUTPUTS} == {(6, 39)}
+    assert_same_outputs(got, expected)
     assert got.is_top1.equal(expected.is_top1)
     assert got.label_mask.equal(expected.label_mask)
     assert got.aux_loss is None
@@ -86,9 +90,8 @@ def test_places_without_a_label_are_zero():
     packing = share_prefixes(model)
     got = forward(model, batch)
     assert packing.packed_tokens == 15 + 1
-    for name in OUTPUTS:
-        assert largest(getattr(got, name), getattr(expected, name)) < 1e-4, name
-        assert not getattr(got, name)[~expected.label_mask].any(), name
+    assert_same_outputs(got, expected)
+    assert not any(getattr(got, name)[~expected.label_mask].any() for name in OUTPUTS)
 
 
 def test_narrow_tiles_of_the_vocabulary(monkeypatch):
@@ -103,8 +106,7 @@ def test_narrow_tiles_of_the_vocabulary(monkeypatch):
     got, got_gradient = values_and_gradient(model, batch)
     assert seen == {7}
     assert own == trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE
-    for name in OUTPUTS:
-        assert largest(getattr(got, name), getattr(expected, name)) < 1e-4, name
+    assert_same_outputs(got, expected)
     assert relative(got_gradient, expected_gradient) < 1e-5
 
 
@@ -186,9 +188,8 @@ def _positions_not_restarted(plan):
 
 def _prompt_hidden(plan):
     """Every segment attends to itself only."""
-    own = [
-        path[-added:] for path, added in zip(plan.key_index.split(plan.key_lengths), plan.query_lengths, strict=True)
-    ]
+    paths = zip(plan.key_index.split(plan.key_lengths), plan.query_lengths, strict=True)
+    own = [path[-added:] for path, added in paths]
     object.__setattr__(plan, "key_index", torch.cat(own))
     object.__setattr__(plan, "key_lengths", plan.query_lengths)
 
@@ -211,9 +212,8 @@ def test_corrupted_plans_are_far_off(corrupt, margin):
     plan = plan_batch(**batch)
 
     def log_probs(plan):
-        output = packing.call(
-            **packed_inputs(plan), shift_labels=plan.shift_labels(batch["labels"]), fused_lm_head=True
-        )
+        labels = plan.shift_labels(batch["labels"])
+        output = packing.call(**packed_inputs(plan), shift_labels=labels, fused_lm_head=True)
         return output.log_probs[0][plan.columns[:, :-1]].masked_fill(batch["labels"][:, 1:] == -100, 0)
 
     assert largest(log_probs(plan), expected) < 1e-4

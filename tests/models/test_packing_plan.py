@@ -93,9 +93,8 @@ def random_batch(seed: int) -> tuple[dict, list[list[int]], list[int]]:
 
 def prefixes(rows, needed, *, labelled: bool) -> int:
     """Distinct prefixes that have to be encoded: with labels, two tokens are one if the next token is one too."""
-    return len(
-        {tuple(row[: end + labelled]) for row, last in zip(rows, needed, strict=True) for end in range(1, last + 1)}
-    )
+    ends = [(row, end) for row, last in zip(rows, needed, strict=True) for end in range(1, last + 1)]
+    return len({tuple(row[: end + labelled]) for row, end in ends})
 
 
 def check(plan, batch, rows, needed) -> None:

@@ -185,10 +185,8 @@ def test_within_a_disabled_adapter(tiny_model_path, adapters):
     with policy.disable_adapter():
         added = backbone.add_reward_adapter(adapters["all linear, rank 6"])
         assert torch.equal(policy(ids).logits, reference), "also where it wraps modules that were bare before"
-    assert torch.equal(
-        backbone.score(added, SEQUENCES, batch_size=2, pad_token_id=0),
-        separate_scores(tiny_model_path, adapters["all linear, rank 6"]),
-    )
+    expected = separate_scores(tiny_model_path, adapters["all linear, rank 6"])
+    assert torch.equal(backbone.score(added, SEQUENCES, batch_size=2, pad_token_id=0), expected)
 
 
 def test_only_the_policy_is_saved(tiny_model_path, adapters, tmp_path):
@@ -223,16 +221,11 @@ def test_an_adapter_costs_its_own_weights_only(tiny_model_path, adapters):
     assert bare > 20 * 448 * 4, "another copy of the base would show"
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"modules_to_save": ["embed_tokens"]},
-        {"modules_to_save": ["lm_head"]},
-        {"target_modules": ["embed_tokens", "q_proj"]},
-        {"use_dora": True},
-    ],
-    ids=str,
-)
+COPYING = [{"modules_to_save": ["embed_tokens"]}, {"modules_to_save": ["lm_head"]}]
+COPYING += [{"target_modules": ["embed_tokens", "q_proj"]}, {"use_dora": True}]
+
+
+@pytest.mark.parametrize("settings", COPYING, ids=str)
 def test_other_kinds_of_policies(settings, tiny_model_path, adapters):
     """Copies that the policy trains beside the base are off while a reward is scored, and on again afterwards."""
     policy = load_policy(tiny_model_path, **settings)
@@ -258,9 +251,7 @@ def test_a_reference_adapter_beside_the_policy(tiny_model_path, adapters, tmp_pa
     backbone.score(name, SEQUENCES, pad_token_id=0)
     assert state(policy) == before
     policy.save_pretrained(tmp_path)
-    assert sorted(path.parent.name for path in tmp_path.rglob("adapter_model.safetensors")) == sorted(
-        [tmp_path.name, "ref"]
-    )
+    assert {path.parent.name for path in tmp_path.rglob("adapter_model.safetensors")} == {tmp_path.name, "ref"}
 
 
 # ---- Refusals ----

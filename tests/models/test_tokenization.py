@@ -1,17 +1,27 @@
-"""Token batches, entropies and log-probabilities against values worked by hand and plain computations in float64."""
+"""Token batches, entropies, log-probabilities and `score_responses` against values worked by hand and in float64."""
 
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from tests.support.tiny import build_tokenizer, with_special_tokens
+from tests.support.tiny import build_tokenizer, token_log_probs, with_special_tokens
+from tests.support.train_once import build
 from trl_ext.data import encode_turn
 from trl_ext.data.packed_sft import encode_documents
-from trl_ext.models import completion_mask, response_log_probs, token_entropy, tokenize_prompt_and_output
+from trl_ext.models import (
+    completion_mask,
+    response_log_probs,
+    score_responses,
+    token_entropy,
+    tokenize_prompt_and_output,
+)
+from trl_ext.models.loading import load_policy
+from trl_ext.rewards import RewardModel
 from trl_ext.rollouts.generation import prompt_tokens
 
 
@@ -128,10 +138,8 @@ def batch(tokenizer):
 def test_against_rows_without_padding_in_float64(model, exact_model, batch, tokenizer):
     """Each row by itself, cut to its tokens; log p = logit - log(sum of exponentials), H = -sum of p log p."""
     results = response_log_probs(model, batch["input_ids"], batch["labels"], return_token_entropy=True)
-    assert {name: list(tensor.shape) for name, tensor in results.items()} == {
-        "log_probs": list(batch["labels"].shape),
-        "token_entropy": list(batch["labels"].shape),
-    }
+    shape = batch["labels"].shape
+    assert {name: tensor.shape for name, tensor in results.items()} == {"log_probs": shape, "token_entropy": shape}
     for row, length in enumerate([len("What is 1+1?two") - 1, len("xa longer answer") - 1]):
         with torch.no_grad():
             logits = exact_model(batch["input_ids"][row : row + 1, :length]).logits[0]
@@ -171,17 +179,9 @@ def test_completion_mask_by_hand():
 
 
 @pytest.mark.parametrize("text", ["the cat", "the cat<|im_end|>", ""])
-@pytest.mark.parametrize(
-    ("single", "beginning"),
-    [
-        ("$A <|im_end|>", ""),
-        ("<|im_start|> $A <|im_end|>", "<|im_start|>"),
-        ("<|im_end|> $A", "<|im_end|>"),
-        ("$A", ""),
-    ],
-)
-def test_an_appended_end_token_is_no_part_of_a_prompt(single, beginning, text):
-    tokenizer = with_special_tokens(build_tokenizer(), single)
+@pytest.mark.parametrize("single", ["$A <|im_end|>", "<|im_start|> $A <|im_end|>", "<|im_end|> $A", "$A"])
+def test_an_appended_end_token_is_no_part_of_a_prompt(single, text):
+    tokenizer, beginning = with_special_tokens(build_tokenizer(), single), single.partition("$A")[0].strip()
     tokenizer.bos_token = beginning or None
     expected = build_tokenizer()(beginning + text)["input_ids"]
     end = tokenizer.eos_token_id
@@ -219,3 +219,123 @@ def test_labels_that_are_no_tokens_are_refused(model, batch):
     labels[1, 3] = -100
     with pytest.raises(ValueError, match="labels: an id that is no token, such as -100"):
         response_log_probs(model, batch["input_ids"], labels)
+
+
+# ---- Responses in batches ----
+
+
+@pytest.fixture(scope="module")
+def rows() -> tuple[list[list[int]], list[list[int]]]:
+    """11 prompts and responses of 1 to 40 and 0 to 30 tokens, long prompts with short responses among them."""
+    draw = random.Random(0)
+    ids = lambda length: [draw.randrange(3, 250) for _ in range(length)]  # noqa: E731
+    lengths = [(1, 1), (40, 2), (3, 30), (1, 30), (25, 0)]
+    lengths += [(draw.randint(1, 40), draw.randint(1, 30)) for _ in "123456"]
+    return [ids(prompt) for prompt, _ in lengths], [ids(response) for _, response in lengths]
+
+
+@torch.no_grad()
+def assert_scored(values, model, prompt: list[int], response: list[int], atol: float = 1e-5) -> None:
+    """The log-probabilities are those of one row alone."""
+    chosen = torch.tensor(response, dtype=torch.long)[:, None]
+    expected = token_log_probs(model, prompt, response).gather(1, chosen)[:, 0]
+    torch.testing.assert_close(values.double(), expected, atol=atol, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("batch_size", "pad_token_id"), [(1, 0), (3, 200), (4, 0), (100, 200)])
+def test_against_rows_alone_in_float64(batch_size, pad_token_id, model, exact_model, rows):
+    prompts, responses = rows
+    scored = score_responses(model, prompts, responses, batch_size=batch_size, pad_token_id=pad_token_id)
+    assert [len(values) for values in scored] == [len(response) for response in responses]
+    for values, prompt, response in zip(scored, prompts, responses, strict=True):
+        assert values.dtype == torch.float32 and values.device.type == "cpu" and not values.requires_grad
+        assert_scored(values, exact_model, prompt, response)
+
+
+def test_padding_does_not_move_absolute_positions(rows):
+    """GPT-2 adds an embedding of each position, so that a row shifted by its padding would score otherwise."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=256, n_positions=128, n_embd=16, n_layer=2, n_head=2, initializer_range=0.3)
+    model = GPT2LMHeadModel(config).eval()
+    scored = score_responses(model, *rows, batch_size=4)
+    model.double()
+    for values, prompt, response in zip(scored, *rows, strict=True):
+        assert_scored(values, model, prompt, response)
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_the_model_of_a_trainer(lora, rows, tiny_model_path, tmp_path):
+    """A trainer puts a fused head in place of the model's own; in training mode, with checkpointing and dropout."""
+    arguments = {"gradient_checkpointing": True, "disable_dropout": False}
+    spec = {"model": tiny_model_path, "lora": lora, "lora_dropout": 0.5, "args": arguments}
+    trained = build(spec, str(tmp_path)).model.train()
+    scored = score_responses(trained, *rows)
+    trained.eval()
+    for values, prompt, response in zip(scored, *rows, strict=True):
+        assert_scored(values, trained, prompt, response, atol=1e-4)
+
+
+def test_empty_responses_and_prompts(model):
+    first, empty = score_responses(model, [[5, 6], [7]], [[8], []])
+    assert (first.shape, empty.shape) == ((1,), (0,))
+    assert [values.shape for values in score_responses(model, [[5], [6]], [[], []])] == [(0,), (0,)]
+    assert score_responses(model, [], []) == []
+    with pytest.raises(ValueError, match="^prompt 1 is empty"):
+        score_responses(model, [[1], []], [[2], [3]])
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_mode_of_the_model_is_restored(training, tiny_model_path):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_path).train(training)
+    modes = []
+    handle = model.register_forward_pre_hook(lambda module, _: modes.append(module.training))
+    score_responses(model, [[1, 2]], [[3]])
+    assert modes == [False]
+    assert model.training is training
+    handle.remove()
+
+    def fail(*_):
+        raise RuntimeError("out of memory")
+
+    model.register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        score_responses(model, [[1, 2]], [[3]])
+    assert model.training is training
+
+
+TRAINERS = ["PreferenceTrainer", "SFTTrainer", "RewardTrainer", "KTOTrainer", "PolicyTrainer"]
+MESSAGE = r"^the tokenizer's token .* is number \d+, and the model has embeddings for \d+ tokens: use .* first$"
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_a_tokenizer_larger_than_the_model_is_refused_before_training(trainer, policy_path, tmp_path):
+    kind = AutoModelForSequenceClassification if trainer == "RewardTrainer" else AutoModelForCausalLM
+    options = {"num_labels": 1} if trainer == "RewardTrainer" else {}
+    tokenizer = AutoTokenizer.from_pretrained(policy_path)
+
+    def build_on(model, name: str = "run", **keys) -> None:
+        spec = {"trainer": trainer, "model": model, "dtype": None, **keys}
+        build(spec, str(tmp_path / name), processing_class=tokenizer)
+
+    # Before its reference log-probabilities, too.
+    precomputed = [{"args": {"precompute_ref_log_probs": True}}] if trainer == "PreferenceTrainer" else []
+    for own in [{}, *precomputed]:
+        small = kind.from_pretrained(policy_path, **options)
+        small.resize_token_embeddings(tokenizer.eos_token_id)
+        with pytest.raises(ValueError, match=MESSAGE):
+            build_on(small, **own)
+    # Nor is such a policy or reward model loaded.
+    small.save_pretrained(tmp_path / "small")
+    tokenizer.save_pretrained(tmp_path / "small")
+    load = RewardModel(str(tmp_path / "small")).load if trainer == "RewardTrainer" else load_policy
+    with pytest.raises(ValueError, match=MESSAGE):
+        load(*([] if trainer == "RewardTrainer" else [str(tmp_path / "small")]))
+    # A token that no text contains, as Gemma 3's of images, is none of the model's business.
+    tokenizer.add_tokens(["<image>"])
+    model = kind.from_pretrained(policy_path, **options)
+    build_on(model, "unused")
+    # Nor is room in the model for more.
+    model.resize_token_embeddings(len(tokenizer) + 64)
+    build_on(model, "room")

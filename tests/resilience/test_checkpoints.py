@@ -129,11 +129,8 @@ def test_every_file_is_listed_and_the_partial_folder_is_gone(saved):
     for step in (1, 2, 3):
         folder = saved / f"checkpoint-{step}"
         listed = json.loads((folder / FILES_FILE).read_text())
-        assert listed == {
-            str(p.relative_to(folder)): p.stat().st_size
-            for p in folder.rglob("*")
-            if p.is_file() and p.name != FILES_FILE
-        }
+        files = [path for path in folder.rglob("*") if path.is_file() and path.name != FILES_FILE]
+        assert listed == {str(path.relative_to(folder)): path.stat().st_size for path in files}
         assert {"model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "progress_0.json"} < set(listed)
     assert not (saved / PARTIAL_FOLDER).exists()
 
@@ -190,9 +187,8 @@ def test_the_checkpoint_of_a_notice_stays_beside_the_best(spec, tmp_path, signal
 def test_weights_alone_are_nothing_to_go_on_from(spec, tmp_path, signals):
     """`save_only_model` at steps 2 and 4; a notice in the fifth step is for going on, and saved in full."""
     stopped(spec, tmp_path, save_only_model=True, save_steps=2)
-    assert fault_of(tmp_path / "checkpoint-4") == (
-        "it has no scheduler.pt and no optimizer, as save_only_model leaves it"
-    )
+    fault = "it has no scheduler.pt and no optimizer, as save_only_model leaves it"
+    assert fault_of(tmp_path / "checkpoint-4") == fault
     assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-5"
     with pytest.raises(ValueError, match="checkpoint-4 cannot be resumed from: it has no scheduler.pt"):
         check_checkpoint(tmp_path / "checkpoint-4")
@@ -230,7 +226,6 @@ def test_the_split_of_an_optimizer_batch_may_change_and_the_batch_may_not(rows, 
 
 def test_a_finished_run_takes_no_further_step(spec, run):
     """3 steps of 6 pairs are one epoch and no more; with 4 pairs, the end lies in the middle of an epoch."""
-
     for rows in (6, 4):
         trainer = build({**spec, "pairs": rows}, str(run))
         trainer.add_callback(At("on_step_begin", 3, lambda: pytest.fail("a further step")))

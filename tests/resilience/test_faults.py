@@ -20,12 +20,7 @@ from tests.support.recipes import RECIPES, environment
 from tests.support.tiny import pairs
 from tests.support.train_once import largest_difference, launch, parameters
 from trl_ext.resilience.checkpoints import PARTIAL_FOLDER, last_checkpoint
-from trl_ext.resilience.faults import (
-    TrainingFault,
-    is_lost_process,
-    is_out_of_memory,
-    plain_faults,
-)
+from trl_ext.resilience.faults import TrainingFault, is_lost_process, is_out_of_memory, plain_faults
 from trl_ext.resilience.reward_guard import Stalled, time_limit
 
 TRAINERS = ["PolicyTrainer", "PreferenceTrainer", "RewardTrainer", "SFTTrainer"]
@@ -149,10 +144,8 @@ def test_a_reward_function_that_hangs_is_named_with_its_rows(spec, tmp_path):
         with pytest.raises(TrainingFault) as caught:
             trainer.train()
         assert time.monotonic() - begun < 10
-        start = (
-            f"the reward function {function.__name__!r} did not come back within 0.5 seconds (reward_timeout), given"
-        )
-        assert str(caught.value).startswith(f"{start} row_id 'row0', row_id 'row1' ")
+        assert f"{function.__name__!r} did not come back within 0.5 seconds (reward_timeout)" in str(caught.value)
+        assert "given row_id 'row0', row_id 'row1' " in str(caught.value)
 
 
 def test_a_reward_function_that_hangs_can_be_skipped(spec, tmp_path):
@@ -211,9 +204,8 @@ def test_a_loss_that_is_not_finite_on_one_process_is_skipped_on_both(spec, tmp_p
 def test_deepspeed_skips_by_itself_and_is_counted(engine, spec, tmp_path):
     specs = [spec("PreferenceTrainer", fault="NotANumber", steps=[1])]
     (tmp_path / "specs.json").write_text(json.dumps(specs))
-    launched = launch(
-        engine, ["-m", "tests.support.faults_once", str(tmp_path / "specs.json"), str(tmp_path)], tmp_path
-    )
+    command = ["-m", "tests.support.faults_once", str(tmp_path / "specs.json"), str(tmp_path)]
+    launched = launch(engine, command, tmp_path)
     assert launched.returncode == 0, launched.stderr[-4000:]
     for rank in (0, 1):
         (run,) = json.loads((tmp_path / f"rank{rank}.json").read_text())
@@ -229,9 +221,7 @@ def test_a_killed_process_ends_the_other(spec, tmp_path):
     assert killed.code == -9 and survivor.code == 2
     assert survivor.seconds - killed.seconds < 60
     error = survivor.runs[0]["error"]
-    assert error.startswith(
-        "TrainingFault: another process of this run has ended, and this one cannot continue without it"
-    )
+    assert error.startswith("TrainingFault: another process of this run has ended, and this one cannot continue")
     assert f"goes on from {tmp_path}/0-run/checkpoint-2" in error and "\n" not in error
 
 

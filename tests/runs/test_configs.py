@@ -1,14 +1,23 @@
-"""Every YAML file: recipes' configurations build what they say, and accelerate reads its own."""
+"""Every YAML file builds what it says, and the course's words for batches, baselines and lengths mean it to TRL."""
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
+from datasets import Dataset
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.support import REPOSITORY, recipes
+from tests.support.trl_private import BeforeLoss
+from trl_ext import PolicyTrainer
+from trl_ext.runs.course_config import CourseConfig
+from trl_ext.toy import MODEL_DIR
 
 CONFIGS = sorted((recipes.RECIPES / "configs").glob("**/*.yaml"))
 CONFIGS = [path for path in CONFIGS if path.parent.name != "compare"]
@@ -117,3 +126,224 @@ def test_the_course_runs_online(monkeypatch):
         assert (arguments.num_generation_prompts, arguments.generation_temperature) == (32, 0)
         named = f"berkeley_{method}"
         assert {**objective.to_dict(), "algorithm": named} == type(objective)(named).to_dict()
+
+
+# ---- The investigations of part two ----
+
+
+COURSE = recipes.RECIPES / "configs" / "wildchat"
+# Nothing is trained by best_of_n.
+FILES = sorted(path for path in (COURSE / "part2").glob("*.yaml") if path.stem != "best_of_n")
+HEAD = re.compile(
+    r"(# .+\n)+#   accelerate launch recipes/(?P<recipe>\w+)\.py --config (?P<path>\S+)\n"
+    r"# Baseline: recipes/configs/wildchat/(?P<baseline>\S+)\.yaml\n"
+)
+
+
+def named_in(path: Path) -> tuple[str, str]:
+    """The recipe and the baseline that the comment at the beginning of a file names."""
+    head = HEAD.match(path.read_text())
+    assert head is not None, f"{path} must begin with what it is, its command and its baseline"
+    assert REPOSITORY / head["path"] == path
+    return head["recipe"], head["baseline"]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_warm_up_and_evaluations_are_counted_in_responses(path, monkeypatch):
+    """The course's 20 and 25 rollouts of 64 responses, however many updates a rollout serves."""
+    recipe, _ = named_in(path)
+    if not recipes.is_online(recipe):
+        return
+    parsed = recipes.parse(monkeypatch, recipe, "--config", str(path))
+    arguments, training = parsed[0], parsed[-1]
+    each = training.generation_batch_size / training.updates_per_rollout
+    counted = [training.warmup_steps, training.save_steps, arguments.generation_eval_every]
+    assert [steps * each for steps in counted] == [20 * 64, 25 * 64, 25 * 64]
+
+
+# ---- One short run of each family ----
+
+TOY = ["--dataset_name=toy", "--model_name_or_path=toy", "--dtype=float32", "--bf16=false", "--use_cpu=true"]
+SHORT = [*TOY, "--max_steps=2", "--warmup_steps=0", "--logging_steps=1", "--save_steps=1", "--eval_steps=1"]
+SHORT += ["--per_device_train_batch_size=4", "--gradient_accumulation_steps=1", "--gradient_checkpointing=false"]
+COMPARED = [*SHORT, "--num_generation_prompts=4", "--num_eval_prompts=4", "--generation_eval_every=0"]
+PAIRS = [*COMPARED, "--max_new_tokens=8", "--per_device_eval_batch_size=64"]
+ROLLOUTS = [*(flag for flag in COMPARED if "eval_steps" not in flag), "--generation_batch_size=8"]
+ROLLOUTS += ["--max_completion_length=8", "--min_new_tokens=1", "--save_steps=2"]
+
+
+def run(monkeypatch, name: str, *arguments: str) -> dict:
+    """What results.json says of a short run of a file in this process."""
+    path = COURSE / "part2" / f"{name}.yaml"
+    recipe, _ = named_in(path)
+    recipes.run(monkeypatch, recipe, "--config", str(path), "--output_dir", name, *arguments)
+    return json.loads((Path(name) / "results.json").read_text())["run"]
+
+
+def logged(name: str) -> set[str]:
+    lines = (Path(name) / "metrics.jsonl").read_text().splitlines()
+    return {metric for line in lines for metric in json.loads(line)}
+
+
+@pytest.mark.slow
+def test_a_run_of_each_family(tmp_path, monkeypatch):
+    """Two steps of the embedded model, each with what its investigation changes in force."""
+    monkeypatch.chdir(tmp_path)
+    weighted = "dpo (beta 0.005, weighted by confidence column avg_confidence power 4 floor 0.3)"
+    assert run(monkeypatch, "confidence", *PAIRS, "--eval_split=none")["objective"] == weighted
+
+    # Of two checkpoints, the one with the better figure is what is saved in the end.
+    run(monkeypatch, "dpo_best", *PAIRS)
+    state = json.loads(Path("dpo_best/checkpoint-2/trainer_state.json").read_text())
+    figures = {row["step"]: row["eval_rewards/accuracies"] for row in state["log_history"] if "eval_loss" in row}
+    best = Path(state["best_model_checkpoint"])
+    assert best.name == f"checkpoint-{max(figures, key=figures.get)}" and len(figures) == 2
+    final, kept = (load_file(folder / "adapter_model.safetensors") for folder in (Path("dpo_best"), best))
+    assert all(final[name].equal(kept[name]) for name in kept)
+
+    # Each of 2,000 pairs is two labelled responses.
+    assert run(monkeypatch, "kto", *PAIRS, "--eval_split=none")["train_responses"] == 4000
+
+    assert run(monkeypatch, "reward_model_centered", *SHORT)["objective"] == "Bradley-Terry (centring 0.01)"
+    ensemble = ["--reward_model", *["reward_model_centered"] * 3]
+    (found,) = run(monkeypatch, "grpo_ensemble_min", *ROLLOUTS, *ensemble)["ensembles"]
+    assert (found["aggregate"], found["calibrated_on"], len(found["members"])) == ("min", 256, 3)
+
+    rewarded = [*ROLLOUTS, "--reward_model", "reward_model_centered"]
+    found = run(monkeypatch, "ppo_centered", *rewarded)
+    assert found["settings"]["algorithm"] == "ppo"
+    assert [step["kind"] for step in found["reward_shaping"][0]["steps"]] == ["center_reference"]
+    assert Path("ppo_centered/value_head.safetensors").is_file()
+
+    run(monkeypatch, "online_preference_replay", *rewarded)
+    assert {"replay/size", "replay/weight_max", "pairs/count"} <= logged("online_preference_replay")
+    assert Path("online_preference_replay/checkpoint-2/replay.json").is_file()
+
+
+def test_the_best_checkpoint_needs_pairs_to_choose_by(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    config = f"--config={COURSE / 'part2' / 'dpo_best.yaml'}"
+    message = "load_best_model_at_end chooses a checkpoint on held-out rows, and there are none"
+    assert message in recipes.refused(monkeypatch, capsys, "dpo", config, *PAIRS, "--eval_split=none")
+
+
+# ---- `CourseConfig` ----
+
+
+@pytest.fixture
+def build(tmp_path):
+    def build(**settings) -> CourseConfig:
+        return CourseConfig(output_dir=str(tmp_path), use_cpu=True, report_to="none", **settings)
+
+    return build
+
+
+def test_sizes_of_the_course_become_those_of_trl(build):
+    """256 responses to a rollout, 64 to an update in passes of 16: 4 passes an update, 4 updates a pass over them.
+
+    Two passes over the rollout are 8 updates, so 10 rollouts are 80.
+    """
+    sizes = {"rollout_batch_size": 256, "train_batch_size": 64, "per_device_train_batch_size": 16, "group_size": 8}
+    config = build(**sizes, epochs_per_rollout_batch=2, n_grpo_steps=10)
+    assert (config.generation_batch_size, config.num_generations, config.num_iterations) == (256, 8, 2)
+    assert (config.gradient_accumulation_steps, config.steps_per_generation) == (4, 16)
+    assert (config.updates_per_rollout, config.max_steps) == (8, 80)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"rollout_batch_size": 60, "group_size": 8}, "rollout_batch_size 60 .* group_size 8"),
+        ({"rollout_batch_size": 96, "train_batch_size": 64}, "rollout_batch_size 96 .* train_batch_size 64"),
+        ({"train_batch_size": 24, "per_device_train_batch_size": 16}, "train_batch_size 24 .* 16 responses"),
+        ({"train_batch_size": 32, "gradient_accumulation_steps": 2}, "train_batch_size 32 means gradient_accumul"),
+        ({"group_size": 4, "num_generations": 8}, "group_size 4 means num_generations 4, and num_generations is 8"),
+        ({"group_size": 0}, "group_size must be at least 1, got 0"),
+        ({"length_normalization": "mean"}, "length_normalization must be one of masked_mean, masked_normalize"),
+        ({"algorithm": "dr_grpo", "use_std_normalization": True}, "without the standard deviation"),
+        ({"algorithm": "dr_grpo", "length_normalization": "masked_mean"}, "without length normalisation"),
+        ({"algorithm": "no_baseline", "use_std_normalization": True}, "Rewards times log-probabilities"),
+        ({"stop": ["</answer>"], "mask_truncated_completions": True}, "mask_truncated_completions"),
+    ],
+)
+def test_what_contradicts_is_refused_with_the_numbers(settings, expected, build):
+    with pytest.raises(ValueError, match=expected):
+        build(**{"per_device_train_batch_size": 8, **settings})
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"algorithm": "grpo"}, ("group_normalized", "clip", "sequence_mean")),
+        ({"algorithm": "grpo", "use_std_normalization": False}, ("group_centered", "clip", "sequence_mean")),
+        ({"algorithm": "grpo", "length_normalization": "masked_normalize"}, ("group_normalized", "clip", "constant")),
+        ({"algorithm": "dr_grpo"}, ("group_centered", "clip", "constant")),
+        ({"algorithm": "no_baseline"}, ("no_baseline", "reinforce", "sequence_mean")),
+        ({"algorithm": "reinforce_with_baseline"}, ("group_normalized", "reinforce", "sequence_mean")),
+        ({"algorithm": "grpo_no_clip"}, ("group_normalized", "no_clip", "sequence_mean")),
+    ],
+)
+def test_algorithms_and_normalizations(settings, expected, build):
+    objective = build(**settings).build_objective()
+    assert (objective.advantage, objective.surrogate, objective.aggregation) == expected
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "grpo_no_clip", "reinforce_with_baseline"])
+def test_the_courses_advantages_and_no_divergence(algorithm, build):
+    """Rewards 1, 0, 0, 0: mean 1/4, sum of squares 9/16 + 3/16, so the sample's deviation is sqrt(3/4 / 3) = 1/2.
+
+    Advantages 3/4 and -1/4 over 1/2 + 1e-6; the population's deviation, sqrt(3)/4, would give 1.732 and -0.577.
+    """
+    objective = build(algorithm=algorithm).build_objective()
+    found = objective.advantages(torch.tensor([1.0, 0.0, 0.0, 0.0]), 4)
+    assert found.tolist() == pytest.approx([0.75 / 0.500001, *[-0.25 / 0.500001] * 3], abs=1e-6)
+    assert objective.beta == 0
+
+
+def test_what_the_course_sets_can_be_given(build):
+    given = build(std_ddof=0, advantage_eps=1e-4, beta=0.04).build_objective()
+    assert (given.std_ddof, given.advantage_eps, given.beta) == (0, 1e-4, 0.04)
+    # What is not of the course stays as its paper has it, and nothing that an estimator does not read is set.
+    assert build(algorithm="gspo").build_objective().std_ddof == 0
+    assert build(algorithm="rloo").build_objective().beta == 0.03
+    for settings in ({"algorithm": "dr_grpo"}, {"algorithm": "no_baseline"}, {"use_std_normalization": False}):
+        config = build(**settings)
+        assert (config.std_ddof, config.advantage_eps, config.beta) == (None, None, 0)
+
+
+# ---- Batches ----
+
+
+@pytest.mark.parametrize(
+    ("sizes", "rows", "responses"),
+    [
+        # An update is 4 passes of 4, a rollout 2 updates.
+        ({"rollout_batch_size": 32, "train_batch_size": 16, "per_device_train_batch_size": 4}, [4] * 8, [32]),
+        ({"rollout_batch_size": 16, "train_batch_size": 16, "per_device_train_batch_size": 4}, [4] * 8, [16, 16]),
+        # Neither word: one pass of 8, transformers' default.
+        ({}, [8, 8], [8, 8]),
+    ],
+)
+def test_passes_and_rollouts_are_as_large_as_was_asked(sizes, rows, responses, build):
+    """Two updates of the embedded model: the rows of each pass, and the responses of each rollout."""
+    passes, rollouts = [], []
+
+    def reward(completions, **columns):
+        rollouts.append(len(completions))
+        return [float(index % 2) for index in range(len(completions))]
+
+    class Counting(BeforeLoss, PolicyTrainer):
+        def before_loss(self, inputs):
+            passes.append(len(inputs["completion_ids"]))
+            return inputs
+
+    trainer = Counting(
+        AutoModelForCausalLM.from_pretrained(MODEL_DIR),
+        reward_funcs=reward,
+        args=build(group_size=4, max_steps=2, max_completion_length=4, disable_tqdm=True, save_strategy="no", **sizes),
+        processing_class=AutoTokenizer.from_pretrained(MODEL_DIR),
+        train_dataset=Dataset.from_list([{"prompt": f"{n} + 1 ="} for n in range(20)]),
+    )
+    trainer.train()
+    assert (passes, rollouts) == (rows, responses)
+    assert trainer.rollouts * trainer.args.generation_batch_size == sum(responses)

@@ -1,25 +1,28 @@
-"""The arguments of the recipes: what is refused in one line, what config.yaml holds, and what it reads back."""
+"""The arguments of the recipes and the `trl-ext` command: what is refused in one line, and what config.yaml holds."""
 
 from __future__ import annotations
+
+import ast
+import runpy
+import subprocess
+import sys
 
 import pytest
 import yaml
 
-from tests.support import recipes
+import trl_ext
+from tests.support import REPOSITORY, recipes
 from tests.support.files import labelled, read_rows, write_rows
 from tests.support.recipes import refused, write_labelled_pairs, write_rewards
+from tests.support.refusals import assert_one_line
+from trl_ext import cli
 from trl_ext.losses import PreferenceObjective  # noqa: F401  the losses register before a test copies their table
 from trl_ext.runs.arguments import toy_config
 from trl_ext.runs.folder import clear_run_folder, config_text, open_run_folder
 
 # Flags that name a split of the benchmark, by recipe.
-SPLITS = {
-    "kto": ("train_split", "eval_split", "prompt_split"),
-    "dpo": ("train_split", "eval_split", "prompt_split"),
-    "rlhf_sft": ("train_split", "eval_split", "prompt_split"),
-    "reward_model": ("train_split", "eval_split", "selection_split"),
-    "grpo": ("train_split", "prompt_split"),
-}
+SPLITS = dict.fromkeys(("kto", "dpo", "rlhf_sft"), ("train_split", "eval_split", "prompt_split"))
+SPLITS |= {"reward_model": ("train_split", "eval_split", "selection_split"), "grpo": ("train_split", "prompt_split")}
 REWARD = {"grpo": ["--reward_function=builtins:len"]}
 
 
@@ -30,10 +33,7 @@ DATA["kept"] = [{"row_id": "a", "prompt": "p", "completion": "c"}]
 DATA["problems"] = [{"question": "Sum?", "answer": "4"}, {"row_id": "b", "question": "Sum?"}]
 REFUSED = {
     "kto": [
-        (
-            ["--dataset_name=not_boolean.jsonl"],
-            "9 bad rows: line 1, row_id r0: label: Input should be a",
-        ),
+        (["--dataset_name=not_boolean.jsonl"], "9 bad rows: line 1, row_id r0: label: Input should be a"),
         (["--dataset_name=all_good.jsonl"], "no undesirable response among its 8: KTO weighs"),
     ],
     "dpo": [(["--dataset_name=labelled.jsonl"], "holds labelled responses and no pairs ... recipes/kto.py")],
@@ -121,10 +121,8 @@ REFUSED = {
 REFUSED["rlhf_sft"] = [(["--dataset_name=kept.jsonl"], "holds prompts and completions: give it as --demonstrations")]
 for recipe, names in SPLITS.items():
     for name in names:
-        REFUSED[recipe] = [
-            *REFUSED.get(recipe, []),
-            ([f"--{name}=nope", *REWARD.get(recipe, [])], f"has no split 'nope' ... --{name}"),
-        ]
+        row = [f"--{name}=nope", *REWARD.get(recipe, [])], f"has no split 'nope' ... --{name}"
+        REFUSED[recipe] = [*REFUSED.get(recipe, []), row]
 
 
 @pytest.mark.parametrize(
@@ -162,15 +160,9 @@ def test_wrong_configuration_ends_in_one_line(text, phrases, tmp_path, monkeypat
 
 
 def test_secrets_are_not_written(monkeypatch):
-    parsed = recipes.parse(
-        monkeypatch,
-        "aot",
-        "--hub_token=hf_secret",
-        '--model_init_kwargs={"token": "hf_secret", "deep": [{"api_key": "hf_secret"}], "use_cache": false}',
-        "--pad_token=<|endoftext|>",
-    )
-
-    text = config_text(*parsed)
+    model = '--model_init_kwargs={"token": "hf_secret", "deep": [{"api_key": "hf_secret"}], "use_cache": false}'
+    flags = ["--hub_token=hf_secret", model, "--pad_token=<|endoftext|>"]
+    text = config_text(*recipes.parse(monkeypatch, "aot", *flags))
     assert "hf_secret" not in text
     written = yaml.safe_load(text)
     assert written["pad_token"] == "<|endoftext|>"
@@ -258,3 +250,124 @@ def test_help_is_the_recipes_own_flags_with_the_values_of_the_default_file(recip
     for name, value in yaml.safe_load(toy_config(recipe).read_text()).items():
         if not isinstance(value, (list, dict, bool, float)):
             assert f"  --{name} {value}" in short, name
+
+
+# ---- The command `trl-ext` ----
+
+
+@pytest.fixture
+def ran(monkeypatch):
+    """Scripts and modules that the command would run, each with its command line."""
+    calls = []
+    monkeypatch.setattr(runpy, "run_path", lambda path, run_name: calls.append((path, run_name, sys.argv)))
+    monkeypatch.setattr(runpy, "run_module", lambda module, run_name: calls.append((module, run_name, sys.argv)))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "argv", ["trl-ext"])
+    return calls
+
+
+def test_it_loads_nothing_heavy():
+    heavy = "{'torch', 'trl', 'transformers', 'datasets', 'accelerate', 'pydantic', 'numpy', 'yaml'}"
+    code = f"import sys, trl_ext.cli as c; c.main(['train', '--list']); print(sorted({heavy} & set(sys.modules)))"
+    out = subprocess.check_output([sys.executable, "-c", code], text=True, cwd=REPOSITORY)
+    assert out.splitlines()[-1] == "[]"
+
+
+def test_every_recipe_is_listed_and_only_recipes(capsys):
+    scripts = {
+        path.stem
+        for path in recipes.RECIPES.glob("*.py")
+        if any(isinstance(node, ast.If) and "__main__" in ast.dump(node) for node in ast.parse(path.read_text()).body)
+    }
+    assert set(cli.recipes()) == scripts - {"compare"}
+    assert {"aot", "ppo", "kto", "sft", "reward_model"} <= scripts
+    cli.main(["train", "--list"])
+    shown = capsys.readouterr().out
+    for name, described in cli.recipes().items():
+        assert name in shown and described in shown and described
+    assert "toy/aot.yaml, wildchat/aot.yaml" in shown
+
+
+def test_a_recipe_runs_as_the_script_that_it_is(ran):
+    cli.main(["train", "aot", "--beta", "0.2"])
+    script = str(recipes.RECIPES / "aot.py")
+    assert ran == [(script, "__main__", [script, "--beta", "0.2"])]
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        (["--config", "toy/aot.yaml"], ["--config", "{configs}/toy/aot.yaml"]),
+        (["--config=toy/aot.yaml", "--seed=1"], ["--config={configs}/toy/aot.yaml", "--seed=1"]),
+        (["--config", "recipes/configs/toy/aot.yaml"], ["--config", "{configs}/toy/aot.yaml"]),
+        (["--config", "mine.yaml", "--seed", "1"], ["--config", "mine.yaml", "--seed", "1"]),
+        (["--output_dir", "toy/aot.yaml"], ["--output_dir", "toy/aot.yaml"]),
+    ],
+)
+def test_configurations_that_come_along_are_found(given, found, ran, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").write_text("seed: 1\n")
+    cli.main(["train", "aot", *given])
+    assert ran[0][2][1:] == [word.format(configs=cli.CONFIGS) for word in found]
+
+
+def test_studies_and_modules_are_commands(ran):
+    cli.main(["compare", "--config", "compare/toy_sft.yaml", "--dry_run"])
+    config = str(cli.CONFIGS / "compare" / "toy_sft.yaml")
+    script = str(recipes.RECIPES / "compare.py")
+    assert ran.pop() == (script, "__main__", [script, "--config", config, "--dry_run"])
+    for command, (module, _) in cli.MODULES.items():
+        cli.main([command, "--json"])
+        assert ran.pop() == (module, "__main__", [f"trl-ext {command}", "--json"])
+
+
+def test_help_of_a_module_names_the_command():
+    command = [sys.executable, "-m", "trl_ext", "judge", "--help"]
+    assert subprocess.check_output(command, text=True, cwd=REPOSITORY).startswith("usage: trl-ext judge ")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["trian"], "no command 'trian'; did you mean 'train'?"),
+        (["train", "aott"], "no recipe 'aott'; did you mean 'aot'?"),
+        (["train", "compare"], "no recipe 'compare'"),
+        (["train", "common"], "no recipe 'common'"),
+        (["train", "../evil"], "no recipe '../evil'"),
+        (["train", "aot", "--config", "toy/aott.yaml"], "no file 'toy/aott.yaml'"),
+        (["configs", "toy/dpoo.yaml"], "did you mean 'toy/dpo.yaml'?"),
+    ],
+)
+def test_what_is_not_there_is_one_line(given, said, capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main(given)
+    output = capsys.readouterr()
+    assert end.value.code == 2 and output.out == "" and output.err.startswith("error: ")
+    assert_one_line(output.err, [said])
+
+
+def test_configs_prints_paths_for_other_programs(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    cli.main(["configs", "toy/aot.yaml"])
+    assert capsys.readouterr().out == f"{cli.CONFIGS / 'toy' / 'aot.yaml'}\n"
+    cli.main(["configs", "accelerate_configs/cpu.yaml"])
+    assert capsys.readouterr().out == f"{REPOSITORY / 'accelerate_configs' / 'cpu.yaml'}\n"
+    cli.main(["configs"])
+    shown = {line.strip() for line in capsys.readouterr().out.splitlines()}
+    assert {"toy/aot.yaml", "compare/toy_sft.yaml", "accelerate_configs/multi_gpu.yaml"} <= shown
+
+
+def test_help_and_version(capsys):
+    cli.main([])
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in ("train", "configs", *cli.STUDIES, *cli.MODULES))
+    cli.main(["--version"])
+    assert capsys.readouterr().out == f"trl_ext {trl_ext.__version__}\n"
+
+
+def test_a_reader_that_closes_the_output_is_no_error():
+    """As with `trl-ext train --list | head -1`."""
+    command = [sys.executable, "-m", "trl_ext", "train", "--list"]
+    program = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=REPOSITORY)
+    program.stdout.close()
+    assert program.stderr.read() == b"" and program.wait() == 1

@@ -1,18 +1,20 @@
-"""The folder of a run: what the first of several processes decides, its settings, and the lines that it prints."""
+"""The folder of a run: what the first of several processes decides, its settings, its lines, and its engine."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import sys
 from types import SimpleNamespace
 
 import pytest
 import yaml
+from accelerate.utils import DistributedType
 
-from trl_ext import processes
+from trl_ext import PreferenceConfig, processes
 from trl_ext.runs import arguments, engine, folder, training_run
-from trl_ext.runs.engine import Engine
-from trl_ext.runs.folder import check_same_settings, settings_digest
+from trl_ext.runs.engine import Engine, check_engine, engine_in_force
+from trl_ext.runs.folder import check_same_settings, config_text, settings_digest
 from trl_ext.trainers import callbacks
 
 
@@ -197,3 +199,42 @@ def test_a_warning_is_logged_once_and_again_in_another_training(monkeypatch, cap
     monkeypatch.setenv("RANK", "1")
     processes.warn_once_per_run("rows are padded")
     assert caplog.messages == []
+
+
+# ---- The parallel engine ----
+
+
+@pytest.mark.parametrize(("name", "phrase"), [("none", "nothing is sharded"), ("DDP", "DDP trains instead")])
+def test_a_fallback_is_refused_or_said(name, phrase, caplog):
+    engine = Engine(name, asked="FSDP2")
+    with pytest.raises(ValueError, match=f"FSDP2 was asked for, and on a CPU {phrase}.*--allow_engine_fallback"):
+        check_engine(engine, "cpu:0", allow_fallback=False)
+    check_engine(engine, "cpu:0", allow_fallback=True)
+    assert phrase in caplog.text
+    check_engine(Engine("FSDP2", asked="FSDP2"), "cpu", allow_fallback=False)
+    with pytest.raises(ValueError, match="one process sees several GPUs: start it with `accelerate launch"):
+        check_engine(Engine("DataParallel", asked="DataParallel"), "cuda:0", allow_fallback=True)
+
+
+def test_fsdp_on_a_cpu_is_a_fallback(monkeypatch, tmp_path):
+    for name, value in (("ACCELERATE_USE_FSDP", "true"), ("FSDP_VERSION", "2")):
+        monkeypatch.setenv(name, value)
+    args = PreferenceConfig(output_dir=str(tmp_path), use_cpu=True, report_to="none")
+    assert engine_in_force(args) == ("none", "FSDP2")
+    # What accelerate makes of several processes on GPUs, before the trainer is created and after.
+    for kind in (DistributedType.MULTI_GPU, DistributedType.FSDP):
+        monkeypatch.setattr(args, "distributed_state", SimpleNamespace(distributed_type=kind, num_processes=2))
+        assert engine_in_force(args).name == "FSDP2"
+
+
+def test_launch_flags_are_no_part_of_the_run(tmp_path, monkeypatch):
+    """A run with them resumes without them: config.yaml must not hold them."""
+    from trl_ext.runs.offline import OfflineArguments
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["aot.py", "--allow_engine_fallback"])
+    kinds = OfflineArguments, PreferenceConfig
+    run = training_run.begin_run(*kinds, config="aot", description=None, name=lambda training: training.loss)
+    assert run.launch.allow_engine_fallback
+    text = config_text(run.arguments, run.model, run.training)
+    assert "fallback" not in text and "doctor" not in text

@@ -60,14 +60,8 @@ def naive_loss(new, old, mask, advantages, *, surrogate, ratio, kind, frozen=Non
             mean = sum(log_ratios.values()) / len(counted)
             frozen_mean = sum(frozen_ratios.values()) / len(counted)
             log_ratios, frozen_ratios = dict.fromkeys(counted, mean), dict.fromkeys(counted, frozen_mean)
-        rows.append(
-            [
-                naive_surrogate(
-                    surrogate, math.exp(log_ratios[t]), math.exp(frozen_ratios[t]), new[i][t], advantage, options
-                )
-                for t in counted
-            ]
-        )
+        exp = {t: (math.exp(log_ratios[t]), math.exp(frozen_ratios[t])) for t in counted}
+        rows.append([naive_surrogate(surrogate, *exp[t], new[i][t], advantage, options) for t in counted])
     return naive_reduction(rows, kind, constant)
 
 
@@ -175,14 +169,8 @@ def check_against_loops(name, objective, options, has_token_advantages, seed):
 
     padding, nan = mask == 0, float("nan")
     shown = advantages.masked_fill(padding, nan) if has_token_advantages else advantages
-    found = evaluate(
-        objective,
-        new.masked_fill(padding, nan),
-        old=old.masked_fill(padding, -math.inf),
-        mask=mask,
-        advantages=shown,
-        sampler=sampler.masked_fill(padding, nan),
-    )
+    others = {"old": old.masked_fill(padding, -math.inf), "sampler": sampler.masked_fill(padding, nan)}
+    found = evaluate(objective, new.masked_fill(padding, nan), mask=mask, advantages=shown, **others)
     assert found[0] == pytest.approx(expected.item(), abs=1e-9)
     assert torch.allclose(found[1], slope, atol=1e-9, rtol=0)
     assert slope.abs().max() > 1e-3

@@ -13,43 +13,23 @@ from trl_ext.models.packing import Packing, share_prefixes
 
 VOCABULARY = 97
 OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
-_SMALL = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    # Large enough that attention to other tokens than the last few shows in the log-probabilities.
-    "initializer_range": 0.15,
-    "pad_token_id": 0,
-    "bos_token_id": None,
-    "eos_token_id": 1,
-    "tie_word_embeddings": False,
-    "attention_dropout": 0.0,
-}
-_MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_SMALL = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
+_SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
+_SMALL |= {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1, "tie_word_embeddings": False}
+# The initial weights are so large that attention to other tokens than the last few shows in the log-probabilities.
+_SMALL |= {"attention_dropout": 0.0, "initializer_range": 0.15}
+_LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
+_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 1}
 # Class prefix and what its configuration has beside `_SMALL`.
 ARCHITECTURES = {
     "llama": ("Llama", {}),
     "qwen2": ("Qwen2", {}),
     "qwen3": ("Qwen3", {"head_dim": 8}),
     "mistral": ("Mistral", {"sliding_window": 9}),
-    "gemma3": (
-        "Gemma3",
-        {
-            "head_dim": 8,
-            "sliding_window": 7,
-            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-        },
-    ),
+    "gemma3": ("Gemma3", {"head_dim": 8, "sliding_window": 7, "layer_types": _LAYERS}),
     "olmo2": ("Olmo2", {}),
     "gpt_neox": ("GPTNeoX", {"hidden_dropout": 0.0}),
-    "qwen2_moe": (
-        "Qwen2Moe",
-        {**_MOE, "num_experts": 4, "shared_expert_intermediate_size": 16, "decoder_sparse_step": 1},
-    ),
+    "qwen2_moe": ("Qwen2Moe", {**_MOE, "shared_expert_intermediate_size": 16}),
     "phi3": ("Phi3", {}),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
 }
@@ -111,9 +91,8 @@ def forward(model, batch: dict[str, Tensor], **options):
 
 def gradient(model) -> Tensor:
     """The gradients of all trained parameters, [P]; a parameter that took no part has a zero gradient."""
-    return torch.cat(
-        [(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in model.parameters() if p.requires_grad]
-    ).double()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in trained]).double()
 
 
 def values_and_gradient(model, batch: dict[str, Tensor], **options):

@@ -25,12 +25,8 @@ def blocks(language: str, text: str = TEXT) -> list[str]:
 
 def commands(text: str) -> list[str]:
     """Those of the blocks in order, then those within sentences and tables."""
-    found = [
-        line.partition("  #")[0].strip()
-        for block in blocks("bash", text)
-        for line in block.splitlines()
-        if line.strip()
-    ]
+    lines = [line for block in blocks("bash", text) for line in block.splitlines() if line.strip()]
+    found = [line.partition("  #")[0].strip() for line in lines]
     # Between backquotes a command may be wrapped.
     found += re.findall(r"`(accelerate launch [^`]*recipes/[^`]*)`", text)
     found += re.findall(r"`((?:python (?:-m|recipes/)|(?:time )?make )[^`]*)`", text)

@@ -10,6 +10,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -19,8 +20,6 @@ from tests.support import REPOSITORY
 from tests.support.files import write_rows
 
 RECIPES = REPOSITORY / "recipes"
-
-
 # A second configuration of the same recipe.
 SCRIPTS = {"online_preference_replay": "online_preference"}
 # The arguments of recipes that do not train.
@@ -29,8 +28,6 @@ OTHERS = {
     "best_of_n": "studies.best_of_n:BestOfNArguments",
     "rlhf": "studies.pipeline:RLHFArguments",
 }
-
-
 # Short enough for seconds, over every part of a run.
 SHORT = ["--max_steps=4", "--generation_eval_every=2", "--save_steps=2", "--logging_steps=1", "--disable_tqdm=true"]
 SHORT_PREFERENCE = [*SHORT, "--per_device_train_batch_size=4", "--gradient_accumulation_steps=2", "--eval_steps=2"]
@@ -87,6 +84,14 @@ def launch_command(script: str, *arguments: str) -> list[str]:
 def environment() -> dict[str, str]:
     """The environment of this process, without the hub."""
     return {**os.environ, "HF_HUB_OFFLINE": "1"}
+
+
+def wait_until(condition, process: subprocess.Popen | None = None, seconds: float = 120) -> None:
+    """Wait for a condition, which must come true within so many seconds and while the process runs."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end and (process is None or process.poll() is None)
+        time.sleep(0.02)
 
 
 def refused(monkeypatch, capsys, script: str, *arguments: str) -> str:
@@ -170,23 +175,15 @@ def check_figures(folder: Path, results: dict) -> None:
 def write_labelled_pairs(path: Path, count: int) -> None:
     from tests.support.tiny import pairs
 
-    rows = [
-        {
-            "row_id": pair["row_id"],
-            "prompt_text": pair["prompt"][0]["content"],
-            "chosen_text": pair["chosen"][0]["content"],
-            "rejected_text": pair["rejected"][0]["content"],
-        }
-        for pair in pairs(count)
-    ]
-    write_rows(path, rows)
+    sides = ("prompt", "chosen", "rejected")
+    texts = [{f"{side}_text": pair[side][0]["content"] for side in sides} for pair in pairs(count)]
+    write_rows(path, [{"row_id": f"row{index}", **row} for index, row in enumerate(texts)])
 
 
 def copy_repository(folder: Path) -> None:
     """Copy what git keeps, or in a copy without git all but what it would ignore."""
-    patterns = shutil.ignore_patterns(
-        ".*", "runs", "build", "dist", "*.egg-info", "__pycache__", "wandb", "submission"
-    )
+    made = ("runs", "build", "dist", "*.egg-info", "__pycache__", "wandb", "submission")
+    patterns = shutil.ignore_patterns(".*", *made)
 
     def ignored(place: str, names: list[str]) -> set[str]:
         return patterns(place, names) - ({"runs"} if Path(place).name == "trl_ext" else set())

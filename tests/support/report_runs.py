@@ -44,9 +44,7 @@ def write_policy(
     run |= {"total_seconds": 15.7, "optimizer_steps": 40, "seed": seed, "processes": 1, "device": "cpu"}
     results = {
         "run": run,
-        "win_rate": {
-            rule: {"rate": rate, "low": rate - 0.11, "high": rate + 0.07, "n": n} for rule, (rate, n) in rates.items()
-        },
+        "win_rate": {r: {"rate": x, "low": x - 0.11, "high": x + 0.07, "n": n} for r, (x, n) in rates.items()},
         "score": {"policy": 0.5 + gain, "base": 0.5, "gain": interval(gain, 0.03)}
         | {"by_kind": {"say": {"policy": 0.625, "base": 0.5}}},
         "rewards": {"judge-rm": {"policy": 1.75, "base": 1.5, "gain": interval(gain, 0.125)}},

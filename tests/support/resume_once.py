@@ -4,8 +4,8 @@
 run. A job is `{"kind", "folder", "kills"}`: a name of `KINDS`, where to write, and one kill point for each life that
 ends early. A kill point is `[place, step]`, with a place of `PLACES`, or `[place, step, rank]`.
 `folder/end.safetensors` then holds parameters, optimizer state and random state, and `folder/run` is the run's output.
-One life in several
-processes: `python -m torch.distributed.run ... -m tests.support.resume_once KIND MODELS FOLDER [KILL]`.
+One life in several processes:
+`python -m torch.distributed.run ... -m tests.support.resume_once KIND MODELS FOLDER [KILL]`.
 """
 
 from __future__ import annotations
@@ -26,34 +26,17 @@ from tests.support.faults_once import At
 from tests.support.rollout_once import save_policy
 from tests.support.tiny import pairs, save_tiny_model
 
-COMMON = {
-    "optim": "adamw_torch",
-    "learning_rate": 1e-3,
-    "lr_scheduler_type": "cosine",
-    "max_grad_norm": 1.0,
-    "save_strategy": "steps",
-    "save_steps": 3,
-    "save_total_limit": 2,
-    # No multiple of save_steps, and no divisor: checkpoints lie in the middle of what a line of metrics averages over.
-    "logging_steps": 4,
-    "train_sampling_strategy": "random",
-    "disable_tqdm": True,
-}
-PAIRS = {**COMMON, "max_steps": 11, "gradient_accumulation_steps": 2}
-ROLLOUTS = {
-    **COMMON,
-    "max_steps": 14,
-    "save_steps": 2,
-    "logging_steps": 3,
-    "num_iterations": 2,
-    "steps_per_generation": 2,
-    "gradient_accumulation_steps": 2,
-    "shuffle_dataset": True,
-}
-del ROLLOUTS["train_sampling_strategy"]
+# Lines of metrics are no multiple of save_steps, and no divisor: checkpoints lie in the middle of what one averages.
+COMMON = {"optim": "adamw_torch", "learning_rate": 1e-3, "lr_scheduler_type": "cosine", "max_grad_norm": 1.0}
+COMMON |= {"save_strategy": "steps", "save_steps": 3, "save_total_limit": 2, "logging_steps": 4, "disable_tqdm": True}
+PAIRS = {**COMMON, "max_steps": 11, "gradient_accumulation_steps": 2, "train_sampling_strategy": "random"}
+ROLLOUTS = {**COMMON, "max_steps": 14, "save_steps": 2, "logging_steps": 3, "num_iterations": 2}
+ROLLOUTS |= {"steps_per_generation": 2, "gradient_accumulation_steps": 2, "shuffle_dataset": True}
 # Normalises over the batch.
 BATCH = "reinforce_plus_plus_baseline"
-RESAMPLED = {"resample_groups": 8, "gradient_accumulation_steps": 1}
+# Two groups of four, of which those without a signal are replaced.
+RESAMPLED = {"resample_groups": 8, "gradient_accumulation_steps": 1, "num_iterations": 1, "steps_per_generation": 1}
+MOVING = {"loss": "dpo", "sync_ref_model": True, "ref_model_sync_steps": 2}
 LORA = {"lora": True, "lora_dropout": 0.2}
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 3}
 BEST = {"load_best_model_at_end": True, "metric_for_best_model": "accuracy"}
@@ -61,26 +44,15 @@ BEST = {"load_best_model_at_end": True, "metric_for_best_model": "accuracy"}
 KINDS: dict[str, dict[str, Any]] = {
     "preference": {"trainer": "PreferenceTrainer", "pairs": 16, "args": {**PAIRS, **EVALUATED, "loss": "dpo"}},
     "preference_lora": {"trainer": "PreferenceTrainer", "pairs": 9, **LORA, "args": {**PAIRS, "loss": "aot"}},
-    "preference_moving": {
-        "trainer": "PreferenceTrainer",
-        "pairs": 8,
-        "args": {**PAIRS, "loss": "dpo", "sync_ref_model": True, "ref_model_sync_steps": 2},
-    },
-    "reward": {
-        "trainer": "RewardTrainer",
-        "pairs": 16,
-        "args": {**PAIRS, **EVALUATED, **BEST, "save_total_limit": 1},
-    },
+    "preference_moving": {"trainer": "PreferenceTrainer", "pairs": 8, "args": {**PAIRS, **MOVING}},
+    "reward": {"trainer": "RewardTrainer", "pairs": 16, "args": {**PAIRS, **EVALUATED, **BEST, "save_total_limit": 1}},
     "policy": {
         "trainer": "PolicyTrainer",
         "args": {**ROLLOUTS, "algorithm": "grpo", "beta": 0.1, "gradient_accumulation_steps": 1, "save_steps": 4},
     },
-    # Two groups of four, of which those without a signal are replaced.
     "policy_resampled": {
-        "trainer": "PolicyTrainer",
-        "prompts": 16,
-        "rewards": ["at_odd_rows"],
-        "args": {**ROLLOUTS, "num_iterations": 1, "steps_per_generation": 1, **RESAMPLED},
+        **{"trainer": "PolicyTrainer", "prompts": 16, "rewards": ["at_odd_rows"]},
+        "args": {**ROLLOUTS, **RESAMPLED},
     },
     "kto": {"trainer": "KTOTrainer", "pairs": 8, "args": {**PAIRS, "train_sampling_strategy": "sequential"}},
     "policy_batch": {"trainer": "PolicyTrainer", "prompts": 6, "args": {**ROLLOUTS, "algorithm": BATCH}},
@@ -124,14 +96,9 @@ def _expert(arguments: dict, output: str):
     rounds = {"n_steps": 3, "questions_per_step": 24, "rollouts_per_question": 2, "learning_rate": 5e-4, "seed": 3}
     quiet = {"report_to": "none", "use_cpu": True, "disable_tqdm": True, "per_device_train_batch_size": 1}
     args = ExpertIterationConfig(output_dir=output, **rounds, **quiet, **arguments)
-    return ExpertIterationTrainer(
-        str(MODEL_DIR),
-        args,
-        rows=rows,
-        prompts=[math_prompt(row, None) for row in rows],
-        grade=grader("r1_zero"),
-        settings=SamplingSettings(max_new_tokens=48, batch_size=48),
-    )
+    given = {"rows": rows, "prompts": [math_prompt(row, None) for row in rows], "grade": grader("r1_zero")}
+    settings = SamplingSettings(max_new_tokens=48, batch_size=48)
+    return ExpertIterationTrainer(str(MODEL_DIR), args, settings=settings, **given)
 
 
 # ---- Where a life ends ----
@@ -257,14 +224,9 @@ def run_jobs(jobs: list[dict], folder: Path) -> None:
     """Carry out jobs in another Python, in which nothing else runs."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "jobs.json").write_text(json.dumps(jobs))
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.support.resume_once", str(folder / "jobs.json")],
-        cwd=REPOSITORY,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=2400,
-    )
+    command = [sys.executable, "-m", "tests.support.resume_once", str(folder / "jobs.json")]
+    options = {"env": environment(), "capture_output": True, "text": True, "timeout": 2400}
+    done = subprocess.run(command, cwd=REPOSITORY, **options)
     assert done.returncode == 0, done.stderr[-6000:]
 
 
@@ -298,12 +260,9 @@ def differences(one: Path, other: Path) -> dict[str, float]:
 
 def metrics(folder: Path) -> list[dict]:
     """The rows of a run's metrics without what is a time."""
-    times = ("seconds", "step_time")
+    times = ("seconds", "step_time", "_runtime", "_per_second")
     rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-    return [
-        {k: v for k, v in row.items() if k not in times and not k.endswith(("_runtime", "_per_second"))}
-        for row in rows
-    ]
+    return [{name: value for name, value in row.items() if not name.endswith(times)} for row in rows]
 
 
 def main() -> None:

@@ -12,17 +12,12 @@ from typing import Any
 
 from tests.support import REPOSITORY, train_once
 from tests.support.faults_once import is_last_rank
+from tests.support.files import user
 from tests.support.train_once import ONE_STEP
 from tests.support.trl_private import OwnResponses
 
-DEFAULTS = {
-    **ONE_STEP,
-    "per_device_train_batch_size": 8,
-    "num_generations": 4,
-    "max_completion_length": 8,
-    "disable_dropout": True,
-    "shuffle_dataset": False,
-}
+DEFAULTS = {**ONE_STEP, "per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 8}
+DEFAULTS |= {"disable_dropout": True, "shuffle_dataset": False}
 OWN_RECIPES = REPOSITORY / "recipes" / "own"
 WORDS = ["the cat", "a mat", "six red birds in a tree", "one", "old", "where is the sun?", "go on", "up and down"]
 
@@ -48,14 +43,7 @@ def save_policy(tiny_model_path: str, path: Path) -> str:
 
 def prompts(count: int = 8) -> list[dict]:
     """Conversational prompts of different lengths with a row_id and a further column."""
-    return [
-        {
-            "row_id": f"row{index}",
-            "prompt": [{"role": "user", "content": WORDS[index % len(WORDS)] * (1 + index // len(WORDS))}],
-            "bonus": index / 8,
-        }
-        for index in range(count)
-    ]
+    return [{"row_id": f"row{i}", "prompt": [user(WORDS[i % 8] * (1 + i // 8))], "bonus": i / 8} for i in range(count)]
 
 
 # ---- Rewards ----
@@ -77,9 +65,8 @@ def lengths(completion_ids, **_) -> list[float]:
 
 def not_a_number(completion_ids, row_id, **_) -> list[float]:
     """`thirds`, but NaN for the responses to row2."""
-    return [
-        float("nan") if row == "row2" else reward for row, reward in zip(row_id, thirds(completion_ids), strict=True)
-    ]
+    rewards = zip(row_id, thirds(completion_ids), strict=True)
+    return [float("nan") if row == "row2" else reward for row, reward in rewards]
 
 
 def at_odd_rows(completion_ids, row_id, **_) -> list[float]:
@@ -96,10 +83,8 @@ def hangs_on_the_last_rank(completion_ids, **_) -> list[float]:
     return lengths(completion_ids)
 
 
-REWARDS = {
-    function.__name__: function
-    for function in (thirds, evens, lengths, not_a_number, at_odd_rows, hangs_on_the_last_rank)
-}
+_FUNCTIONS = (thirds, evens, lengths, not_a_number, at_odd_rows, hangs_on_the_last_rank)
+REWARDS = {function.__name__: function for function in _FUNCTIONS}
 
 
 class FixedRollouts(OwnResponses):
@@ -134,13 +119,8 @@ REPLAY = {"replay_capacity": 100, "replay_fraction": 0.5, "replay_max_age": 2}
 
 def online_preference_specification(policy_path: str, **args) -> dict:
     """Of `OnlinePreferenceTrainer` on fixed responses, 16 to an update."""
-    return {
-        "trainer": "OnlinePreferenceTrainer",
-        "model": policy_path,
-        "perturb": 1,
-        "fixed": True,
-        "args": {"per_device_train_batch_size": 16, **args},
-    }
+    spec = {"trainer": "OnlinePreferenceTrainer", "model": policy_path, "perturb": 1, "fixed": True}
+    return {**spec, "args": {"per_device_train_batch_size": 16, **args}}
 
 
 def initial_model(policy_path: str):

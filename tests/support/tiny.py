@@ -39,21 +39,11 @@ def save_tiny_model(path: Path, *, seed: int = 0, dropout: float = 0.0) -> None:
 
     tokenizer = build_tokenizer()
     torch.manual_seed(seed)
-    config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=4096,
-        initializer_range=0.2,
-        attention_dropout=dropout,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
+    shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    shape |= {"num_key_value_heads": 1, "max_position_embeddings": 4096, "initializer_range": 0.2}
+    shape |= {"attention_dropout": dropout, "tie_word_embeddings": False, "bos_token_id": None}
+    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    config = Qwen2Config(vocab_size=len(tokenizer), **shape, **ids)
     # The same weights whatever the default type is, such as under `float64_throughout`.
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
@@ -153,10 +143,8 @@ def save_tiny_gpt2(path: Path) -> None:
     tokenizer.eos_token = "<|endoftext|>"
     tokenizer.pad_token = None
     torch.manual_seed(0)
-    end = tokenizer.eos_token_id
-    config = GPT2Config(
-        vocab_size=len(tokenizer), n_positions=1024, n_embd=16, n_layer=2, n_head=2, bos_token_id=end, eos_token_id=end
-    )
+    shape = {"vocab_size": len(tokenizer), "n_positions": 1024, "n_embd": 16, "n_layer": 2, "n_head": 2}
+    config = GPT2Config(**shape, bos_token_id=tokenizer.eos_token_id, eos_token_id=tokenizer.eos_token_id)
     GPT2LMHeadModel(config).save_pretrained(path)
     tokenizer.save_pretrained(path)
 

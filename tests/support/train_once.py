@@ -22,21 +22,10 @@ import yaml
 from tests.support import REPOSITORY
 from tests.support.float64 import precision
 
-ONE_STEP = {
-    "max_steps": 1,
-    "learning_rate": 1.0,
-    # Plain SGD without clipping: the change of the parameters is minus the gradient.
-    "optim": "sgd",
-    "lr_scheduler_type": "constant",
-    "max_grad_norm": 0.0,
-    "logging_steps": 1,
-    "report_to": "none",
-    "save_strategy": "no",
-    "use_cpu": True,
-    "bf16": False,
-    "gradient_checkpointing": False,
-    "seed": 0,
-}
+# Plain SGD without clipping: the change of the parameters is minus the gradient.
+ONE_STEP = {"max_steps": 1, "learning_rate": 1.0, "optim": "sgd", "lr_scheduler_type": "constant"}
+ONE_STEP |= {"max_grad_norm": 0.0, "logging_steps": 1, "report_to": "none", "save_strategy": "no"}
+ONE_STEP |= {"use_cpu": True, "bf16": False, "gradient_checkpointing": False, "seed": 0}
 # The order of the rows, so that how they are split is the only difference.
 DEFAULTS = {**ONE_STEP, "per_device_train_batch_size": 2, "train_sampling_strategy": "sequential"}
 # A reference that is not the policy.
@@ -162,14 +151,10 @@ def build(spec: dict, output_dir: str, **trainer_arguments: Any):
     prepare = demonstrations if name == "SFTTrainer" else list
     arguments = {role: Dataset.from_list(prepare(given)) for role, given in sets.items()}
     if spec.get("lora"):
-        arguments["peft_config"] = LoraConfig(
-            r=4,
-            lora_alpha=8,
-            lora_dropout=spec.get("lora_dropout", 0.0),
-            target_modules=["q_proj", "v_proj", "up_proj"],
-            task_type="CAUSAL_LM" if is_policy else None,
-            init_lora_weights=False,  # B is zero otherwise, and the first gradients of A with it
-        )
+        options = {"r": 4, "lora_alpha": 8, "lora_dropout": spec.get("lora_dropout", 0.0)}
+        options |= {"target_modules": ["q_proj", "v_proj", "up_proj"], "task_type": "CAUSAL_LM" if is_policy else None}
+        # B is zero otherwise, and the first gradients of A with it.
+        arguments["peft_config"] = LoraConfig(**options, init_lora_weights=False)
     model, reference, moved = spec["model"], None, []
     # Drawn anew are adapters, and the heads of reward models.
     torch.manual_seed(0)
@@ -307,10 +292,8 @@ def _win_rate(trainer, rows: list[dict]) -> dict[str, float]:
     settings = GenerationSettings(max_prompt_tokens=None, max_new_tokens=8)
     judge = GroundTruthJudge(lambda prompt, response, **_: sum(map(ord, response)))
     summary = GenerationEvaluation(trainer, prompts, settings, judge=judge).compare().summary
-    return {
-        "win_rate": summary["win_rate"]["half"]["rate"],
-        "mean_tokens": summary["generations"]["policy"]["mean_tokens"],
-    }
+    tokens = summary["generations"]["policy"]["mean_tokens"]
+    return {"win_rate": summary["win_rate"]["half"]["rate"], "mean_tokens": tokens}
 
 
 def _facts(trainer) -> dict[str, Any]:
@@ -391,9 +374,8 @@ def train_under(
 
 def train_in_processes(specs: list[dict], processes: int, folder: Path) -> list[Run]:
     """Complete each specification in turn in one launch of several processes on the CPU."""
-    return list(
-        train_under(None, {str(i): spec for i, spec in enumerate(specs)}, folder, processes=processes).values()
-    )
+    named = {str(index): spec for index, spec in enumerate(specs)}
+    return list(train_under(None, named, folder, processes=processes).values())
 
 
 def main() -> None:

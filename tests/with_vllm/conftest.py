@@ -21,7 +21,7 @@ os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
 @pytest.fixture(scope="session")
 def wide_toy_path(tmp_path_factory) -> str:
     """A folder with the embedded model as vLLM can run it on a CPU."""
-    from tests.with_vllm.wide_toy import save_wide_toy
+    from tests.with_vllm.training import save_wide_toy
 
     path = tmp_path_factory.mktemp("wide-toy")
     save_wide_toy(path)

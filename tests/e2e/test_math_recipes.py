@@ -1,0 +1,421 @@
+"""SFT and GRPO on verified problems, and the recipe that evaluates: stop strings, files, kills and refusals."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import yaml
+from datasets import Dataset
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.support import recipes
+from tests.support.recipes import check_figures, read, refused, wait_until
+from tests.support.train_once import in_processes
+from tests.support.trl_private import logged_metrics, score_rollout
+from trl_ext import PolicyConfig, PolicyTrainer
+from trl_ext.data.math import load_math
+from trl_ext.evaluation.reasoning import category_of, grader
+from trl_ext.evaluation.report import write_report
+from trl_ext.rewards import verified_reward
+from trl_ext.runs import reasoning
+from trl_ext.runs.folder import config_text
+from trl_ext.toy import MODEL_DIR
+
+SHORT_GRPO = ["--max_steps=4", "--rollout_batch_size=16", "--group_size=4", "--eval_every=2", "--save_steps=2"]
+SHORT_GRPO += ["--num_validation_prompts=6", "--num_eval_prompts=8", "--save_total_limit=3", "--logging_steps=1"]
+SHORT_GRPO += ["--disable_tqdm=true"]
+
+
+# ---- Stop strings ----
+
+
+def stop_trainer(folder: Path, stop: list[str] | None, **settings) -> PolicyTrainer:
+    settings |= {"per_device_train_batch_size": 16, "num_generations": 4, "max_completion_length": 48, "beta": 0.0}
+    config = PolicyConfig(output_dir=str(folder), stop=stop, report_to="none", use_cpu=True, **settings)
+    rows = [{"prompt": [{"role": "user", "content": f"What is {n} + 25?"}], "answer": str(n + 25)} for n in range(20)]
+    return PolicyTrainer(
+        AutoModelForCausalLM.from_pretrained(MODEL_DIR),
+        reward_funcs=verified_reward("r1_zero"),
+        args=config,
+        processing_class=AutoTokenizer.from_pretrained(MODEL_DIR),
+        train_dataset=Dataset.from_list(rows),
+    )
+
+
+@pytest.mark.parametrize("peft", [False, True])
+def test_rollouts_end_at_the_stop_string(peft, tmp_path):
+    """Sixteen rollouts of the embedded model, which closes most answers: each ends with the tag or its own end."""
+    trainer = stop_trainer(tmp_path, ["</answer>"])
+    if peft:
+        from peft import LoraConfig, get_peft_model
+
+        trainer.model = get_peft_model(trainer.model, LoraConfig(target_modules=["q_proj"]))
+        trainer.model_wrapped = trainer.model
+    trainer.model.train()
+    rows = [trainer.train_dataset[index // 4] for index in range(16)]
+    output = score_rollout(trainer, rows)
+    tokenizer = trainer.processing_class
+    batch = zip(output["completion_ids"], output["completion_mask"], strict=True)
+    responses = [ids[mask.bool()].tolist() for ids, mask in batch]
+    texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in responses]
+    closed = [text.endswith("</answer>") for text in texts]
+    own_end = [ids[-1] == tokenizer.eos_token_id for ids in responses]
+    assert sum(closed) >= 8
+    assert all("</answer>" not in text[: -len("</answer>")] for text in texts), "nothing stands behind the tag"
+    assert not any(a and b for a, b in zip(closed, own_end, strict=True)), "no end token is put behind the tag"
+    assert tokenizer.pad_token_id not in [token for ids in responses for token in ids]
+    cut = [not (a or b) for a, b in zip(closed, own_end, strict=True)]
+    assert trainer._rollout[1] == [not one for one in cut]
+    metrics = logged_metrics(trainer)
+    assert metrics["completions/clipped_ratio"] == [pytest.approx(sum(cut) / 16)]
+    ended = [len(ids) for ids, one in zip(responses, cut, strict=True) if not one]
+    assert metrics["completions/mean_terminated_length"] == [pytest.approx(sum(ended) / len(ended))]
+    assert vars(trainer.model).get("generate") in (None, trainer.sampler.generate), "the model is left as it was"
+
+
+def test_what_a_stop_string_ended_pays_no_penalty(tmp_path):
+    trainer = stop_trainer(tmp_path, ["</answer>"], missing_eos_penalty=1.0)
+    tag = trainer.processing_class("<answer>5</answer>")["input_ids"]
+    assert trainer.has_ended(tag) and trainer.has_ended([trainer.processing_class.eos_token_id])
+    assert not trainer.has_ended(tag[:-1]) and not trainer.has_ended([])
+
+
+def test_rewards_read_no_more_than_evaluations(tmp_path):
+    """Where the last token holds `>)`, the bracket is no part of the answer; and what tools say is left as it is."""
+    seen = []
+
+    def reward(completions, **columns):
+        seen.extend(completions)
+        return verified_reward("r1_zero")(None, completions, answer=columns["answer"])
+
+    trainer = stop_trainer(tmp_path, ["</answer>"])
+    trainer.reward_funcs, trainer.reward_func_names = [reward], ["reward"]
+    trainer.reward_processing_classes = [None]
+    kept = "5 </think> <answer> 30 </answer>"
+    ids = trainer.processing_class(kept + ")")["input_ids"]
+    message, tool = {"role": "assistant", "content": kept + ")"}, {"role": "tool", "content": kept + ")"}
+    for completion, expected in (
+        (kept + ")", kept),
+        ([message], [{**message, "content": kept}]),
+        ([tool, message], [tool, {**message, "content": kept}]),
+        ("no end", "no end"),
+    ):
+        rows = [{"prompt": "5 + 25", "answer": "30"}]
+        rewards = trainer.total_rewards(rows, ["5 + 25"], [completion], [ids])
+        assert seen.pop() == expected
+        assert rewards.tolist() == [float(completion != "no end")]
+
+
+# ---- The time budget ----
+
+
+def test_a_run_ends_where_its_time_is_up_and_a_rollout_is_used_up(monkeypatch):
+    """0.01 hours are 36 s; steps end every 10 s, rollouts every 2 steps: at 20 s, and at 40 s, which is past it."""
+    from trl_ext.trainers.callbacks import TimeBudgetCallback
+
+    seconds = SimpleNamespace(seconds=0.0)
+    callback = TimeBudgetCallback(0.01, seconds, SimpleNamespace(num_processes=1), period=2)
+    stopped = []
+    for step in range(1, 6):
+        seconds.seconds = 10.0 * step
+        control = SimpleNamespace(should_training_stop=False, should_save=False, should_log=False)
+        callback.on_step_end(None, SimpleNamespace(global_step=step, max_steps=5), control)
+        stopped.append((control.should_training_stop, control.should_save))
+    assert stopped == [(False, False)] * 3 + [(True, True), (False, False)]
+
+
+# ---- The recipe ----
+
+
+def test_the_last_number_is_the_answer_of_gsm8k(monkeypatch):
+    """In training, validation and the final comparison alike, and no tag ends a response."""
+    arguments, _, _ = recipes.parse(monkeypatch, "grpo_math", "--reward", "gsm8k", "--num_eval_prompts", "3")
+    from trl_ext.runs import reasoning
+
+    sets = reasoning.load_problem_sets(arguments)
+    for problems in sets:
+        row = problems.rows[0]
+        assert problems.reward == "gsm8k"
+        assert problems.grade(f"no tags: {row['answer']}", row)["reward"] == 1
+        assert problems.grade(f"{row['answer']}, or 0", row)["reward"] == 0
+    assert len(sets[2].rows) == 3
+    assert reasoning.sampling_settings(arguments, reward="gsm8k").stop == ()
+    assert reasoning.sampling_settings(arguments, reward="countdown").stop == ("</answer>",)
+
+
+def test_a_saved_configuration_reads_back(tmp_path, monkeypatch):
+    words = ["--rollout_batch_size", "64", "--train_batch_size", "32", "--per_device_train_batch_size", "16"]
+    words += ["--epochs_per_rollout_batch", "2", "--n_grpo_steps", "5", "--use_std_normalization", "false"]
+    words += ["--length_normalization", "masked_normalize", "--max_steps", "-1", "--stop", "</answer>"]
+    parsed = recipes.parse(monkeypatch, "grpo_math", *words, "--algorithm", "grpo_no_clip")
+
+    path = tmp_path / "config.yaml"
+    path.write_text(config_text(*parsed))
+    again = recipes.parse(monkeypatch, "grpo_math", "--config", str(path))
+    assert yaml.safe_load(config_text(*again)) == yaml.safe_load(path.read_text())
+    assert (again[-1].train_batch_size, again[-1].gradient_accumulation_steps) == (16, 2)
+    assert again[-1].max_steps == 20 and again[-1].stop == ["</answer>"]
+
+
+@pytest.mark.slow
+def test_a_run_out_of_time_ends_with_a_checkpoint_and_its_table(tmp_path, monkeypatch, capsys):
+    """A budget that is spent at once: one rollout of two updates is finished. With more hours it goes on to the end,
+    where it is what the run without a budget is."""
+    monkeypatch.chdir(tmp_path)
+    two = [*SHORT_GRPO, "--train_batch_size=8", "--per_device_train_batch_size=8", "--save_strategy=steps"]
+    recipes.run(monkeypatch, "grpo_math", *two, "--output_dir", "straight")
+    capsys.readouterr()
+    recipes.run(monkeypatch, "grpo_math", *two, "--output_dir", "broken", "--max_hours", "1e-7")
+    assert "stopped by --max_hours 1e-07 after 2 of 4 steps" in capsys.readouterr().out
+    results = json.loads((tmp_path / "broken" / "results.json").read_text())
+    assert results["run"]["stopped_by_max_hours"] and results["run"]["optimizer_steps"] == 2
+    assert (tmp_path / "broken" / "checkpoint-2" / "trainer_state.json").is_file()
+    resume = ["--output_dir", "broken", "--resume_from_checkpoint"]
+    with pytest.raises(SystemExit):
+        recipes.run(monkeypatch, "grpo_math", *two, *resume, "--max_hours", "1e-7")
+    assert re.search(r"has taken 0\.00 of its --max_hours 1e-07", capsys.readouterr().err)
+    recipes.run(monkeypatch, "grpo_math", *two, *resume, "--max_hours", "1")
+    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("straight", "broken"))
+    assert all(one[name].equal(other[name]) for name in one)
+    steps = [[row["step"] for row in read(tmp_path / name, "metrics.jsonl")] for name in ("straight", "broken")]
+    assert sorted(set(steps[0])) == sorted(set(steps[1]))
+
+
+@pytest.mark.long
+def test_the_default_run_improves(tmp_path):
+    """The recipe without arguments, as a user starts it: the interval of the gain lies above 0.2."""
+    recipes.launch("grpo_math", folder=tmp_path, timeout=600)
+    results = json.loads((tmp_path / "runs" / "grpo-math-toy" / "results.json").read_text())
+    assert results["score"]["gain"]["low"] > 0.2
+
+
+# ---- The recipe that evaluates ----
+
+
+SHORT_EVALUATION = ["--num_eval_prompts=10", "--generation_eval_batch_size=4", "--save_every=8"]
+FILES = {"config.yaml", "generations.jsonl", "results.json"}
+
+
+@pytest.fixture(scope="module")
+def evaluated(tmp_path_factory) -> Path:
+    """A folder with a short evaluation, uninterrupted, and `printed.txt`, what it printed."""
+    folder = tmp_path_factory.mktemp("evaluated")
+    with pytest.MonkeyPatch.context() as monkeypatch, redirect_stdout(io.StringIO()) as printed:
+        monkeypatch.chdir(folder)
+        recipes.run(monkeypatch, "evaluate_math", *SHORT_EVALUATION, "--output_dir", "straight")
+    (folder / "printed.txt").write_text(printed.getvalue())
+    return folder
+
+
+@pytest.fixture
+def straight(evaluated, monkeypatch, tmp_path) -> Path:
+    """A copy of the evaluation that a test may change, in the working directory."""
+    shutil.copytree(evaluated, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "straight"
+
+
+def test_what_it_leaves(straight, tmp_path):
+    assert {path.name for path in straight.iterdir()} == FILES
+    rows, results = read(straight, "generations.jsonl"), read(straight, "results.json")
+    problems = load_math("toy", "test")[:10]
+    wanted = [(row["row_id"], sample) for row in problems for sample in range(4)]
+    assert [(row["row_id"], row["sample"]) for row in rows] == wanted
+    truths = {row["row_id"]: row for row in problems}
+    rewards = [grader()(row["response_text"], truths[row["row_id"]]) for row in rows]
+    summary = results["reasoning"]
+    assert [row["reward"] for row in rows] == [reward["reward"] for reward in rewards]
+    assert summary["accuracy"]["mean"] == pytest.approx(sum(row["answer_reward"] for row in rewards) / 40)
+    assert summary["categories"]["wrong_format"] == sum(reward["format_reward"] == 0 for reward in rewards)
+    # pass@4 is the share of problems with any correct one.
+    solved = sum(any(row["reward"] for row in rows[start : start + 4]) for start in range(0, 40, 4))
+    assert summary["pass_at"]["4"]["mean"] == pytest.approx(solved / 10)
+    assert set(summary["pass_at"]) == set(summary["maj_at"]) == {"1", "2", "4"}
+    assert results["run"]["sampling"]["stop"] == ["</answer>"]
+    assert results["score"] == {"policy": summary["accuracy"]["mean"]}
+    printed = (tmp_path / "printed.txt").read_text()
+    for text in ("wrong answer", "accuracy", "pass@4", "maj@4", "10 problems, responses to each: 4"):
+        assert text in printed
+    summary = write_report([straight], tmp_path / "report.html")
+    assert len(summary["policies"]) == 1 and not summary["problems"] and not summary["incomplete"]
+
+
+@pytest.mark.parametrize("cut", [1, 2000])
+def test_an_interrupted_evaluation_goes_on(cut, straight, monkeypatch, tmp_path, capsys):
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "config.yaml").write_text((straight / "config.yaml").read_text().replace("straight", "broken"))
+    (broken / "generations.jsonl").write_bytes((straight / "generations.jsonl").read_bytes()[:-cut])
+    recipes.run(monkeypatch, "evaluate_math", *SHORT_EVALUATION, "--output_dir", "broken")
+    assert "going on in broken" in capsys.readouterr().out
+    assert (broken / "generations.jsonl").read_bytes() == (straight / "generations.jsonl").read_bytes()
+    assert read(broken, "results.json")["reasoning"] == read(straight, "results.json")["reasoning"]
+
+
+@pytest.mark.long
+def test_a_kill_loses_what_was_not_saved_and_no_more(tmp_path, monkeypatch):
+    """SIGKILL at some moment behind the first save, then the same command: the file of an uninterrupted run."""
+    arguments = ["--num_eval_prompts=30", "--samples_per_prompt=8", "--generation_eval_batch_size=4", "--save_every=8"]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "start_new_session": True}
+    command = recipes.launch_command("evaluate_math", *arguments)
+    process = subprocess.Popen(command, cwd=tmp_path, env=recipes.environment(), **quiet)
+    run = tmp_path / "runs" / "evaluate-math-toy"
+    rows = run / "generations.jsonl"
+    wait_until(lambda: rows.exists() and rows.stat().st_size, process, seconds=180)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait(60)
+    assert rows.stat().st_size and not (run / "results.json").exists(), "it was killed too early, or too late"
+    saved = rows.read_bytes()
+    done = recipes.launch("evaluate_math", *arguments, folder=tmp_path)
+    assert "going on" in done.stdout
+    whole = saved.splitlines(keepends=True)
+    whole = b"".join(whole[: len(whole) // 8 * 8])
+    assert rows.read_bytes().startswith(whole)
+    monkeypatch.chdir(tmp_path)
+    recipes.run(monkeypatch, "evaluate_math", *arguments, "--output_dir", "straight")
+    assert (tmp_path / "straight" / "generations.jsonl").read_bytes() == rows.read_bytes()
+
+
+def test_a_folder_is_of_one_evaluation(straight, monkeypatch, capsys):
+    again = ["--output_dir", "straight"]
+    message = refused(monkeypatch, capsys, "evaluate_math", *SHORT_EVALUATION, *again)
+    assert "holds a finished evaluation with the same settings" in message
+    (straight / "results.json").unlink()
+    message = refused(monkeypatch, capsys, "evaluate_math", *SHORT_EVALUATION, *again, "--seed", "7")
+    assert "unfinished evaluation whose seed was 42, now 7" in message
+    recipes.run(monkeypatch, "evaluate_math", *SHORT_EVALUATION, *again, "--seed", "7", "--overwrite_output_dir")
+    assert read(straight, "results.json")["run"]["seed"] == 7
+
+
+def test_vllm_that_is_not_installed(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    assert "pip install 'trl_ext[vllm]'" in refused(monkeypatch, capsys, "evaluate_math", "--use_vllm", "true")
+
+
+# ---- SFT ----
+
+
+SHORT_SFT = ["--max_steps=6", "--num_eval_prompts=16", "--generation_eval_every=3", "--num_generation_prompts=4"]
+SHORT_SFT += ["--save_steps=3", "--save_total_limit=3", "--logging_steps=1", "--disable_tqdm=true"]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("sft")
+    recipes.launch("sft", *SHORT_SFT, folder=folder)
+    return folder
+
+
+@pytest.mark.slow
+def test_rows_are_graded_and_beside_the_base(finished):
+    run = finished / "runs" / "sft-toy"
+    rows, base = read(run, "generations.jsonl"), read(run, "samples/base_sampled.jsonl")
+    check_figures(run, results := read(run, "results.json"))
+    assert results["run"]["filtered"] == {"kept": 293, "of": 400} and results["run"]["train_responses"] == 293
+    problems = load_math("toy", "test")[:16]
+    assert [row["row_id"] for row in rows] == [row["row_id"] for row in problems]
+    for row, other, problem in zip(rows, base, problems, strict=True):
+        rewards = grader()(row["response_text"], problem)
+        assert row["category"] == category_of(rewards["format_reward"], rewards["answer_reward"])
+        assert row["score"] == rewards["reward"] and row["answer"] == problem["answer"]
+        assert row["base_response_text"] == other["response_text"]
+        assert row["base_score"] == grader()(other["response_text"], problem)["reward"]
+    evaluations = [row for row in read(run, "metrics.jsonl") if "eval_score" in row]
+    assert [row["step"] for row in evaluations] == [0, 3, 6]
+    for row in evaluations:
+        rows = read(run, f"samples/step_{row['step']:06d}.jsonl")
+        wrong = [one["generated_num_tokens"] for one in rows if one["category"] != "correct"]
+        assert row["eval_score"] == sum(one["answer_reward"] for one in rows) / 4
+        assert row["eval_rewards/format"] == sum(one["format_reward"] for one in rows) / 4
+        assert row["eval_completions/mean_length"] == sum(one["generated_num_tokens"] for one in rows) / 4
+        assert row.get("eval_completions/mean_length_incorrect") == (sum(wrong) / len(wrong) if wrong else None)
+        assert row["eval_entropy"] == pytest.approx(sum(one["entropy"] for one in rows) / 4)
+
+
+@pytest.mark.long
+def test_a_run_of_the_defaults_learns_to_add(tmp_path):
+    """Sampled accuracy from about 0.17 to at least 0.6, and an interval of the paired difference clear of zero."""
+    recipes.launch("sft", folder=tmp_path)
+    results = read(tmp_path / "runs" / "sft-toy", "results.json")
+    assert results["score"]["base"] < 0.25 and results["score"]["policy"] > 0.6
+    assert results["score"]["gain"]["low"] > 0.4
+    assert results["reasoning"]["gain"]["greedy"]["low"] > 0
+
+
+@pytest.mark.slow
+def test_several_processes(finished, tmp_path):
+    """Two processes divide the evaluation: the base's greedy responses are those that one process finds."""
+    arguments = [*SHORT_SFT, "--per_device_train_batch_size=16", "--use_cpu=true"]
+    in_processes(2, str(recipes.RECIPES / "sft.py"), *arguments, cwd=tmp_path)
+    run, alone = (folder / "runs" / "sft-toy" for folder in (tmp_path, finished))
+    assert read(run, "results.json")["run"]["processes"] == 2
+    assert len(read(run, "generations.jsonl")) == 16
+    greedy = (read(folder, "samples/base_greedy.jsonl") for folder in (run, alone))
+    for row, expected in zip(*greedy, strict=True):
+        assert row["entropy"] == pytest.approx(expected["entropy"], abs=1e-5)
+        assert {**row, "entropy": None} == {**expected, "entropy": None}
+
+
+class TestChoosingDemonstrations:
+    """What the recipe trains on, before any model is loaded."""
+
+    @staticmethod
+    def choose(monkeypatch, *arguments: str):
+        parsed = recipes.parse(monkeypatch, "sft", *arguments)[0]
+        rows, counts = reasoning.choose_demonstrations(parsed, reasoning.load_problems(parsed, parsed.train_split))
+        return rows.to_list(), counts
+
+    def test_filtered_and_counted(self, monkeypatch, capsys):
+        rows, counts = self.choose(monkeypatch, "--num_examples=100")
+        assert "kept 293 of 400 responses" in capsys.readouterr().out
+        assert counts == {"kept": 293, "of": 400} and len(rows) == 100
+        problems = {row["row_id"]: row for row in load_math("toy", "train")}
+        for row in rows:
+            assert grader()(row["completion"][0]["content"], problems[row["row_id"]])["reward"] == 1
+        # Smaller sizes are the beginning of larger ones.
+        assert self.choose(monkeypatch, "--num_examples=30")[0] == rows[:30]
+
+    def test_templates_and_solutions(self, monkeypatch, tmp_path):
+        (tmp_path / "train.jsonl").write_text(json.dumps({"question": "Sum?", "answer": "2+2=4.\n#### 4"}) + "\n")
+        (row,), counts = self.choose(monkeypatch, f"--dataset_name={tmp_path}")
+        assert counts == {"kept": 1, "of": 1}
+        assert row["prompt"].endswith("User: Sum?\nAssistant: <think>")
+        assert row["completion"] == " 2+2=4. </think> <answer> 4 </answer>"
+        (row,), _ = self.choose(monkeypatch, f"--dataset_name={tmp_path}", "--prompt_template=question_only")
+        assert (row["prompt"], row["completion"]) == ("Sum?", "2+2=4.\n\\boxed{4}")
+
+
+@pytest.mark.parametrize("left", [["metrics.jsonl"], ["metrics.jsonl", "checkpoint-2/model.safetensors"]])
+def test_a_folder_without_a_whole_checkpoint_says_how_to_begin_anew(left, monkeypatch, capsys, tmp_path):
+    """Without a flag and with --resume_from_checkpoint, in one line each; neither sends the user to the other."""
+    monkeypatch.chdir(tmp_path)
+    for name in left:
+        (tmp_path / "run" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "run" / name).write_text("{}\n")
+    names = ", ".join(Path(name).parts[0] for name in left)
+    said = refused(monkeypatch, capsys, "sft", "--output_dir=run")
+    assert f"({names})" in said and "--overwrite_output_dir" in said and "--resume_from_checkpoint" not in said
+    said = refused(monkeypatch, capsys, "sft", "--output_dir=run", "--resume_from_checkpoint")
+    assert f"no checkpoint to resume, only {names}" in said and "--overwrite_output_dir" in said
+    # With a checkpoint that is whole, resuming is one of the ways.
+    (tmp_path / "run" / "checkpoint-1").mkdir()
+    (tmp_path / "run" / "checkpoint-1" / "trainer_state.json").write_text("{}")
+    # No tensors: the length of the header, and the header.
+    (tmp_path / "run" / "checkpoint-1" / "model.safetensors").write_bytes(b"\x02" + bytes(7) + b"{}")
+    # Whose learning rate can go on.
+    torch.save({}, tmp_path / "run" / "checkpoint-1" / "scheduler.pt")
+    assert "resume it with --resume_from_checkpoint" in refused(monkeypatch, capsys, "sft", "--output_dir=run")
