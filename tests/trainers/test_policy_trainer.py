@@ -17,8 +17,7 @@ from transformers import AutoModelForSequenceClassification
 from tests.support.reward_adapters import load_adapter, plain_scores, save_adapter, save_full_model, turns
 from tests.support.rollout_once import DEFAULTS, build, prompts, thirds, train
 from tests.support.train_once import entries, relative_difference, result
-from tests.support.trl_private import BeforeLoss, logged_samples, rollout_batches
-from trl_ext import PolicyTrainer
+from tests.support.trl_private import logged_samples, rollout_batches
 from trl_ext.resilience.reward_guard import RewardError, RewardGuard
 from trl_ext.rewards import RewardEnsemble, RewardModel
 from trl_ext.trainers.policy.reward_functions import reward_columns
@@ -139,16 +138,6 @@ def test_equals_stock(name, policy_path, tmp_path):
     if name != "sapo":
         assert max(entry[clipped] for entry in ours.logs) > 0.05, "no token was clipped: the comparison shows little"
     assert 0 < ours.logs[0]["completions/clipped_ratio"] < 1, "all responses end alike"
-
-
-def test_truncated_and_off_policy_masks_take_effect(policy_path, tmp_path):
-    """The comparisons above would hold as well if neither trainer read these options."""
-    updates = [
-        update(result(train({"model": policy_path, "args": {**OFF_POLICY, **options}}, str(tmp_path))), policy_path)
-        for options in ({}, {"mask_truncated_completions": True}, {"off_policy_mask_threshold": 0.01})
-    ]
-    assert relative_difference(updates[1], updates[0]) > 0.01
-    assert relative_difference(updates[2], updates[0]) > 0.01
 
 
 def test_the_population_deviation_is_the_default_and_differs(policy_path, tmp_path):
@@ -417,28 +406,3 @@ def test_long_prompts_lose_their_beginning(policy_path, tmp_path):
     assert all(len(ids) > 12 for ids in whole)
     assert found == {tuple(ids[-12:]) for ids in whole}
     assert seen[0] == rows[0] and seen[-1] == rows[1]
-
-
-def test_the_mapping_of_the_course(policy_path, tmp_path):
-    """64 responses to 16 prompts, twice over in updates of 16: 8 updates a rollout, and two rollouts for 16 steps."""
-    calls, sizes = [], []
-
-    def reward(completion_ids, row_id, **_):
-        calls.append(row_id)
-        return [float(sum(ids) % 7) for ids in completion_ids]
-
-    class Counting(BeforeLoss, PolicyTrainer):
-        def before_loss(self, inputs):
-            sizes.append((self.state.global_step, len(inputs["completion_ids"])))
-            return inputs
-
-    args = {"generation_batch_size": 64, "num_generations": 4, "num_iterations": 2, "per_device_train_batch_size": 8}
-    args |= {"gradient_accumulation_steps": 2, "max_steps": 16, "learning_rate": 0.01}
-    spec = {"model": policy_path, "args": args, "prompts": 40}
-    trainer = train(spec, str(tmp_path), reward_funcs=reward, trainer_class=Counting)
-    assert trainer.args.updates_per_rollout == 8
-    assert trainer.state.global_step == 16
-    assert [len(call) for call in calls] == [64, 64]
-    assert [len(set(call)) for call in calls] == [16, 16]
-    assert not set(calls[0]) & set(calls[1])
-    assert sizes == [(step, 8) for step in range(16) for _ in range(2)]

@@ -15,7 +15,6 @@ from tests.support.loopback import answer as loopback_answer
 from tests.support.refusals import assert_refused
 from trl_ext.evaluation import (
     GroundTruthJudge,
-    JudgeError,
     Judgement,
     JudgeUnavailable,
     OpenAIJudge,
@@ -187,28 +186,6 @@ class CountingJudge:
 
 
 class TestJudgePairs:
-    def test_the_course_example(self):
-        """Two agreed wins, an agreed loss, a disagreement, a win unusable in one pass, an error: 2 of 3; 3.5 of 5."""
-        answers = {f"question {number}": pair for number, pair in enumerate(("AB", "AB", "BA", "AA", "AB"))}
-
-        def judge(prompt, response_a, response_b):
-            text = prompt[-1]["content"]
-            if text == "question 5":
-                raise JudgeError("timeout")
-            order = 0 if response_a == "c" else 1
-            return Judgement(answers[text][order], text != "question 4" or order == 0, confidence=0.5)
-
-        found = judge_pairs(judge, prompt_rows(6), ["c"] * 6, ["b"] * 6, max_error_fraction=0.2)
-        result = win_rate(found.outcomes)
-        assert result.agreed.rate == pytest.approx(2 / 3) and result.n_counted == 3
-        assert result.half.rate == pytest.approx(3.5 / 5)
-        assert (result.n_errors, found.usage.calls, found.usage.errors) == (1, 12, 2)
-        rows = json.loads(json.dumps(found.verdicts))
-        columns = ("row_id", "outcome", "usable", "error", "empty")
-        assert [rows[3][name] for name in columns] == ["r3", "disagree", True, None, False]
-        assert rows[3]["candidate_first"]["verdict"] == rows[3]["base_first"]["verdict"] == "A"
-        assert rows[3]["candidate_first"]["confidence"] == 0.5
-
     def test_the_same_question_is_asked_once(self):
         """Two rows of the same prompt and responses make two questions, and so does a third with the roles swapped."""
         judge = CountingJudge()

@@ -65,12 +65,6 @@ class TestWinRate:
         assert (result.half.low, result.half.high) == wilson_interval(3.5, 5)
         assert (result.agreement_rate, result.position_bias) == pytest.approx((0.8, 0.1))
 
-    def test_always_the_first_answer(self):
-        result = win_rate(outcomes_of(*[(C, B)] * 7))
-        assert result.position_bias == 0.5
-        assert result.half.rate == 0.5
-        assert (result.agreed.rate, result.agreed.low, result.agreed.high, result.agreed.n) == (0.0, 0.0, 1.0, 0)
-
     def test_ties(self):
         """(tie, tie) agrees but names no system; (candidate, tie) disagrees: 1/2 each, beside one win: 2 / 3."""
         result = win_rate(outcomes_of((T, T), (C, T), (C, C)))

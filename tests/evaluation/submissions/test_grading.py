@@ -183,14 +183,6 @@ class TestAssets:
         ):
             assert_refused(call, "no ", error=FileNotFoundError)
 
-    def test_the_courses_files(self, wildchat):
-        """128 prompts, their base responses, of which 59 were cut at 256 tokens, and 256 pairs."""
-        prompts = load_prompts(wildchat / "public_test_gen_prompts_128.jsonl")
-        base = load_base(prompts, wildchat / "public_test_gen_base_responses_128.jsonl")
-        assert len(prompts) == len(base) == 128
-        assert sum(not r.finished for r in base) == 59
-        assert len(load_pairs(wildchat / "public_test_prefs_256.jsonl")) == 256
-
 
 @pytest.fixture
 def assets(tmp_path):
