@@ -207,6 +207,8 @@ def test_a_short_last_window_is_divided_by_its_own_size(tiny_model_path, tmp_pat
     )
 
 
+# ---- Signatures and sources ----
+
 RESUMABLE = "trl_ext.resilience.training.ResilientTraining"
 REFERENCE = "trl_ext.trainers.preference.reference"
 PREFERENCE = "trl_ext.trainers.preference.trainer.PreferenceTrainer"

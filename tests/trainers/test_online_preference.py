@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import math
 from types import SimpleNamespace
 
 import pytest
@@ -21,13 +20,13 @@ from tests.support.train_once import largest_difference, parameters, relative_di
 from tests.support.trl_private import forget_accelerator, rollout_batches
 from trl_ext import OnlinePreferenceConfig, OnlinePreferenceTrainer
 from trl_ext.evaluation.judging.protocol import JudgeError
-from trl_ext.losses import PreferenceObjective, PreferenceScores, aot, dpo, ipo, simpo
+from trl_ext.losses import PreferenceScores, aot, dpo, ipo, simpo
 from trl_ext.resilience.reward_guard import RewardError, RewardGuard
 from trl_ext.rollouts.replay import importance_weights
 from trl_ext.trainers.online_preference import trainer as online_preference
 from trl_ext.trainers.online_preference.judge_rewards import JudgeRewards
 from trl_ext.trainers.policy.scoring import ScoringTemperature
-from trl_ext.trainers.preference.pair_batches import SampledPairMetrics, deal_pairs
+from trl_ext.trainers.preference.pair_batches import deal_pairs
 
 pytestmark = pytest.mark.usefixtures("in_float64")
 
@@ -164,35 +163,6 @@ def test_held_out_loss(loss, batch, temperature, policy_path, tmp_path):
     scores = expected_scores(policy_path, model, expected_pairs(recorder.responses, "best_worst"))
     assert metrics["eval_loss"] == pytest.approx(LOSSES[loss](scores).mean().item(), rel=1e-8)
     assert metrics["eval_pairs/count"] == batch // 4
-
-
-def test_what_fills_a_batch_up_is_not_in_a_held_out_loss_that_couples_pairs():
-    """AOT of the margin 5 + 40 alone at beta 0.1: log(1 + exp(-4.5)) = 0.011048. With a filler of 30 and 10 lower it
-    would be sorted with that. A process without any pair has a loss of 0.
-    """
-
-    class Base:
-        def _held_out_loss(self):
-            return None
-
-    class Trainer(SampledPairMetrics, Base):
-        objective = SimpleNamespace(preference=PreferenceObjective("aot", beta=0.1))
-        accelerator = SimpleNamespace(gather=lambda values: values)
-
-    zeros, lengths = torch.zeros(2), torch.full((2,), 5)
-    scores = PreferenceScores(
-        torch.tensor([5.0, -30.0]), torch.tensor([-40.0, 10.0]), zeros, zeros, lengths, lengths, {}
-    )
-    trainer = Trainer()
-    assert trainer._held_out_mean(scores, torch.tensor([1.0, 0.0])).item() == pytest.approx(0.0110478, rel=1e-5)
-    assert trainer._held_out_loss() == pytest.approx(0.0110478, rel=1e-5)
-    assert trainer._held_out_mean(scores, torch.tensor([0.0, 0.0])).item() == 0
-    assert trainer._held_out_loss() is None
-    # Of both: -30 with -40 and 5 with 10, log(1 + exp(-1)) and log(1 + exp(0.5)).
-    both = (math.log1p(math.exp(-1)) + math.log1p(math.exp(0.5))) / 2
-    trainer._held_out_mean(scores, torch.tensor([1.0, 0.0]))
-    trainer._held_out_mean(scores, torch.tensor([0.0, 1.0]))
-    assert trainer._held_out_loss() == pytest.approx(both, rel=1e-8)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

@@ -188,6 +188,8 @@ def test_the_greedy_baseline_is_that_of_plain_greedy_generation(num_generations,
         assert entry["greedy/mean_length"] == statistics.fmean(found[step][1])
 
 
+# ---- Factors and terms that plain runs do not show ----
+
 DPPO = f"{OWN_RECIPES}/dppo.py:dppo_tv"
 # Of eight responses to two prompts: not of any group, so that the loss depends on each by itself.
 ADVANTAGES = [1.0, -0.5, 0.25, -1.5, 0.75, 2.0, -1.0, 0.5]
@@ -236,6 +238,14 @@ def gradient_of(model, loss: torch.Tensor) -> torch.Tensor:
     return torch.cat([p.grad.flatten() for _, p in model.named_parameters()]).double()
 
 
+def assert_loss(trainer, inputs: dict, policy, expected: torch.Tensor) -> torch.Tensor:
+    """Check the trainer's loss and its gradient against those of the policy in float64; returns the gradient."""
+    loss, gradient = compute_loss(trainer, inputs), gradient_of(policy, expected)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-8, abs=1e-9)
+    assert relative_difference(gradient_of(trainer.model, loss), gradient) < 1e-9
+    return gradient
+
+
 def kept_by_a_tool(mask: torch.Tensor) -> torch.Tensor:
     """A mask that takes every third token for a tool's, from the second on."""
     return ((torch.arange(mask.shape[1]) % 3 != 1) * torch.ones_like(mask)).long()
@@ -271,10 +281,7 @@ def test_what_a_tool_returned_is_no_part_of_the_loss(name, ready, policy_path):
                 of_reference = log_probs(reference, *row)[own]
             losses[-1] = losses[-1] + 0.2 * KL_ESTIMATES["k3"](new - of_reference)
     expected = reduce(losses)
-    loss = compute_loss(trainer, inputs)
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-8, abs=1e-9)
-    gradient = gradient_of(policy, expected)
-    assert relative_difference(gradient_of(trainer.model, loss), gradient) < 1e-9
+    gradient = assert_loss(trainer, inputs, policy, expected)
     del inputs["tool_mask"]
     assert relative_difference(gradient_of(trainer.model, compute_loss(trainer, inputs)), gradient) > 0.1
 
@@ -316,10 +323,7 @@ def test_the_importance_ratio_of_another_sampler_weighs_the_surrogate_alone(per_
     expected = mean_of_means(losses)
     # Without an engine: the loss reads these two and the tensor, and nothing else of vLLM.
     trainer.use_vllm = trainer.vllm_importance_sampling_correction = True
-    loss = compute_loss(trainer, inputs)
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-8, abs=1e-9)
-    gradient = gradient_of(policy, expected)
-    assert relative_difference(gradient_of(trainer.model, loss), gradient) < 1e-9
+    gradient = assert_loss(trainer, inputs, policy, expected)
     trainer.vllm_importance_sampling_correction = False
     uncorrected = gradient_of(trainer.model, compute_loss(trainer, inputs))
     assert relative_difference(uncorrected, gradient) > 0.1
@@ -346,10 +350,7 @@ def test_dppo_takes_its_ratio_to_what_the_sampler_recorded(use_vllm, ready):
         losses.append((-(p / q) * inside * ADVANTAGES[index] * new).sum())
     assert 0.1 < sum(kept) / len(kept) < 0.9
     expected = sum(losses) / 8 / trainer.max_completion_length
-    loss = compute_loss(trainer, inputs)
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-8, abs=1e-9)
-    gradient = gradient_of(policy, expected)
-    assert relative_difference(gradient_of(trainer.model, loss), gradient) < 1e-9
+    assert_loss(trainer, inputs, policy, expected)
 
 
 @pytest.mark.parametrize("accumulation", [1, 4])

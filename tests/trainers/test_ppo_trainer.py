@@ -213,21 +213,6 @@ def test_the_ratio_is_1_before_the_first_update(accumulation, policy_path, tmp_p
     assert logs["loss"] == pytest.approx(0.1 * squares / 2 / tokens, rel=1e-8, abs=1e-9)
 
 
-def test_without_a_value_function_it_is_the_clipped_policy_gradient(policy_path, tmp_path):
-    """Values of 0, gamma = lambda = 1: every token's advantage is the response's reward, as a trainer without
-    values has it. Responses are sampled: the value head leaves the random numbers alone.
-    """
-    same = {"max_steps": 4, "beta": 0.0, "aggregation": "token_mean", "epsilon": 0.1}
-    own = {"value_coefficient": 0.0, "lam": 1.0, "whiten_advantages": False}
-    ours = result(train(specification(policy_path, args={**same, **own}), str(tmp_path / "ours")))
-    plain = specification(policy_path, args={**same, "algorithm": "grpo", "advantage": "no_baseline"})
-    del ours.parameters["value_head.weight"], ours.parameters["value_head.bias"]
-    expected = result(train({**plain, "trainer": "PolicyTrainer"}, str(tmp_path / "plain")))
-    assert largest_difference(ours.parameters, expected.parameters) < 1e-9
-    assert ours.losses == pytest.approx(expected.losses, abs=1e-6)
-    assert ours.logs[2]["completions/mean_length"] == expected.logs[2]["completions/mean_length"]
-
-
 @pytest.mark.parametrize("kl_in", ["reward", "loss"])
 def test_what_could_not_be_scored_takes_no_part_in_the_loss(kl_in, policy_path, tmp_path):
     """Five of eight responses have no reward. Where every ratio is 1 the policy's part is minus the mean of the
@@ -323,6 +308,8 @@ def test_learnt_positions_count_from_the_first_token(kind, tmp_path):
             values = (hidden @ head[0] + bias[0]).tolist()
             assert batch["old_values"][index, :width].tolist() == pytest.approx(values, abs=1e-9)
 
+
+# ---- Checkpoints, and when the value function learns ----
 
 SAVING = {"save_strategy": "steps", "save_steps": 2, "optim": "adamw_torch", "learning_rate": 0.01, "max_steps": 4}
 

@@ -184,6 +184,9 @@ def test_refused(name, row, tmp_path):
     assert_refused(lambda: getattr(trl_ext, name)(**settings), *words)
 
 
+# ---- Models, rows and reward functions ----
+
+
 @pytest.fixture(scope="module")
 def tokenizer():
     return AutoTokenizer.from_pretrained(resolve_model_path("toy"))

@@ -97,30 +97,28 @@ class TestApproximateKL:
                 expected += probability * one["mean"]
         assert expected == pytest.approx(truth, rel=1e-6)
 
-    def test_far_from_the_base_it_is_k1(self):
-        """Log-ratios 2, 2, 2, -3: k3 is 1.135 three times and e^3 - 4 = 16.086, so rare a term that k1 varies less.
+    @pytest.mark.parametrize(
+        ("log_ratios", "mean", "half_width", "estimator"),
+        [
+            # k3 is 1.135 three times and e^3 - 4 = 16.086: k1 varies less, with a deviation of 5/2; t is 3.182446.
+            ([2.0, 2.0, 2.0, -3.0], 0.75, 3.182446 * 2.5 / 2, "k1"),
+            # The policy gives 1 to a token to which the base gives 1/2: log 2, where k3 says log 2 - 1/2.
+            ([math.log(2)] * 8, math.log(2), 0.0, "k1"),
+            # k3 is e^-0.1 - 0.9 = 0.004837 and e^0.1 - 1.1 = 0.005171, and k1 varies far more.
+            ([0.1, -0.1] * 2, 0.005004, None, "k3"),
+            ([0.0, 0.0], 0.0, 0.0, None),
+        ],
+    )
+    def test_the_estimator_is_the_one_that_varies_less(self, log_ratios, mean, half_width, estimator):
+        policy = [torch.tensor([-1.0])] * len(log_ratios)
+        estimate = approximate_kl(policy, [torch.tensor([-1.0 - log_ratio]) for log_ratio in log_ratios])
+        assert estimate["mean"] == pytest.approx(mean, abs=1e-6)
+        assert estimator in (None, estimate["estimator"])
+        if half_width is not None:
+            bounds = mean - half_width, mean + half_width
+            assert (estimate["low"], estimate["high"]) == pytest.approx(bounds, abs=1e-5)
 
-        Mean 3/4, deviation 5/2, and 3.182446 of t with three degrees of freedom.
-        """
-        policy, base = [torch.tensor([-1.0])] * 4, [torch.tensor([-3.0])] * 3 + [torch.tensor([2.0])]
-        estimate = approximate_kl(policy, base)
-        assert estimate["mean"] == 0.75 and estimate["estimator"] == "k1"
-        assert estimate["high"] == pytest.approx(0.75 + 3.182446 * 2.5 / 2, abs=1e-5)
-        assert estimate["low"] == pytest.approx(0.75 - 3.182446 * 2.5 / 2, abs=1e-5)
-
-    def test_what_a_policy_no_longer_says_is_not_missed(self):
-        """Every response is a token to which the policy gives 1 and the base 1/2: log 2, where k3 says log 2 - 1/2."""
-        estimate = approximate_kl([torch.zeros(1)] * 8, [torch.tensor([-math.log(2)])] * 8)
-        assert estimate["mean"] == pytest.approx(math.log(2)) and estimate["estimator"] == "k1"
-
-    def test_near_the_base_it_is_k3(self):
-        """Log-ratios -+ 0.1: k3 is e^-0.1 - 0.9 = 0.004837 and e^0.1 - 1.1 = 0.005171, and k1 varies far more."""
-        policy, base = [torch.tensor([-1.0])] * 4, [torch.tensor([-1.1]), torch.tensor([-0.9])] * 2
-        assert approximate_kl(policy, base)["mean"] == pytest.approx(0.005004, abs=1e-6)
-
-    def test_equal_models_are_at_zero(self):
-        log_probs = [torch.tensor([-1.5, -0.1]), torch.tensor([])]
-        assert approximate_kl(log_probs, log_probs)["mean"] == 0
+    def test_no_responses(self):
         assert_refused(lambda: approximate_kl([], []), "no responses")
 
 
@@ -272,6 +270,8 @@ class TestBasePolicy:
         assert made == [(2, 0.0), (4, 0.0), (3, 1.0)] and whole["kl"]["n"] == 3, "two more of the base"
         assert GenerationEvaluation(*arguments).compare(4).summary == whole, "as if nothing had been kept"
 
+
+# ---- Reward models ----
 
 # P(the response with the higher score wins), and whether that is the chosen one.
 CONFIDENCES = [(0.55, True), (0.62, False), (0.71, True), (0.78, True), (0.88, True), (0.93, True)]

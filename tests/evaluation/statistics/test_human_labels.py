@@ -66,19 +66,6 @@ class TestPredictionPowered:
         assert (found.low, found.high) == pytest.approx((centre - half, centre + half), abs=1e-5)
         assert (found.labels_only.low, found.labels_only.high) == rate_interval(LABELS)
 
-    def test_weight_has_the_least_variance(self):
-        """Against a search over weights, with one variance of the verdicts in both terms, as the formula has it."""
-        labels, judged, unlabelled = drawn(0)
-        of_judge = numpy.concatenate([judged, unlabelled]).var(ddof=1)
-        covariance = labels @ judged / 30 - labels.mean() * judged.mean()
-
-        def variance(weight):
-            own = labels.var() - 2 * weight * covariance + weight**2 * of_judge
-            return weight**2 * of_judge / 70 + own / 30
-
-        best = min(numpy.linspace(0, 1, 1001), key=variance)
-        assert prediction_powered(labels, judged, unlabelled).weight == pytest.approx(best, abs=1e-3)
-
     def test_symmetries(self):
         columns = drawn(0)
         found = prediction_powered(*columns)

@@ -266,24 +266,6 @@ class TestPolicies:
         grade = only(grade_submission(folder, {"aot": 0.5}, max_new_tokens=9, **assets))
         assert (grade.figure, grade.n) == (0.0, 10)
 
-    def test_bad_rows_fail_the_file_and_are_not_judged(self, folder, assets):
-        rows = response_rows(plan(win=10))
-        rows[0]["generated_num_tokens"] = 300
-        rows[1]["row_id"] = rows[2]["row_id"]
-        path = write_policy(folder, "aot", rows)
-
-        def never(prompt, a, b):
-            pytest.fail("a file that cannot be graded was judged")
-
-        grade = only(grade_submission(folder, {"aot": 0.5}, judge=never, **assets))
-        assert (grade.passed, grade.figure, grade.reason) == (False, None, "4 bad rows")
-        assert grade.problems == [
-            f"{path}: row_id row-beach: duplicate: on lines 2 and 3",
-            f"{path}: row_id row-banana: missing",
-            f"{path}: row_id row-axe: over the token budget: generated_num_tokens is 300, at most 256 are allowed",
-            f"{path}: row_id row-beach: prompt_text is not the benchmark's for this row_id",
-        ]
-
     def test_too_many_errors(self, folder, assets):
         write_policy(folder, "aot", response_rows(plan(win=10)))
 
