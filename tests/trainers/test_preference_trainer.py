@@ -18,6 +18,7 @@ from tests.support.tiny import independent_scores, pairs, token_ids, token_log_p
 from tests.support.train_once import (
     REFERENCE,
     build,
+    build_plain,
     largest_difference,
     load_models,
     relative_difference,
@@ -288,30 +289,34 @@ def test_a_column_that_is_not_a_number_is_named(value, tiny_model_path, tmp_path
         train(spec, str(tmp_path), train_dataset=Dataset.from_list(rows))
 
 
-def test_prompts_lose_their_beginning_and_responses_their_end(models, tiny_model_path, tmp_path):
-    long = [
-        {
-            "prompt": [{"role": "user", "content": "".join(chr(97 + i % 26) for i in range(700))}],
-            "chosen": [{"role": "assistant", "content": "".join(chr(97 + i % 25) for i in range(600))}],
-            "rejected": [{"role": "assistant", "content": "no"}],
-        }
-    ]
-    dataset = Dataset.from_list(long)
-    trainer = build({"model": tiny_model_path}, str(tmp_path), train_dataset=dataset, eval_dataset=dataset)
-    prompt, chosen, rejected = token_ids(models[0], long[0])
+@pytest.mark.parametrize("name", ["PreferenceTrainer", "RewardTrainer"])
+def test_prompts_lose_their_beginning_and_responses_their_end(name, models, tiny_model_path, tmp_path, caplog):
+    """No pair is dropped; the prompt stands before both responses of a reward model."""
+    texts = {"prompt": "".join(chr(97 + i % 26) for i in range(700)), "rejected": "no"}
+    texts["chosen"] = "".join(chr(97 + i % 25) for i in range(600))
+    long = {key: [{"role": "user" if key == "prompt" else "assistant", "content": texts[key]}] for key in texts}
+    prompt, chosen, rejected = token_ids(models[0], long)
     assert (len(prompt), len(chosen)) > (700, 600)
-    for prepared in (trainer.train_dataset, trainer.eval_dataset):
-        assert prepared[0]["prompt_ids"] == prompt[-512:]
-        assert prepared[0]["chosen_ids"] == chosen[:512]
-        assert prepared[0]["rejected_ids"] == rejected
-    batch = next(iter(trainer.get_train_dataloader()))
-    assert batch["input_ids"].shape == (2, 1024)  # cut once, and not to a joint limit again
-    assert batch["completion_mask"].sum(dim=1).tolist() == [512, len(rejected)]
-
-    limits = {"max_prompt_tokens": 5, "max_response_tokens": None}
-    trainer = build({"model": tiny_model_path, "args": limits}, str(tmp_path), train_dataset=dataset)
-    assert trainer.train_dataset[0]["prompt_ids"] == prompt[-5:]
-    assert trainer.train_dataset[0]["chosen_ids"] == chosen
+    rows = [{key: pairs(1)[0][key] for key in long}, long]
+    other = {"max_prompt_tokens": 5, "max_response_tokens": None}
+    for limits, first, second in (({}, prompt[-512:], chosen[:512]), (other, prompt[-5:], chosen)):
+        spec = {"trainer": name, "model": tiny_model_path, "rows": rows, "args": limits}
+        trainer = build_plain(spec, str(tmp_path), eval_dataset=Dataset.from_list(rows))
+        for prepared in (trainer.train_dataset, trainer.eval_dataset):
+            assert len(prepared) == 2
+            row = {"prompt_ids": [], **prepared[1]}
+            assert row["prompt_ids"] in (first, [])
+            assert [row["prompt_ids"] + row[f"{side}_ids"] for side in ("chosen", "rejected")] == [
+                first + second,
+                first + rejected,
+            ]
+        # Cut once, and not to a joint limit again.
+        assert next(iter(trainer.get_train_dataloader()))["input_ids"].shape == (4, len(first + second))
+    for text in (
+        "2 prompts are longer than max_prompt_tokens 512",
+        "4 responses are longer than max_response_tokens 512",
+    ):
+        assert f"train: 1 of {text} and are cut" in caplog.text
 
 
 def test_streamed_pairs_train_alike(tiny_model_path, tmp_path):

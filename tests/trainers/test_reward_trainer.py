@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from tests.support.reward_once import THREE_STEPS, build, lora, rows_with, scores_one_by_one, train
-from tests.support.tiny import pairs, token_ids
+from tests.support.tiny import pairs
 from tests.support.train_once import DEFAULTS, largest_difference, parameters, relative_difference, result
 from trl_ext import RewardConfig, RewardTrainer
 from trl_ext.rewards import RewardModel
@@ -259,27 +259,6 @@ def test_the_best_checkpoint_by_scores_taken_singly(metric, tiny_model_path, tmp
 
 
 # ---- Pairs as token ids ----
-
-
-def test_long_pairs_are_cut_and_none_is_dropped(tiny_model_path, tmp_path, caplog):
-    long = {
-        "row_id": "long",
-        "prompt": [{"role": "user", "content": "".join(chr(97 + i % 26) for i in range(700))}],
-        "chosen": [{"role": "assistant", "content": "".join(chr(97 + i % 25) for i in range(600))}],
-        "rejected": [{"role": "assistant", "content": "no"}],
-    }
-    short = {key: pairs(1)[0][key] for key in long}
-    trainer = build(tiny_model_path, tmp_path, [short, long])
-    prompt, chosen, rejected = token_ids(trainer.processing_class, long)
-    assert (len(prompt), len(chosen)) > (700, 600)
-    assert len(trainer.train_dataset) == 2
-    assert trainer.train_dataset[1]["chosen_ids"] == prompt[-512:] + chosen[:512]
-    assert trainer.train_dataset[1]["rejected_ids"] == prompt[-512:] + rejected
-    messages = [record.getMessage() for record in caplog.records if record.name.startswith("trl_ext")]
-    assert "train: 1 of 2 prompts are longer than max_prompt_tokens 512 and are cut" in messages
-    assert "train: 1 of 4 responses are longer than max_response_tokens 512 and are cut" in messages
-    whole = build(tiny_model_path, tmp_path, [long], max_prompt_tokens=None, max_response_tokens=None)
-    assert whole.train_dataset[0]["chosen_ids"] == prompt + chosen
 
 
 def test_plain_text_streams_and_token_ids(tiny_model_path, tmp_path):

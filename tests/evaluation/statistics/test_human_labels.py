@@ -86,12 +86,8 @@ class TestPredictionPowered:
         assert (found.weight, found.rate, found.effective_n) == (0, 0.625, 8)
         assert (found.low, found.high) == rate_interval(LABELS)
 
-    def test_a_judge_that_is_always_right(self):
-        """Nearly what labels on every prompt would give, and never more. Ten equal labels have Wilson's interval."""
-        rng = numpy.random.default_rng(0)
-        labels = (rng.random(1000) < 0.7).astype(float)
-        found = prediction_powered(labels[:100], labels[:100], labels[100:])
-        assert found.rate == pytest.approx(labels.mean(), abs=0.02) and 700 < found.effective_n <= 1000
+    def test_equal_labels(self):
+        """On equal labels it tells nothing of its errors: ten of them have Wilson's interval."""
         found = prediction_powered([1] * 10, [1] * 9 + [0], [1] * 40)
         assert (found.weight, found.rate, found.standard_error) == (0, 1, 0)
         assert (found.low, found.high) == pytest.approx((0.722467, 1), abs=1e-6)
