@@ -10,12 +10,9 @@ import torch
 from datasets import IterableDataset
 from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file
-from tokenizers import Tokenizer
 from transformers import (
-    AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
-    PreTrainedTokenizerFast,
 )
 
 from tests.support.reward_once import THREE_STEPS, build, lora, rows_with, scores_one_by_one, train
@@ -23,6 +20,7 @@ from tests.support.tiny import pairs
 from tests.support.train_once import DEFAULTS, largest_difference, parameters, relative_difference, result
 from trl_ext import RewardConfig, RewardTrainer
 from trl_ext.rewards import RewardModel
+from trl_ext.toy import MODEL_DIR
 
 # ---- Equal to TRL ----
 
@@ -281,57 +279,35 @@ def test_plain_text_streams_and_token_ids(tiny_model_path, tmp_path):
     assert largest_difference(parameters(streamed), parameters(expected)) == 0.0
 
 
-@pytest.fixture(scope="module")
-def merging_path(tiny_model_path, tmp_path_factory) -> str:
-    """The tiny model with a tokenizer in which " Par" and " Paris" are tokens."""
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model_path)
-    model = AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.float32)
-    state = json.loads(tokenizer.backend_tokenizer.to_str())
-    for merge in (("Ġ", "P"), ("ĠP", "a"), ("ĠPa", "r"), ("i", "s"), ("ĠPar", "is")):
-        state["model"]["merges"].append(list(merge))
-        state["model"]["vocab"]["".join(merge)] = len(state["model"]["vocab"])
-    merging = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(json.dumps(state)),
-        eos_token=tokenizer.eos_token,
-        pad_token=tokenizer.pad_token,
-    )
-    torch.manual_seed(0)
-    model.resize_token_embeddings(len(merging), mean_resizing=False)
-    path = tmp_path_factory.mktemp("merging")
-    model.save_pretrained(path)
-    merging.save_pretrained(path)
-    return str(path)
-
-
 TEXTS = [
-    # What both begin with, " Par", is a part of the token " Paris".
-    ("The capital of France is Paris", "The capital of France is Parma"),
-    ("It is Paris", "It is Paris, is it?"),
+    # What both begin with, " car", is a part of the embedded model's token " carrot".
+    ("Its favourite food is carrot", "Its favourite food is cargo"),
+    ("It is carrot", "It is carrot, is it?"),
     ("No prefix", "in common"),
     ("ends itself<|im_end|>", "ends as well"),
 ]
 
 
-def test_whole_texts_are_tokenized_as_trl_does(merging_path, tmp_path):
+def test_whole_texts_are_tokenized_as_trl_does(tmp_path):
     """Pairs without a prompt: the ids are TRL's and so is what is learnt; they are cut between tokens."""
     rows = [{"chosen": chosen, "rejected": rejected} for chosen, rejected in TEXTS]
     settings = {"per_device_train_batch_size": 4, "learning_rate": 0.1}
-    stock = train(merging_path, tmp_path / "stock", rows, stock=True, **settings)
-    own = train(merging_path, tmp_path / "own", rows, packing="off", **settings)
+    stock = train(str(MODEL_DIR), tmp_path / "stock", rows, stock=True, **settings)
+    own = train(str(MODEL_DIR), tmp_path / "own", rows, packing="off", **settings)
     for column in ("chosen_ids", "rejected_ids"):
         assert own.train_dataset[column] == stock.train_dataset[column]
-    paris, parma = own.processing_class(" Paris Par")["input_ids"]
-    assert [row["chosen_ids"].count(paris) for row in own.train_dataset] == [1, 1, 0, 0]
-    assert parma in own.train_dataset[0]["rejected_ids"]
-    before = parameters(build(merging_path, tmp_path, rows))
+    carrot, car = own.processing_class(" carrot car")["input_ids"]
+    assert [row["chosen_ids"].count(carrot) for row in own.train_dataset] == [1, 1, 0, 0]
+    assert car in own.train_dataset[0]["rejected_ids"]
+    before = parameters(build(str(MODEL_DIR), tmp_path, rows))
     moved = [
         torch.cat([(after[name] - before[name]).flatten() for name in before]).double()
         for after in (parameters(own), parameters(stock))
     ]
     assert relative_difference(*moved) < 1e-5
-    cut = build(merging_path, tmp_path, rows, max_prompt_tokens=2, max_response_tokens=1).train_dataset
+    cut = build(str(MODEL_DIR), tmp_path, rows, max_prompt_tokens=2, max_response_tokens=1).train_dataset
     assert cut[0]["chosen_ids"] == own.train_dataset[0]["chosen_ids"][-4:-1]
-    assert cut[0]["rejected_ids"] == [*cut[0]["chosen_ids"][:2], parma]
+    assert cut[0]["rejected_ids"] == [*cut[0]["chosen_ids"][:2], car]
 
 
 def test_what_trl_reads_beside_the_messages(tiny_model_path, tmp_path):
