@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import statistics
-from pathlib import Path
+from functools import partial
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch.func import functional_call
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from tests.support.naive_policy import rows_of
 from tests.support.ppo_once import Steps, move_value_head, of_kind, specification
+from tests.support.reward_adapters import load_adapter, load_base, plain_scores, save_adapter, save_full_model
 from tests.support.rollout_once import build, thirds, train
 from tests.support.tiny import build_tokenizer
 from tests.support.train_once import largest_difference, parameters, relative_difference, result
@@ -393,36 +393,18 @@ def test_a_checkpoint_of_another_value_function_is_refused(policy_path, tmp_path
 # ---- A model of its own ----
 
 
-@pytest.fixture(scope="module")
-def reward_model_path(policy_path, tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("reward-model")
-    torch.manual_seed(2)
-    AutoModelForSequenceClassification.from_pretrained(policy_path, num_labels=1).save_pretrained(path)
-    AutoTokenizer.from_pretrained(policy_path).save_pretrained(path)
-    return path
-
-
 @pytest.mark.parametrize("adapter", [False, True])
-def test_values_begin_as_the_rewards(adapter, policy_path, reward_model_path, tmp_path):
+def test_values_begin_as_the_rewards(adapter, policy_path, tmp_path):
     """Before any update, the value after a text's last token is the reward model's score of the text."""
-    folder = reward_model_path
-    model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1)
-    if adapter:
-        folder = tmp_path / "adapter"
-        lora = LoraConfig(r=2, target_modules=["q_proj", "up_proj"], task_type="SEQ_CLS", init_lora_weights=False)
-        model = get_peft_model(model, lora)
-        model.save_pretrained(folder)
-        AutoTokenizer.from_pretrained(policy_path).save_pretrained(folder)
+    save, load = (save_adapter, partial(load_adapter, policy_path)) if adapter else (save_full_model, load_base)
+    folder = save(policy_path, tmp_path / "rewards")
     spec = of_kind("separate", policy_path)
-    spec["args"]["value_model_name_or_path"] = str(folder)
+    spec["args"]["value_model_name_or_path"] = folder
     trainer = build(spec, str(tmp_path / "run"))
     ids = torch.tensor([[0, 0, 20, 30, 40, 50], [9, 8, 7, 6, 5, 4]])
     mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
     values = trainer.value_model.values(ids, mask, 2, 1)
     assert values.requires_grad and all(weight.requires_grad for weight in trainer.value_model.parameters().values())
-    with torch.no_grad():
-        for row, attended, value in zip(ids, mask, values, strict=True):
-            # The value before the last token is that of the text without it.
-            text = row[attended.bool()][None, :-1]
-            score = model.eval()(input_ids=text, attention_mask=torch.ones_like(text)).logits
-            assert value[-1].item() == pytest.approx(score.item(), abs=1e-5)
+    # The value before the last token is that of the text without it.
+    scores = plain_scores(load(folder), [ids[0, 2:-1].tolist(), ids[1, :-1].tolist()])
+    assert values[:, -1].tolist() == pytest.approx(scores.tolist(), abs=1e-5)
