@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.support import recipes
 from tests.support.files import read_rows
+from tests.support.tiny import response_log_prob
 from trl_ext import ExpertIterationConfig, ExpertIterationTrainer, SFTConfig, SFTTrainer
 from trl_ext.data.math import load_math, math_prompt
 from trl_ext.evaluation.reasoning import grader
@@ -70,17 +71,14 @@ def test_the_loss_is_the_mean_over_completion_tokens(tiny_model_path, tmp_path):
     """Of the whole optimizer batch, with two micro-batches: their tokens count alike, whichever they are in."""
     model = AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(tiny_model_path)
-    losses = []
+    total = tokens = 0
     for row in ROWS:
-        prompt = tokenizer(row["prompt"])["input_ids"]
         completion = [*tokenizer(row["completion"])["input_ids"], tokenizer.eos_token_id]
-        with torch.no_grad():
-            log_probs = model(torch.tensor([prompt + completion])).logits[0].log_softmax(-1)
-        places = range(len(prompt) - 1, len(prompt) + len(completion) - 1)
-        losses += [-log_probs[place, token].item() for place, token in zip(places, completion, strict=True)]
+        total -= response_log_prob(model, tokenizer(row["prompt"])["input_ids"], completion).item()
+        tokens += len(completion)
     trainer = trainer_of(tiny_model_path, tmp_path, ROWS)
     trainer.train()
-    assert trainer.state.log_history[0]["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-4)
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(total / tokens, rel=1e-4)
 
 
 def test_packed_passes_train_alike(tiny_model_path, tmp_path):
