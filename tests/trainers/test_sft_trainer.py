@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.support import recipes
 from tests.support.files import read_rows
 from tests.support.tiny import response_log_prob
+from tests.support.train_once import DEFAULTS, largest_difference, parameters
 from trl_ext import ExpertIterationConfig, ExpertIterationTrainer, SFTConfig, SFTTrainer
 from trl_ext.data.math import load_math, math_prompt
 from trl_ext.evaluation.reasoning import grader
@@ -38,10 +39,7 @@ def messages(rows: list[dict]) -> list[dict]:
 
 
 def trainer_of(model: str, folder: Path, rows: list[dict], **args) -> SFTTrainer:
-    options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 1, "logging_steps": 1}
-    options |= {"learning_rate": 1.0, "optim": "sgd", "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
-    options |= {"report_to": "none", "save_strategy": "no", "use_cpu": True, "disable_tqdm": True}
-    args = SFTConfig(output_dir=str(folder), **{**options, **args})
+    args = SFTConfig(**{**DEFAULTS, "gradient_accumulation_steps": 2, **args, "output_dir": str(folder)})
     return SFTTrainer(model, args=args, train_dataset=Dataset.from_list(rows))
 
 
@@ -87,13 +85,12 @@ def test_packed_passes_train_alike(tiny_model_path, tmp_path):
         trainer = trainer_of(tiny_model_path, tmp_path, ROWS, share_prefixes=share)
         assert (packing_of(trainer.model) is not None) is share
         trainer.train()
-        trained[share] = {name: value.detach().clone() for name, value in trainer.model.named_parameters()}
+        trained[share] = parameters(trainer)
         if share:
             assert trainer.packing.active and trainer.packing.packed_tokens < trainer.packing.padded_tokens
+    assert largest_difference(trained[True], trained[False]) < 1e-5
     initial = load_file(Path(tiny_model_path) / "model.safetensors")
-    for name, value in trained[True].items():
-        assert (value - trained[False][name]).abs().max() < 1e-5
-    assert any((trained[True][name] - initial[name]).abs().max() > 1e-3 for name in initial), "it trains"
+    assert largest_difference(trained[True], initial) > 1e-3, "it trains"
 
 
 def test_long_rows_are_counted(tiny_model_path, tmp_path, caplog):
@@ -324,8 +321,7 @@ def test_a_run_out_of_time_ends_after_its_round(tmp_path, monkeypatch, capsys):
     recipes.run(monkeypatch, "expert_iteration", *short, *resume, "1")
     runs = [json.loads((tmp_path / name / "results.json").read_text())["run"] for name in ("straight", "broken")]
     assert [run["sampled_responses"] for run in runs] == [160, 160] and not runs[1]["stopped_by_max_hours"]
-    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("straight", "broken"))
-    assert all(one[name].equal(other[name]) for name in one)
+    assert same_weights(tmp_path / "straight", tmp_path / "broken")
 
 
 @pytest.mark.parametrize(

@@ -29,14 +29,6 @@ UNLABELLED = [1] * 14 + [0] * 6
 C, B, T = "candidate", "base", "tie"
 
 
-def drawn(seed: int, n: int = 30, further: int = 70) -> tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray]:
-    """Labels and related verdicts, with ties."""
-    rng = numpy.random.default_rng(seed)
-    true = rng.choice([0, 0.5, 1], n + further, p=[0.3, 0.2, 0.5])
-    judged = numpy.where(rng.random(n + further) < 0.7, true, rng.choice([0, 0.5, 1], n + further))
-    return true[:n], judged[:n], judged[n:]
-
-
 class TestPredictionPowered:
     """Eight labels with mean 5/8 beside eight verdicts with mean 5/8; further verdicts 14/20.
 
@@ -67,9 +59,12 @@ class TestPredictionPowered:
         assert (found.labels_only.low, found.labels_only.high) == rate_interval(LABELS)
 
     def test_symmetries(self):
-        columns = drawn(0)
-        found = prediction_powered(*columns)
-        swapped = prediction_powered(*(1 - values for values in columns))
+        """Labels on the first 30 prompts of 100, and related verdicts, with ties."""
+        rng = numpy.random.default_rng(0)
+        true = rng.choice([0, 0.5, 1], 100, p=[0.3, 0.2, 0.5])
+        judged = numpy.where(rng.random(100) < 0.7, true, rng.choice([0, 0.5, 1], 100))
+        found = prediction_powered(true[:30], judged[:30], judged[30:])
+        swapped = prediction_powered(1 - true[:30], 1 - judged[:30], 1 - judged[30:])
         assert (swapped.rate, swapped.low, swapped.high) == pytest.approx(
             (1 - found.rate, 1 - found.high, 1 - found.low)
         )
