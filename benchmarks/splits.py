@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import sys
 import tempfile
@@ -25,12 +26,12 @@ from tests.support.splits_once import (
     CASES,
     OPTIMIZERS,
     SPLITS,
-    Outcome,
     metric_differences,
     run_all,
     save_models,
     update_difference,
 )
+from tests.support.train_once import Run
 
 WHOLE = "1 x 8"
 
@@ -41,23 +42,24 @@ def measure(cases: list[str], optimizers: list[str], folder: Path) -> dict[str, 
     results: dict[str, dict] = {case: {} for case in cases}
     for optimizer in optimizers:
         jobs = [(case, optimizer, split) for case in cases for split in SPLITS]
-        outcomes = run_all(jobs, folder / optimizer, folder, dtype="float32")
+        runs = run_all(jobs, folder / optimizer, folder, dtype="float32")
         for case in cases:
-            results[case][optimizer] = compare({split: outcomes[case, optimizer, split] for split in SPLITS})
+            results[case][optimizer] = compare({split: runs[case, optimizer, split] for split in SPLITS})
     return results
 
 
-def compare(outcomes: dict[str, Outcome]) -> dict:
+def compare(runs: dict[str, Run]) -> dict:
     """Differences of the splits from the whole batch, for one case and optimizer."""
-    whole = outcomes[WHOLE]
-    others = {split: outcome for split, outcome in outcomes.items() if split != WHOLE}
+    whole = runs[WHOLE]
+    others = {split: run for split, run in runs.items() if split != WHOLE}
+    size = math.sqrt(sum(parameter.double().square().sum().item() for parameter in whole.start.values()))
     metrics: dict[str, float] = {}
-    for outcome in others.values():
-        for name, difference in metric_differences(outcome, whole).items():
+    for run in others.values():
+        for name, difference in metric_differences(run, whole).items():
             metrics[name] = max(metrics.get(name, 0.0), difference)
     return {
-        "update_over_parameters": whole.update.norm().item() / whole.size,
-        "update_difference": {split: update_difference(outcome, whole) for split, outcome in others.items()},
+        "update_over_parameters": whole.change.norm().item() / size,
+        "update_difference": {split: update_difference(run, whole) for split, run in others.items()},
         "metric_difference": dict(sorted(metrics.items(), key=lambda item: -item[1])),
     }
 

@@ -34,8 +34,7 @@ def main() -> None:
     run.open(trainer, metrics=trainer.metrics_file)
     evaluation.base(progress=True)
     trainer.validate = partial(log_reasoning, evaluate_on(trainer, validation, settings))
-    budget = run.time_budget(trainer, trainer.metrics_file)
-    if budget is not None:
+    for budget in run.time_budget(trainer):
         trainer.stops = budget.is_spent
 
     run.train(trainer, mendable=(NoCorrectResponseError, *MENDABLE_IN_TRAINING))

@@ -33,11 +33,10 @@ def main() -> None:
         trainer = run.load_trainer(partial(PolicyTrainer, reward_funcs=reward), train_dataset=train.dataset())
         evaluation = evaluate_on(trainer, final, settings)
         require_base(evaluation, run)
-    metrics = run.open(trainer)
+    run.open(trainer)
     while_training = evaluate_on(trainer, validation, settings)
     trainer.add_callback(ReasoningCallback(while_training, every=arguments.eval_every, final=evaluation))
-    budget = run.time_budget(trainer, metrics, period=training.updates_per_rollout)
-    if budget is not None:
+    for budget in run.time_budget(trainer, period=training.updates_per_rollout):
         trainer.add_callback(budget)
 
     run.train(trainer)

@@ -18,7 +18,7 @@ from trl_ext.runs.arguments import parse_arguments, toy_config
 from trl_ext.runs.studies.pipeline import RLHFArguments, plan_pipeline
 from trl_ext.runs.studies.pipeline_evaluation import check_evaluation, evaluate_pipeline
 from trl_ext.runs.studies.pipeline_report import print_tables, write_pipeline_report
-from trl_ext.runs.studies.processes import Countdown, check_runs, print_commands, run_all
+from trl_ext.runs.studies.processes import check_runs, print_commands, run_all
 
 
 def main() -> None:
@@ -34,13 +34,12 @@ def main() -> None:
             print_commands(pipeline.stages)
             print(f"# evaluation of {', '.join(pipeline.policies)}, and the report: by recipes/rlhf.py itself")
             return
-        countdown = Countdown(pipeline.stages)
-        for stage in pipeline.stages:
-            if run_all([stage], countdown):
-                raise ValueError(
-                    f"the stage {stage.name} failed, for the reason above -- repeat the same command, which goes on "
-                    f"from this stage, or this stage alone: {shlex.join(stage.command())}"
-                )
+        if failed := run_all(pipeline.stages, stop_at_failure=True):
+            (stage,) = [stage for stage in pipeline.stages if stage.name in failed]
+            raise ValueError(
+                f"the stage {stage.name} failed, for the reason above -- repeat the same command, which goes on "
+                f"from this stage, or this stage alone: {shlex.join(stage.command())}"
+            )
         summary = evaluate_pipeline(given, pipeline)
         written = write_pipeline_report(given, pipeline, summary)
     print_tables(summary)

@@ -22,11 +22,10 @@ def main() -> None:
         trainer = run.load_trainer(SFTTrainer, train_dataset=demonstrations)
         evaluation = evaluate_on(trainer, held_out, sampling_settings(arguments, reward=held_out.reward))
         require_base(evaluation, run)
-    metrics = run.open(trainer)
+    run.open(trainer)
     every, prompts = arguments.generation_eval_every, arguments.num_generation_prompts
     trainer.add_callback(ReasoningCallback(evaluation, every=every, prompts=prompts))
-    budget = run.time_budget(trainer, metrics)
-    if budget is not None:
+    for budget in run.time_budget(trainer):
         trainer.add_callback(budget)
 
     run.train(trainer)

@@ -40,12 +40,8 @@ def no_garbage_among_modules():
 
 
 @pytest.fixture
-def own_tables(monkeypatch):
+def own_tables(registries_as_before, monkeypatch):
     """Leave the tables of losses and algorithms as they were, and load files of one's own anew."""
-    from trl_ext.registry import policy_algorithms, preference_losses
-
-    for table in (policy_algorithms, preference_losses):
-        monkeypatch.setattr(table, "_entries", dict(table._entries))
     for name in [name for name in sys.modules if name.startswith("trl_ext_user_")]:
         monkeypatch.delitem(sys.modules, name)
     loaded = set(sys.modules)

@@ -118,11 +118,8 @@ def group_rank(rewards: Tensor, group_size: int, scale: float = 1.0) -> Tensor:
 def greedy_baseline(rewards: Tensor, group_size: int, greedy_rewards: Tensor) -> Tensor:
     """ReMax: `r` minus the reward of the greedy response to the prompt. [N].
 
-    Args:
-        rewards: [N].
-        group_size: responses per prompt; may be 1.
-        greedy_rewards: [N / group_size]; a group whose greedy response could not be scored has advantages 0.
-
+    `greedy_rewards` are [N / group_size]; a group whose greedy response could not be scored has advantages 0. Groups
+    may have one response.
     Li et al. 2023, arXiv 2310.10505.
     """
     groups = _Groups.of(rewards, group_size)
@@ -193,11 +190,7 @@ def mean_normalized(rewards: Tensor, group_size: int, eps: float = 1e-6) -> Tens
 def length_weighted(rewards: Tensor, group_size: int, lengths: Tensor) -> Tensor:
     """OPO: `r` minus the mean of the group's rewards weighted by length, for exactly on-policy updates. [N].
 
-    Args:
-        rewards: [N].
-        group_size: responses per prompt.
-        lengths: tokens of each response, [N].
-
+    `lengths` are the tokens of each response, [N].
     Hao et al. 2025, arXiv 2505.23585.
     """
     groups = _Groups.of(rewards, group_size)

@@ -35,9 +35,7 @@ MODULES = {
     "assignment": ("trl_ext.assignment", "write a course's assignment from a solved package"),
 }
 # Recipes that run other recipes. They are not launched themselves.
-STUDIES = {
-    "compare": ("compare", "train methods over seeds and compare them with a baseline"),
-}
+STUDIES = {"compare": "train methods over seeds and compare them with a baseline"}
 # Flags of scripts that take a YAML file.
 FILE_FLAGS = ("--config", "--accelerate_config")
 
@@ -69,7 +67,7 @@ def _run(arguments: list[str]) -> None:
     elif command == "configs":
         _configs(rest)
     elif command in STUDIES:
-        run_script(STUDIES[command][0], rest)
+        run_script(command, rest)
     elif command in MODULES:
         run_module(command, rest)
     else:
@@ -81,16 +79,12 @@ def _help() -> str:
     described = {
         "train RECIPE": "train by a recipe, with its flags; --list names the recipes",
         "configs [NAME]": "list the configurations that come along, or print the path of one",
-        **{name: text for name, (_, text) in {**STUDIES, **MODULES}.items()},
+        **STUDIES,
+        **{name: text for name, (_, text) in MODULES.items()},
     }
-    lines = [f"  {name:22}  {text}" for name, text in described.items()]
-    return "\n".join(
-        [
-            "usage: trl-ext COMMAND ... (every command has --help)\n",
-            *lines,
-            "\nOn several processes: accelerate launch --multi_gpu -m trl_ext train RECIPE ...",
-        ]
-    )
+    lines = "\n".join(f"  {name:22}  {text}" for name, text in described.items())
+    several = "On several processes: accelerate launch --multi_gpu -m trl_ext train RECIPE ..."
+    return f"usage: trl-ext COMMAND ... (every command has --help)\n\n{lines}\n\n{several}"
 
 
 # ---- Recipes ----
@@ -101,7 +95,7 @@ def recipes() -> dict[str, str]:
     found = {}
     for path in sorted(RECIPES.glob("*.py")):
         text = path.read_text(encoding="utf-8")
-        if 'if __name__ == "__main__":' in text and path.stem not in {name for name, _ in STUDIES.values()}:
+        if 'if __name__ == "__main__":' in text and path.stem not in STUDIES:
             described = " ".join((ast.get_docstring(ast.parse(text)) or "").split())
             found[path.stem] = described.partition(". ")[0].rstrip(".")
     return found
@@ -125,14 +119,10 @@ def _train(arguments: list[str]) -> None:
 
 
 def run_script(name: str, arguments: Sequence[str]) -> None:
-    """Run `recipes/{name}.py` in this process, as Python runs a script.
-
-    Raises:
-        UsageError: a flag names a file that neither exists nor is shipped with the package.
-    """
-    script = RECIPES / f"{name}.py"
-    sys.argv = _with_files([str(script), *arguments])
-    runpy.run_path(str(script), run_name="__main__")
+    """Run `recipes/{name}.py` in this process, as Python runs a script."""
+    script = str(RECIPES / f"{name}.py")
+    sys.argv = _with_files([script, *arguments])
+    runpy.run_path(script, run_name="__main__")
 
 
 def _with_files(arguments: Sequence[str]) -> list[str]:
@@ -161,11 +151,7 @@ def _launcher_configs() -> list[str]:
 
 
 def find_file(name: str) -> str:
-    """The path of a file as given, or else of the shipped file with this name.
-
-    Raises:
-        UsageError: neither exists; the message suggests the nearest name.
-    """
+    """The path of a file as given, or else of the shipped file with this name; UsageError if there is neither."""
     for place in (Path(name), CONFIGS / name, SCRIPTS / name):
         if place.is_file():
             return str(place)

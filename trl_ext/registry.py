@@ -23,42 +23,35 @@ class Entry:
 
     Attributes:
         paper: the arXiv number of its paper, or another source.
-        title: the paper's title.
-        label: the displayed name, where it differs from a named trainer's prefix.
     """
 
     name: str
     function: Callable
     paper: str = ""
-    title: str = ""
-    label: str = ""
+
+    @property
+    def _parameters(self) -> Mapping[str, inspect.Parameter]:
+        return inspect.signature(self.function).parameters
 
     @property
     def inputs(self) -> list[str]:
         """Positional parameters."""
-        parameters = inspect.signature(self.function).parameters.values()
-        return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        return [p.name for p in self._parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
     @property
     def options(self) -> dict[str, Any]:
         """Keyword-only parameters except `beta`, with their defaults (`Parameter.empty` if there is none)."""
-        parameters = inspect.signature(self.function).parameters.values()
-        return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != "beta"}
+        return {p.name: p.default for p in self._parameters.values() if p.kind is p.KEYWORD_ONLY and p.name != "beta"}
 
     @property
     def default_beta(self) -> float | None:
         """The function's default for `beta`; None if it has none."""
-        parameter = inspect.signature(self.function).parameters.get("beta")
+        parameter = self._parameters.get("beta")
         return None if parameter is None or parameter.default is parameter.empty else parameter.default
 
     @property
     def takes_beta(self) -> bool:
-        return "beta" in inspect.signature(self.function).parameters
-
-    @property
-    def citation(self) -> dict[str, str]:
-        """The paper in the form of TRL's trainers; empty without a title."""
-        return {"title": self.title, "id": self.paper} if self.title else {}
+        return "beta" in self._parameters
 
     def check_options(self, options: dict[str, Any]) -> None:
         """Raise ValueError for an option that the function does not have, or a missing one without a default."""
@@ -112,7 +105,7 @@ class Algorithm(LossFields, AdvantageFields, Entry):
         rollout: settings of the trainer's rollouts that define the algorithm, such as `resample_groups`: 0 is refused.
         reads_sampler: whether your own function compares with the probabilities that the sampler recorded,
             `scores.behaviour_log_probs`; vLLM's importance ratio then does not multiply its loss.
-        fixed: the settings that define the algorithm: each with its permitted values, and why no others are.
+        fixed: the settings that define the algorithm, each with its permitted values.
     """
 
     summary: str = ""
@@ -120,7 +113,7 @@ class Algorithm(LossFields, AdvantageFields, Entry):
     group_size: int = 8
     rollout: Mapping[str, float] = field(default_factory=dict)
     reads_sampler: bool = False
-    fixed: Mapping[str, tuple[tuple[str, ...], str]] = field(default_factory=dict)
+    fixed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def __post_init__(self):
         self.surrogate = self.surrogate or "own"
@@ -225,8 +218,6 @@ def preference_loss(
     batch_coupled: bool = False,
     columns: tuple[str, ...] = (),
     paper: str = "",
-    title: str = "",
-    label: str = "",
 ) -> Callable[[Callable], Callable]:
     """Register a preference loss `f(scores, *, beta, ...) -> [B]` under `name`.
 
@@ -236,7 +227,7 @@ def preference_loss(
         batch_coupled: set to True if a pair's loss depends on the other pairs; the trainer then evaluates it on the
             whole optimizer batch, over all ranks and accumulated micro-batches.
         columns: names of dataset columns to pass in `scores.columns`, each a tensor of shape [B].
-        paper, title, label: its paper's arXiv number and title, and its displayed name; see `Entry`.
+        paper: the arXiv number of its paper, or another source.
 
     Raises:
         ValueError: the name is taken.
@@ -244,7 +235,7 @@ def preference_loss(
 
     def register(function: Callable) -> Callable:
         needs = {"needs_reference": needs_reference, "batch_coupled": batch_coupled, "columns": tuple(columns)}
-        preference_losses.add(PreferenceLoss(name, function, paper, title, label, **needs))
+        preference_losses.add(PreferenceLoss(name, function, paper, **needs))
         return function
 
     return register

@@ -18,7 +18,7 @@ class Setting:
         type: type of its values.
         meaning: help text of its flag.
         default: its value if a row names none; None if the function that reads it has the default.
-        choices: its values, if they are names; empty if a module of functions defines the list.
+        choices: its values, if they are names; empty for `advantage`, which may be a function.
         within: the test that a number must pass, and its description.
         option: the parameter of the advantage or of the surrogate that it sets.
     """
@@ -66,25 +66,26 @@ LOSS_SETTINGS = {
     "surrogate": Setting(
         str,
         "clip, no_clip, cispo, reinforce, sapo or gmpo.",
+        choices=("clip", "no_clip", "cispo", "reinforce", "sapo", "gmpo"),
     ),
     "ratio": Setting(str, "Importance ratio: token, sequence or none.", "token", ("token", "sequence", "none")),
-    "aggregation": Setting(str, "sequence_mean, token_mean, constant or sum.", "sequence_mean"),
+    "aggregation": Setting(
+        str,
+        "sequence_mean, token_mean, constant or sum.",
+        "sequence_mean",
+        ("sequence_mean", "token_mean", "constant", "sum"),
+    ),
     "epsilon": Setting(float, "The ratio is clipped below 1 - epsilon.", within=_FROM_0, option="clip_low"),
     "epsilon_high": Setting(float, "The ratio is clipped above 1 + epsilon_high.", within=_FROM_0, option="clip_high"),
     "dual_clip": Setting(
-        float,
-        "Cap on the loss where the advantage is negative, in advantages.",
-        within=_ABOVE_1,
-        option="dual_clip",
+        float, "Cap on the loss where the advantage is negative, in advantages.", within=_ABOVE_1, option="dual_clip"
     ),
     "ratio_cap": Setting(float, "Cap on the ratio of cispo.", within=_FROM_1, option="ratio_cap"),
     "loss_constant": Setting(
-        float,
-        "Tokens that `constant` divides by. Default: max_completion_length, the token budget.",
-        within=_POSITIVE,
+        float, "Tokens that `constant` divides by. Default: max_completion_length, the token budget.", within=_POSITIVE
     ),
     "beta": Setting(float, "Coefficient of the KL divergence to the reference; 0 loads none.", 0.0, within=_FROM_0),
-    "kl_estimator": Setting(str, "k1, k2 or k3.", "k3"),
+    "kl_estimator": Setting(str, "k1, k2 or k3.", "k3", ("k1", "k2", "k3")),
     "kl_in": Setting(str, "Where the KL term goes: loss or reward.", "loss", ("loss", "reward")),
     "kl_ratio_correction": Setting(bool, "Multiply the KL term in the loss by the ratio, as TRL does.", False),
     "kl_aggregation": Setting(

@@ -9,24 +9,18 @@ The batch: two responses of 3 and 2 tokens, advantages 1 and -1, and three polic
 
 from __future__ import annotations
 
+import copy
 import math
 import re
+import runpy
+import statistics
 
 import pytest
 import torch
-from datasets import Dataset
 
-from tests.support.naive_policy import (
-    Steps,
-    check_against_loops,
-    evaluate,
-    log_probs,
-    model_in_float64,
-    rows_of,
-)
-from tests.support.rollout_once import OWN_RECIPES, build, prompts, thirds
-from tests.support.train_once import relative_difference, result
-from tests.support.trl_private import rollout_batches
+from tests.support import REPOSITORY
+from tests.support.naive_policy import check_against_loops, evaluate
+from tests.support.rollout_once import OWN_RECIPES
 from trl_ext.advantages import group_normalized
 from trl_ext.algorithms import PolicyObjective
 from trl_ext.losses import PolicyScores, PreferenceObjective, PreferenceScores
@@ -316,45 +310,68 @@ def test_what_contradicts_a_star_po(settings, message):
         PolicyObjective(place("a_star_po"), **settings)
 
 
-def a_star_po(policy_path, tmp_path, rows, **args):
-    reward = load_module(str(OWN_RECIPES / "a_star_po.py")).less_optimal_value(thirds)
-    settings = {"algorithm": place("a_star_po"), "num_generations": 1, "beta": 0.3, **args}
-    spec = {"model": policy_path, "perturb": 1, "fixed": True, "args": settings}
-    steps = Steps()
-    data = Dataset.from_list(rows)
-    return build(spec, str(tmp_path), reward_funcs=[reward], train_dataset=data, callbacks=[steps]), steps
+def test_the_reward_less_the_optimal_value():
+    """A response whose reward or value is missing has no advantage."""
+    reward = load_module(str(OWN_RECIPES / "a_star_po.py")).less_optimal_value(lambda scores: scores)
+    assert reward([0.25, 0.5, None], scores=[1.0, None, 0.5]) == [0.75, None, None]
 
 
-@pytest.mark.usefixtures("in_float64")
-@pytest.mark.parametrize("size, accumulation", [(8, 1), (2, 4)])
-def test_a_star_po_trains_on_its_regression(size, accumulation, policy_path, tmp_path):
-    """(0.3 h - (r - V))^2 of eight responses, V from the data; two rows have none, and their advantages are 0."""
-    rows = [{**row, "optimal_value": index / 10 if index < 6 else None} for index, row in enumerate(prompts())]
-    args = {"per_device_train_batch_size": size, "gradient_accumulation_steps": accumulation}
-    trainer, steps = a_star_po(policy_path, tmp_path, rows, **args)
-    trainer.train()
-    policy, reference = model_in_float64(policy_path, steps.weights[0]), model_in_float64(policy_path)
-    found = [row for batch in rollout_batches(trainer) for row in rows_of(batch)]
-    encode = trainer.processing_class.apply_chat_template
-    values = {
-        tuple(encode(row["prompt"], add_generation_prompt=True, tokenize=True, return_dict=True)["input_ids"]): row[
-            "optimal_value"
-        ]
-        for row in rows
-    }
-    total = 0.0
-    for prompt, response in found:
-        with torch.no_grad():
-            base = log_probs(reference, prompt, response).sum()
-        value = values[tuple(prompt)]
-        advantage = 0.0 if value is None else thirds([response])[0] - value
-        total = total + (0.3 * (log_probs(policy, prompt, response).sum() - base) - advantage) ** 2 / 8
-    total.backward()
-    gradient = torch.cat([p.grad.flatten() for _, p in policy.named_parameters()])
-    assert result(trainer).losses == pytest.approx([total.item()], rel=1e-6)
-    assert relative_difference(steps.gradients[0], gradient) < 1e-6
+# ---- Evolution strategies ----
 
 
-def test_a_star_po_names_what_it_lacks(policy_path, tmp_path):
-    with pytest.raises(ValueError, match="'thirds' takes 'optimal_value', and the data have no such column"):
-        a_star_po(policy_path, tmp_path, prompts())
+SEEDS = [3, 1, 4]
+
+
+@pytest.fixture
+def recipe():
+    """The recipe's globals, which its functions read."""
+    found = runpy.run_path(str(REPOSITORY / "recipes" / "own" / "evolution.py"))
+    return found["main"].__globals__
+
+
+def policy() -> torch.nn.Linear:
+    torch.manual_seed(0)
+    return torch.nn.Linear(3, 2)
+
+
+def distance(model: torch.nn.Linear) -> float:
+    """A reward: how near the parameters are to 1."""
+    return -sum((parameter - 1).square().sum().item() for parameter in model.parameters())
+
+
+def test_an_update_is_that_of_its_definition(recipe):
+    """theta + learning_rate / N sum z_n e_n, on copies and in float64."""
+    recipe |= {"PERTURBATION": 0.1, "LEARNING_RATE": 0.5}
+    model, before = policy(), policy()
+    rewards = recipe["update"](model, lambda: distance(model), SEEDS)
+    noises = [recipe["noise"](before, seed) for seed in SEEDS]
+    perturbed = []
+    for noise in noises:
+        member = copy.deepcopy(before)
+        for parameter, step in zip(member.parameters(), noise, strict=True):
+            parameter.data += 0.1 * step
+        perturbed.append(distance(member))
+    assert rewards.tolist() == pytest.approx(perturbed, rel=1e-6)
+    mean, deviation = statistics.fmean(perturbed), statistics.pstdev(perturbed)
+    weights = [(reward - mean) / deviation for reward in perturbed]
+    for index, (own, start) in enumerate(zip(model.parameters(), before.parameters(), strict=True)):
+        total = sum(weight * noise[index].double() for weight, noise in zip(weights, noises, strict=True))
+        torch.testing.assert_close(own.double(), start.double() + 0.5 / 3 * total, rtol=0, atol=2e-6)
+
+
+def test_equal_rewards_leave_the_parameters_as_they_were(recipe):
+    model = policy()
+    recipe["update"](model, lambda: 0.3, SEEDS)
+    assert all(own.equal(start) for own, start in zip(model.parameters(), policy().parameters(), strict=True))
+
+
+def test_parameters_of_one_shape_get_different_noise(recipe):
+    first, second = recipe["noise"](torch.nn.ParameterList([torch.zeros(3, 4), torch.zeros(3, 4)]), 0)
+    assert not first.equal(second)
+
+
+def test_it_runs(recipe, capsys):
+    recipe |= {"UPDATES": 2, "POPULATION": 2, "PROMPTS_PER_UPDATE": 2, "MAX_NEW_TOKENS": 4}
+    recipe["main"]()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition("/")[0] for line in lines] == ["update  1", "update  2"]

@@ -26,17 +26,6 @@ def test_all_of_it_on_a_cpu(tmp_path, capsys, monkeypatch):
     assert report["left"] == []
     assert {row["state"] for row in report["arms"].values()} == {"done"}, report
     results = {name: row["result"] for name, row in report["arms"].items()}
-    assert set(results) == {
-        "A/machine",
-        "B/attention",
-        "B/passes",
-        *(f"C/{w}/24M/{a}" for w in ("grpo", "dpo") for a in ("packed", "packed-no-checkpointing")),
-        "D/grpo/24M",
-        "D/dpo/24M",
-        "G/24M",
-        *(f"F/{w}/24M/{r}" for w in ("grpo", "dpo") for r in ("stock", "tuned", "trl_ext")),
-    }
-    assert all(results["A/machine"][name]["value"] for name in ("copy_gb_per_second", "launch_microseconds"))
     # In float32, errors are rounding; the failed comparisons of bfloat16 depend on the shapes.
     assert results["B/attention"]["sdpa, float32"]["worst"]["packed"] < 1e-5
     assert results["B/attention"]["sdpa, bfloat16"]["worst"]["packed"] < 0.05
@@ -54,25 +43,15 @@ def test_all_of_it_on_a_cpu(tmp_path, capsys, monkeypatch):
             assert packed["encoded_tokens"] < stock["encoded_tokens"] <= tuned["encoded_tokens"]
             assert packed["packing"].startswith("packing: on") and stock["packing"] is None
             assert tuned["micro_batch"] == 2 * stock["micro_batch"] == 2 * packed["micro_batch"]
-            assert all(len(row["seconds"]) == 2 for row in rows.values())
-            # The second packed arm meets the widths of the first.
-            assert (packed["cold_seconds"] is None) == (name != "packed") and stock["cold_seconds"] > 0
             for baseline in ("stock", "tuned"):
                 pairs = zip(rows[baseline]["seconds"], packed["seconds"], strict=True)
                 ratios = [one / other for one, other in pairs]
                 assert packed[f"ratio_to_{baseline}"] == pytest.approx(
                     {"median": sum(ratios) / 2, "least": min(ratios), "most": max(ratios)}
                 )
-        for arm in results[f"D/{workload}/24M"].values():
-            assert arm["kernels"] > 100 and arm["busy"] > 0 and arm["waits"] > 0 and arm["attention"]
-        for name in ("stock", "tuned", "trl_ext"):
-            figures = results[f"F/{workload}/24M/{name}"][name]
-            assert len(figures["seconds"]) == 3 and min(figures["seconds"]) > 0
-        assert figures["packing"].startswith("packing: on")
+        assert results[f"F/{workload}/24M/trl_ext"]["trl_ext"]["packing"].startswith("packing: on")
     assert results["G/24M"]["float32, packed"]["difference_to_float32"] < 1e-4
     assert 0 < results["G/24M"]["bfloat16, packed"]["difference_to_float32"] < 0.2
-    for text in ("ratio to tuned", "median seconds", "busy", "end to end", "difference to float32"):
-        assert text in printed
     assert (tmp_path / "gpu.md").read_text() in printed
 
     # What is finished is kept; what is missing is measured.
@@ -129,24 +108,6 @@ def test_only_what_fits_into_the_budget_starts(tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert next(line for line in lines if line.startswith("A/machine")).split() == ["A/machine", "3.000", "done"]
     assert lines[-1].split()[-2] == "22.000"  # 6 and 16.
-
-
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (["--device", "cpu"], "--device cpu would take hours"),
-        ([*QUICK, "--only", "X"], "--only X: no arm begins so"),
-    ],
-)
-def test_refusals(flags, said, capsys):
-    with pytest.raises(SystemExit):
-        battery.main(flags)
-    assert said in capsys.readouterr().err
-
-
-def test_the_battery_of_two_calls_of_eight_minutes(capsys):
-    battery.main(["--dry_run"])
-    assert float(capsys.readouterr().out.split()[-2]) < 2 * 480
 
 
 def test_a_smaller_micro_batch_where_memory_ends(monkeypatch, tmp_path):

@@ -1,10 +1,6 @@
-"""`benchmarks.rollouts`: a run on the embedded model, and vLLM's arguments."""
+"""`benchmarks.rollouts`: a run on the embedded model."""
 
 from __future__ import annotations
-
-import importlib.util
-
-import pytest
 
 from benchmarks import rollouts
 from trl_ext.files import read_json
@@ -22,16 +18,3 @@ def test_a_run_on_the_embedded_model(tmp_path, capsys):
     assert all(4 < calls[0]["tokens"] <= 4 * 96 for calls in figures["calls"].values())
     printed = capsys.readouterr().out
     assert all(arm in printed for arm in arms)
-
-
-def test_vllm_does_not_run_the_embedded_model(capsys):
-    with pytest.raises(SystemExit):
-        rollouts.main(["--vllm", "--size", "toy"])
-    assert "choose another --size" in capsys.readouterr().err
-
-
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
-def test_vllm_needs_its_environment(capsys):
-    with pytest.raises(SystemExit):
-        rollouts.main(["--vllm", "--size", "24M", "--arms", "sampler float32"])
-    assert "make test-vllm" in capsys.readouterr().err

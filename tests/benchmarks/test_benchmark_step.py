@@ -51,11 +51,6 @@ def test_a_rollout_is_padded_as_the_trainer_pads_it():
     assert batch["advantages"].shape == (4,)
 
 
-def test_equal_precisions_are_refused():
-    with pytest.raises(ValueError, match="--baseline float32 --dtype float32: nothing to compare"):
-        step.parse(["--trainer", "policy", "--baseline", "float32"])
-
-
 @pytest.mark.parametrize("trainer", step.TRAINERS)
 @pytest.mark.parametrize(("arm", "dtype"), [("stock", torch.float32), ("packed", torch.bfloat16)])
 def test_each_arm_computes_in_its_precision(trainer, arm, dtype, tmp_path, as_before):

@@ -263,7 +263,6 @@ FUNCTIONS = [
 SOURCES = [
     (Trainer._save_checkpoint, "self._push_from_checkpoint(output_dir)", RESUMABLE),
     (Trainer._save_checkpoint, "self._save_optimizer_and_scheduler(output_dir)", "trl_ext.OnlinePreferenceTrainer"),
-    (Trainer._inner_training_loop, "self._evaluate(trial, ignore_keys_for_eval, skip_scheduler=True)", RESUMABLE),
     (Trainer._load_optimizer_and_scheduler, "self.args.device", RESUMABLE),
     (prepare_data_loader, "sampler.generator", RESUMABLE),
     (trl.DPOTrainer.compute_loss, "self._compute_loss(model, inputs, return_outputs)", PREFERENCE),

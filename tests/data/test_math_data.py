@@ -6,10 +6,19 @@ import re
 
 import pytest
 
+from tests.support import REPOSITORY
 from tests.support.files import write_rows
 from tools.toy_prompts import prompt_pool
-from trl_ext.data.boxes import boxed_answer, last_boxed
-from trl_ext.data.math import demonstration, load_math, math_prompt
+from trl_ext.data.math import (
+    boxed_answer,
+    demonstration,
+    last_boxed,
+    load_math,
+    load_prompt_template,
+    math_prompt,
+    render,
+    template_names,
+)
 from trl_ext.toy import score
 
 LAYOUTS = {
@@ -23,16 +32,7 @@ LAYOUTS = {
     ),
     "gsm8k": (
         {"question": "Clips?", "answer": "He sold 4*250=$<<4*250=1000>>1000.\nSo 1000.\n#### 1,000"},
-        {
-            "row_id": "rows:1",
-            "prompt_text": "Clips?",
-            "answer": "1000",
-            "solution": "He sold 4*250=$1000.\nSo 1000.",
-        },
-    ),
-    "question with a plain answer": (
-        {"question": "Clips?", "answer": "72"},
-        {"row_id": "rows:1", "prompt_text": "Clips?", "answer": "72"},
+        {"row_id": "rows:1", "prompt_text": "Clips?", "answer": "1000", "solution": "He sold 4*250=$1000.\nSo 1000."},
     ),
     "math": (
         {"problem": "Halve 1.", "solution": "It is \\boxed{\\frac{1}{2}}.", "answer": "\\frac{1}{2}", "level": 1},
@@ -50,15 +50,6 @@ LAYOUTS = {
             "prompt_text": "Halve 1.",
             "answer": "\\frac{1}{2}",
             "solution": "Not \\boxed{3} but \\boxed{\\frac{1}{2}}.",
-        },
-    ),
-    "math with escaped braces": (
-        {"problem": "p", "solution": r"$\boxed{\left\{ 1 \right.}$"},
-        {
-            "row_id": "rows:1",
-            "prompt_text": "p",
-            "answer": r"\left\{ 1 \right.",
-            "solution": r"$\boxed{\left\{ 1 \right.}$",
         },
     ),
     "a whole prompt": (
@@ -136,7 +127,6 @@ BAD = {
     "nums": ({"nums": ["3"], "target": 3}, r"line 2: .*nums, target: .*whole numbers"),
     "not finite": ({"question": "q", "answer": float("inf")}, r"line 2: .*answer: must be text"),
     "twice": (GOOD, r"line 2, row_id g: row_id: already used on line 1"),
-    "not JSON": ("{", r"line 2: bad JSON"),
     "response": ({"question": "q", "answer": "1", "response": 3}, r"line 2: .*response: must be text"),
 }
 
@@ -194,3 +184,58 @@ class TestTheEmbeddedAdditions:
         train = load_math("toy", "train")
         right = [score(row["prompt_text"], row["response"]) == 1 for row in train]
         assert right.count(False) == 107
+
+
+# ---- Prompt templates ----
+
+
+def test_r1_zero_is_a_conversation_that_stops_at_the_thoughts():
+    prompt = render(load_prompt_template("r1_zero"), "What is 2 + 3?")
+    introduction, user, assistant = prompt.split("\n")
+    assert user == "User: What is 2 + 3?"
+    assert assistant == "Assistant: <think>" and prompt.endswith("Assistant: <think>")
+    assert introduction.index("<think>") < introduction.index("</think>") < introduction.index("<answer>")
+    assert "</think> <answer> the answer </answer>" in introduction
+
+
+def test_the_form_that_the_prompt_shows_earns_the_reward():
+    from trl_ext.rewards import r1_zero_reward
+
+    shown = load_prompt_template("r1_zero").split("in this form: <think>")[1].split("\n")[0].rstrip(".")
+    assert r1_zero_reward(shown.replace("the answer", "5"), "5")["reward"] == 1
+
+
+def test_the_others():
+    assert render(load_prompt_template("question_only"), "What?") == "What?"
+    prompt = render(load_prompt_template("alpaca_sft"), "Name a colour.")
+    assert prompt.endswith("\n\n### Instruction:\nName a colour.\n\n### Response:\n")
+    assert template_names() == ["alpaca_sft", "boxed", "question_only", "r1_zero"]
+
+
+def test_a_users_own(tmp_path):
+    path = tmp_path / "mine.txt"
+    path.write_text("Set {a} of é: {question} {question}\n\n", encoding="utf-8")
+    template = load_prompt_template(path)
+    assert template == load_prompt_template(str(path)) == "Set {a} of é: {question} {question}\n"
+    assert render(template, r"\frac{1}{2} {question_}") == (
+        "Set {a} of é: \\frac{1}{2} {question_} \\frac{1}{2} {question_}\n"
+    )
+
+
+def test_what_is_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match="alpaca_sft, boxed, question_only, r1_zero; did you mean 'r1_zero'"):
+        load_prompt_template("r1-zero")
+    path = tmp_path / "mine.txt"
+    path.write_text("{Question}")
+    with pytest.raises(ValueError, match=r"mine\.txt: no \{question\} in this prompt template"):
+        load_prompt_template(path)
+
+
+def test_the_files_are_part_of_the_package():
+    import fnmatch
+    import tomllib
+
+    settings = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
+    patterns = settings["tool"]["setuptools"]["package-data"]["trl_ext"]
+    for name in template_names():
+        assert any(fnmatch.fnmatch(f"data/prompt_templates/{name}.txt", pattern) for pattern in patterns)

@@ -18,7 +18,6 @@ from tests.support import REPOSITORY
 
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
 WORKFLOW = yaml.safe_load((REPOSITORY / ".github" / "workflows" / "ci.yml").read_text())
-CONTRIBUTING = (REPOSITORY / "CONTRIBUTING.md").read_text()
 
 
 @pytest.fixture
@@ -93,17 +92,6 @@ def test_changelog_has_this_version_first():
     assert day == "Unreleased" or date.fromisoformat(day)
     kinds = set(re.findall(r"^### (.+)$", text, flags=re.MULTILINE))
     assert kinds <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
-
-
-def test_contributing_names_what_exists():
-    paths = set(re.findall(r"`((?:recipes|tests|trl_ext|docs|public_eval|\.ci|\.github)/[\w./-]*)`", CONTRIBUTING))
-    targets = set(re.findall(r"^make ([\w-]+)", CONTRIBUTING, flags=re.MULTILINE))
-    assert len(paths) > 10 and len(targets) > 5
-    for path in paths:
-        assert (REPOSITORY / path).exists(), path
-    makefile = (REPOSITORY / "Makefile").read_text()
-    for target in targets:
-        assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE), target
 
 
 # ---- Pages ----

@@ -37,16 +37,12 @@ def test_importing_loads_no_heavy_library(modules, heavy):
 
 
 def test_public_names_load():
-    assert [name for name in trl_ext.__all__ if getattr(trl_ext, name) is None] == []
-
-
-def test_what_scripts_for_trl_import_is_trls_own():
+    """What scripts for TRL import is TRL's own."""
     import trl
 
-    from trl_ext import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
-
-    for own in (ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config):
-        assert own is getattr(trl, own.__name__)
+    assert [name for name in trl_ext.__all__ if getattr(trl_ext, name) is None] == []
+    for name in ("ModelConfig", "ScriptArguments", "TrlParser", "get_peft_config", "get_quantization_config"):
+        assert getattr(trl_ext, name) is getattr(trl, name)
 
 
 def test_one_trainer_does_not_load_the_others():
@@ -95,27 +91,16 @@ def test_imports_point_down():
                 assert level[parts[1]] <= level[room], f"{path} imports {module}, which stands above it"
 
 
-def _module(path: Path) -> str:
-    return ".".join(("trl_ext", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__")
-
-
-def _imported_modules(path: Path, modules: set[str]) -> set[str]:
-    """The modules of the package that a file imports, inside functions too."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module:
-            names = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= names & modules or {node.module}
-        elif isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-    return found & modules
-
-
 def test_no_circle_of_imports():
-    modules = {_module(path) for path in SOURCES}
-    TopologicalSorter(
-        {_module(path): _imported_modules(path, modules) - {_module(path)} for path in SOURCES}
-    ).prepare()
+    """Inside functions too; `from package import module` imports the module."""
+    names = {path: ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts) for path in SOURCES}
+    names = {path: name.removesuffix(".__init__") for path, name in names.items()}
+    modules, graph = {*names.values()}, {}
+    for path, name in names.items():
+        froms = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
+        found = [{f"{node.module}.{alias.name}" for alias in node.names} & modules or {node.module} for node in froms]
+        graph[name] = (set().union(*found) & modules) - {name}
+    TopologicalSorter(graph).prepare()
 
 
 def test_trainers_know_of_evaluation_only_how_to_ask_a_judge():

@@ -11,13 +11,16 @@ from pathlib import Path
 
 import pytest
 import yaml
+from accelerate.commands.launch import launch_command_parser
 
 import trl_ext.algorithms  # noqa: F401  the algorithms register
 from tests.support import REPOSITORY, recipes
 from tests.support.pages import README, TEXT, TEXTS, blocks, commands
-from trl_ext import PolicyTrainer, PreferenceTrainer
+from trl_ext import PolicyTrainer, PreferenceTrainer, cli
+from trl_ext.evaluation.command_line import CommandParser
 from trl_ext.losses import PreferenceObjective  # noqa: F401  the losses register before a test copies their table
 from trl_ext.registry import policy_algorithms, preference_losses
+from trl_ext.runs.studies import compare
 
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
 # Pages whose Python trains a model.
@@ -45,19 +48,14 @@ def check_all(items, check, tmp_path, monkeypatch) -> None:
     assert not failed, "\n".join(failed)
 
 
-def test_cluster_commands_name_what_exists(tmp_path, monkeypatch):
-    check_all(CLUSTER_COMMANDS, _check_cluster_command, tmp_path, monkeypatch)
-
-
 def test_commands_are_valid(tmp_path, monkeypatch):
     commands = [command for command in COMMANDS if command not in TEMPLATES]
-    check_all(commands, _check_command, tmp_path, monkeypatch)
+    assert CLUSTER_COMMANDS
+    check_all([*commands, *CLUSTER_COMMANDS], _check_command, tmp_path, monkeypatch)
 
 
-def _check_cluster_command(command, tmp_path, monkeypatch) -> None:
-    words = shlex.split(command)
+def _check_cluster_command(words, tmp_path, monkeypatch) -> None:
     at = next(index for index, word in enumerate(words) if word.endswith(".sbatch"))
-    assert "sbatch" in words[:at]
     assert (REPOSITORY / words[at]).is_file()
     taken = 3 if "vllm" in words[at] else 2
     recipe, flags = words[at + 1], words[at + 1 + taken :]
@@ -72,6 +70,8 @@ def _check_command(command, tmp_path, monkeypatch) -> None:
     elif words[0] == "pip":
         extra = re.fullmatch(r"\$\(ls trl_ext-\*\.whl\)\[(\w+)\]", words[2])
         assert extra[1] in PROJECT["optional-dependencies"]
+    elif "sbatch" in words:
+        _check_cluster_command(words, tmp_path, monkeypatch)
     elif words[0] == "trl-ext":
         _check_installed(words[1:], tmp_path, monkeypatch)
     elif words[:2] == ["python", "-m"]:
@@ -89,8 +89,6 @@ def _check_command(command, tmp_path, monkeypatch) -> None:
 
 def _check_installed(words: list[str], tmp_path, monkeypatch) -> None:
     """The `trl-ext` command: recipes are parsed as they are, other commands by their own parsers."""
-    from trl_ext import cli
-
     name, *rest = words
     if name == "train":
         if rest[0] != "--list":
@@ -99,7 +97,7 @@ def _check_installed(words: list[str], tmp_path, monkeypatch) -> None:
     elif name == "configs":
         assert not rest or (cli.CONFIGS / rest[0]).exists() or (cli.SCRIPTS / rest[0]).exists()
     elif name in cli.STUDIES:
-        _check_study(cli.STUDIES[name][0], rest, tmp_path, monkeypatch)
+        _check_study(name, rest, tmp_path, monkeypatch)
     else:
         _check_module(cli.MODULES[name][0], rest, monkeypatch)
 
@@ -130,8 +128,6 @@ def _check_study(script: str, given: list[str], tmp_path, monkeypatch) -> None:
     if "--output_dir" in given:
         at = given.index("--output_dir")
         given = [*given[:at], "--output_dir", str(tmp_path), *given[at + 2 :]]
-    from trl_ext.runs.studies import compare
-
     if "--runs" in given:  # Of finished runs, which a fresh clone has not.
         compare.read_plan(compare._parse(given))
     else:
@@ -145,7 +141,8 @@ def _check_launch(words: list[str], tmp_path, monkeypatch) -> None:
         recipes.parse(monkeypatch, *words[at + 3 :])
         return
     at = next(index for index, word in enumerate(words) if word.startswith("recipes/"))
-    _check_launcher(words[:at])
+    launcher = launch_command_parser().parse_args([*words[:at], "script.py"])
+    assert not launcher.config_file or (REPOSITORY / launcher.config_file).is_file()
     _write_own_functions(tmp_path)
     monkeypatch.chdir(tmp_path)
     of_clone = ("recipes/configs/", "recipes/own/")
@@ -194,7 +191,6 @@ def _write_own_functions(folder) -> None:
 
 def _check_flags(name: str, arguments: list[str], monkeypatch) -> None:
     """Parse a command's arguments with its own parser, and no further."""
-    from trl_ext.evaluation.command_line import CommandParser
 
     class Parsed(Exception):
         pass
@@ -209,14 +205,6 @@ def _check_flags(name: str, arguments: list[str], monkeypatch) -> None:
     module = importlib.import_module(f"{name}.__main__" if package else name)
     with pytest.raises(Parsed):
         module.main(arguments)
-
-
-def _check_launcher(words: list[str]) -> None:
-    from accelerate.commands.launch import launch_command_parser
-
-    parsed = launch_command_parser().parse_args([*words, "script.py"])
-    if parsed.config_file:
-        assert (REPOSITORY / parsed.config_file).is_file()
 
 
 # ---- Python ----
@@ -243,13 +231,7 @@ def test_python_blocks_run(name, tmp_path, monkeypatch):
 # ---- Paths and links ----
 
 
-NAMED_PATH = r"`((?:recipes|tests|accelerate_configs|trl_ext|docs|benchmarks|public_eval)/[\w./-]*)`"
-
-
-def test_named_paths_exist():
-    named = set(re.findall(NAMED_PATH, TEXT))
-    assert len(named) > 20
-    assert sorted(path for path in named if not (REPOSITORY / path).exists()) == []
+NAMED_PATH = r"`((?:recipes|tests|accelerate_configs|trl_ext|docs|benchmarks|public_eval|\.ci|\.github)/[\w./-]*)`"
 
 
 def _prose(text: str) -> str:
@@ -267,7 +249,14 @@ def _anchors(path: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 
 
-def test_links_lead_somewhere():
+def test_paths_and_links_lead_somewhere():
+    contributing = (REPOSITORY / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    named = set(re.findall(NAMED_PATH, TEXT + contributing))
+    assert len(named) > 20
+    assert sorted(path for path in named if not (REPOSITORY / path).exists()) == []
+    targets, makefile = re.findall(r"^make ([\w-]+)", contributing, flags=re.MULTILINE), REPOSITORY / "Makefile"
+    assert len(targets) > 5
+    assert [one for one in targets if f"\n{one}:" not in makefile.read_text(encoding="utf-8")] == []
     broken, checked = [], 0
     for name, text in TEXTS.items():
         for link in {link for link in _links(text) if "://" not in link}:
@@ -302,31 +291,20 @@ def test_the_index_has_every_paper():
 # ---- Tables against the code ----
 
 
-def test_every_loss_and_trainer_is_in_the_table():
-    import trl_ext.losses
+def test_every_method_is_in_the_tables():
     import trl_ext.trainers
 
-    table = TEXTS["docs/methods.md"].partition("## Losses")[2].partition("## ")[0]
-    own = [name for name in preference_losses if preference_losses[name].function.__module__.startswith("trl_ext.")]
-    for name in own:
-        assert f"`{name}`" in table, "the table in docs/methods.md lacks it"
-        assert f"| `{name}` | $" in TEXTS["docs/preference.md"], "the equations in docs/preference.md lack it"
-        assert f"`{name}`" in TEXTS["docs/papers.md"], "docs/papers.md lacks it"
-    for name in trl_ext.trainers.__all__:
-        if name.endswith("Trainer") and issubclass(getattr(trl_ext.trainers, name), PreferenceTrainer):
-            assert f"`{name}`" in table or name == "PreferenceTrainer"
-
-
-def test_every_algorithm_and_trainer_is_in_the_table():
-    import trl_ext.trainers
-
-    section = TEXTS["docs/methods.md"].partition("## Algorithms")[2]
-    own = [name for name in policy_algorithms if policy_algorithms[name].surrogate != "own"]
-    for name in own:
-        assert f"`{name}`" in section and f"`{name}`" in TEXTS["docs/papers.md"], name
-    for name in trl_ext.trainers.__all__:
-        if name.endswith("Trainer") and issubclass(getattr(trl_ext.trainers, name), PolicyTrainer):
-            assert f"`{name}`" in section
+    losses, _, algorithms = TEXTS["docs/methods.md"].partition("## Algorithms")
+    own_losses = [one for one in preference_losses if preference_losses[one].function.__module__[:8] == "trl_ext."]
+    own_algorithms = [name for name in policy_algorithms if policy_algorithms[name].surrogate != "own"]
+    trainers = {name: getattr(trl_ext.trainers, name) for name in trl_ext.trainers.__all__ if name.endswith("Trainer")}
+    of_pairs = [name for name, one in trainers.items() if issubclass(one, PreferenceTrainer)]
+    of_policies = [name for name, one in trainers.items() if issubclass(one, PolicyTrainer)]
+    of_pairs.remove("PreferenceTrainer")
+    wanted = {losses: [*own_losses, *of_pairs], algorithms: [*own_algorithms, *of_policies]}
+    wanted[TEXTS["docs/papers.md"]] = [*own_losses, *own_algorithms]
+    assert [name for text, names in wanted.items() for name in names if f"`{name}`" not in text] == []
+    assert [name for name in own_losses if f"| `{name}` | $" not in TEXTS["docs/preference.md"]] == []
 
 
 def test_defaults_in_the_table_of_losses():
@@ -344,23 +322,14 @@ def test_defaults_in_the_table_of_losses():
 
 def test_every_advantage_surrogate_and_reduction_has_an_equation():
     from trl_ext.advantages import ADVANTAGES
-    from trl_ext.losses.policy_objective import AGGREGATIONS, SURROGATES
+    from trl_ext.losses.masking import AGGREGATIONS
+    from trl_ext.losses.policy import SURROGATES
     from trl_ext.rewards.ensemble import AGGREGATES
 
     for name in (*ADVANTAGES, *SURROGATES, *AGGREGATIONS):
         assert f"| `{name}` | $" in TEXTS["docs/policy.md"], name
     for name in AGGREGATES:
         assert f"| `{name}` |" in TEXTS["docs/reward_models.md"], name
-
-
-def test_equations_render():
-    """In a table a bar would end the cell, and an escaped brace would lose its backslash."""
-    for name, text in TEXTS.items():
-        inline = re.findall(r"\$([^$\n]+)\$", re.sub(r"`[^`\n]*`", "", _prose(text)))
-        for equation in inline:
-            assert "|" not in equation and not re.search(r"\\[{},;!|]", equation), (name, equation)
-        for equation in [*inline, *blocks("math", text)]:
-            assert equation.count("{") == equation.count("}"), (name, equation)
 
 
 # ---- Recipes and figures ----

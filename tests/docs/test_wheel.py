@@ -13,8 +13,8 @@ import sys
 import sysconfig
 import tarfile
 import zipfile
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -32,21 +32,13 @@ SHORT += ["--num_eval_prompts", "8", "--max_new_tokens", "8", "--generation_eval
 SHORT += ["--disable_tqdm", "true", "--save_strategy", "no"]
 
 
-@dataclass(frozen=True)
-class Built:
-    """What was built from a copy of the repository."""
+class Built(NamedTuple):
+    """What was built from a copy of the repository, and the files in both."""
 
     source: Path
-    sdist: Path
     wheel: Path
-
-    def files_of_sdist(self) -> set[str]:
-        with tarfile.open(self.sdist) as archive:
-            return {name.partition("/")[2] for name in archive.getnames()}
-
-    def files_of_wheel(self) -> set[str]:
-        with zipfile.ZipFile(self.wheel) as archive:
-            return set(archive.namelist())
+    of_sdist: set[str]
+    of_wheel: set[str]
 
 
 def run(command: list[str], folder: Path, **environment: str) -> str:
@@ -75,11 +67,13 @@ def built(tmp_path_factory) -> Built:
         archive.extractall(folder / "unpacked", filter="data")
     unpacked = next((folder / "unpacked").iterdir())
     run([sys.executable, "-c", make.format("build_wheel"), str(folder)], unpacked)
-    return Built(source, sdist, next(folder.glob("*.whl")))
+    wheel = next(folder.glob("*.whl"))
+    with tarfile.open(sdist) as source_files, zipfile.ZipFile(wheel) as files:
+        of_sdist = {name.partition("/")[2] for name in source_files.getnames()}
+        return Built(source, wheel, of_sdist, set(files.namelist()))
 
 
-@dataclass(frozen=True)
-class Installed:
+class Installed(NamedTuple):
     """An environment that the wheel is installed in, and a folder to work in."""
 
     python: Path
@@ -109,7 +103,7 @@ def installed(built, tmp_path_factory) -> Installed:
 
 
 def test_wheel_holds_the_scripts_and_nothing_beside_the_package(built):
-    files = built.files_of_wheel()
+    files = built.of_wheel
     assert {name.split("/")[0] for name in files if ".dist-info/" not in name} == {"trl_ext"}
     for folder in ("recipes", "public_eval", "accelerate_configs"):
         found = [path.relative_to(built.source).as_posix() for path in (built.source / folder).rglob("*")]
@@ -118,6 +112,9 @@ def test_wheel_holds_the_scripts_and_nothing_beside_the_package(built):
             f"trl_ext/scripts/{name}" for name in found if (built.source / name).is_file() and name not in left_behind
         }
         assert wanted and wanted - files == set()
+    own = {p.relative_to(built.source).as_posix() for p in (built.source / "trl_ext").rglob("*") if p.is_file()}
+    # Notes for who changes the toy are left out.
+    assert not [name for name in own - files if not name.endswith("README.md")]
     assert "trl_ext/toy/model/model.safetensors" in files and "trl_ext/py.typed" in files
     assert not [
         name for name in files if "__pycache__" in name or "scripts/recipes/runs" in name or name.startswith("tests/")
@@ -125,20 +122,8 @@ def test_wheel_holds_the_scripts_and_nothing_beside_the_package(built):
     assert not files & {f"trl_ext/scripts/recipes/{name}" for name in LEFT_BEHIND}
 
 
-def test_every_file_of_the_package_is_in_the_wheel(built):
-    """Code and data alike; notes for who changes the toy, and what Python compiles, are not."""
-    left_out = [
-        name
-        for path in (built.source / "trl_ext").rglob("*")
-        if path.is_file()
-        for name in [path.relative_to(built.source).as_posix()]
-        if name not in built.files_of_wheel()
-    ]
-    assert [name for name in left_out if not name.endswith("README.md")] == []
-
-
 def test_source_distribution_builds_and_carries_no_runs(built):
-    files = built.files_of_sdist()
+    files = built.of_sdist
     assert {"pyproject.toml", "setup.py", "README.md", "LICENSE", "CHANGELOG.md", "CITATION.cff"} <= files
     assert "recipes/aot.py" in files and "recipes/configs/toy/aot.yaml" in files
     assert not [name for name in files if name.startswith(("runs", "tests", ".venv", "build/"))]
@@ -159,22 +144,13 @@ def test_editable_install_is_found_before_a_folder_of_its_name(built, tmp_path):
 
 def test_import_away_from_the_repository(installed):
     code = """
-import importlib.util, json, sys, trl_ext
-light = sorted({'torch', 'trl', 'transformers'} & set(sys.modules))
-from trl_ext import AOTConfig, AOTTrainer, load_benchmark
-print(json.dumps({
-    "file": trl_ext.__file__, "light": light, "rows": len(load_benchmark("toy")["test_gen"]), "path": sys.path,
-    "top": [n for n in ("common", "plan", "results", "recipes", "public_eval") if importlib.util.find_spec(n)],
-}))
+import importlib.util, json, trl_ext
+from trl_ext import AOTTrainer, load_benchmark
+top = [name for name in ("recipes", "public_eval", "tests") if importlib.util.find_spec(name)]
+print(json.dumps([trl_ext.__file__, len(load_benchmark("toy")["test_gen"]), top]))
 """
-    found = json.loads(installed("-c", code).splitlines()[-1])
-    assert found["light"] == [] and found["top"] == []
-    assert found["rows"] == 400
-    assert Path(found["file"]).is_relative_to(installed.python.parents[1])
-    assert not [entry for entry in found["path"] if Path(entry).resolve() == REPOSITORY]
-
-
-def test_lists_what_comes_along(installed):
+    file, rows, top = json.loads(installed("-c", code).splitlines()[-1])
+    assert (rows, top) == (400, []) and Path(file).is_relative_to(installed.python.parents[1])
     assert "toy/aot.yaml" in installed.command("train", "--list")
     config = Path(installed.command("configs", "toy/aot.yaml").strip())
     assert config.is_file() and config.is_relative_to(installed.python.parents[1])

@@ -346,7 +346,7 @@ STEPS = [
     Fault("identical-samples", "policy", options={"generation_kwargs": {"top_k": 1}}, steps=3, only="trl_ext"),
     Fault("responses-truncated", "policy", options={"max_completion_length": 2}, steps=3),
     Fault("loss-is-zero", "policy", steps=3, only="trl_ext"),
-    Fault("kl-explodes", "policy", _noisy_reference(4.0), steps=3),
+    Fault("start-off-reference", "policy", _noisy_reference(4.0), steps=3),
     Fault("ratio-not-one", "policy", _dropout(0.5), options={"num_iterations": 2}, steps=3),
     Fault("reference-moves", "policy", _shared_embedding, steps=3),
     Fault("reference-moves", "preference", options={"learning_rate": 1e-13}, steps=3),

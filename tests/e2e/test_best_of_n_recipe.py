@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import pytest
-import yaml
 
 from tests.support import recipes
-from tests.support.files import read_rows, write_rows
-from tests.support.recipes import read, refused
+from tests.support.files import write_rows
+from tests.support.recipes import read, write_rewards
 from trl_ext import load_benchmark
-from trl_ext.runs.folder import config_text
 from trl_ext.toy import score
 
 SHORT = ["--num_prompts=12", "--n", "1", "2", "4", "--generation_batch_size=24", "--save_every=24", "--use_cpu=true"]
@@ -19,13 +17,8 @@ SHORT = ["--num_prompts=12", "--n", "1", "2", "4", "--generation_batch_size=24",
 def known(tmp_path, monkeypatch) -> str:
     """The true score as a reward function in a file."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "known.py").write_text(
-        "from trl_ext.toy import score\n\n\n"
-        "def known(prompts, completions, finished, **columns):\n"
-        "    texts = zip(prompts, completions, finished, strict=True)\n"
-        "    return [score(p[-1]['content'], c[0]['content'], finished=f) for p, c, f in texts]\n"
-    )
-    return f"{tmp_path / 'known.py'}:known"
+    write_rewards(tmp_path)
+    return "my_rewards.py:known"
 
 
 def test_the_recipe_and_a_round_trip_through_fine_tuning(known, tmp_path, monkeypatch, capsys):
@@ -58,93 +51,14 @@ def test_the_recipe_and_a_round_trip_through_fine_tuning(known, tmp_path, monkey
     for text in ("KL bound", "best possible", "0.636", "win rate, ties as half", "12 responses to 12 prompts"):
         assert text in printed
     assert (folder / "best_of_n.png").read_bytes().startswith(b"\x89PNG")
-    _fine_tunes_on(folder / "sft.jsonl", best, tmp_path)
-
-
-def _fine_tunes_on(path, best, tmp_path):
-    from datasets import load_dataset
-    from trl import SFTConfig, SFTTrainer
-
-    from trl_ext.toy import MODEL_DIR
-
-    rows = read_rows(path)
-    whole = [row for row in best if row["finished"] and row["response_text"].strip()]
-    assert [row["completion"][0]["content"] for row in rows] == [row["response_text"] for row in whole]
-    dataset = load_dataset("json", data_files=str(path), split="train")
-    args = SFTConfig(
-        output_dir=str(tmp_path / "tuned"),
-        max_steps=6,
-        learning_rate=1e-3,
-        per_device_train_batch_size=len(rows),
-        logging_steps=1,
-        report_to="none",
-        save_strategy="no",
-        use_cpu=True,
-        bf16=False,
-        disable_tqdm=True,
-    )
-    trainer = SFTTrainer(str(MODEL_DIR), args, train_dataset=dataset)
-    trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    kept = [row for row in best if row["finished"] and row["response_text"].strip()]
+    demonstrations = read(folder, "sft.jsonl")
+    assert [row["completion"][0]["content"] for row in demonstrations] == [row["response_text"] for row in kept]
+    short = ["--max_steps=6", "--learning_rate=1e-3", f"--per_device_train_batch_size={len(kept)}"]
+    short += ["--logging_steps=1", "--prompt_split=none", "--eval_split=none", "--save_strategy=no"]
+    recipes.run(monkeypatch, "rlhf_sft", "--demonstrations=straight/sft.jsonl", "--output_dir=tuned", *short)
+    losses = [row["loss"] for row in read(tmp_path / "tuned", "metrics.jsonl") if "loss" in row]
     assert losses[-1] < 0.7 * losses[0]
-    example = trainer.train_dataset[0]
-    trained_on = [token for token in example["labels"] if token != -100]
-    decoded = trainer.processing_class.decode(trained_on, skip_special_tokens=True)
-    assert decoded.strip() == rows[0]["completion"][0]["content"]
-
-
-@pytest.mark.slow
-def test_an_interrupted_recipe_goes_on_and_a_finished_one_is_kept(known, tmp_path, monkeypatch, capsys):
-    options = [*SHORT, "--reward_function", known, "--output_dir", "run"]
-    recipes.run(monkeypatch, "best_of_n", *options)
-    folder = tmp_path / "run"
-    whole, results = (folder / "samples.jsonl").read_bytes(), read(folder, "results.json")
-    for more, message in (
-        ([], "run holds a finished evaluation with the same settings: choose"),
-        (["--max_new_tokens", "9"], "run holds a finished evaluation whose max_new_tokens was 48, now 9"),
-    ):
-        assert message in refused(monkeypatch, capsys, "best_of_n", *options, *more)
-    (folder / "results.json").unlink()
-    (folder / "samples.jsonl").write_bytes(whole[:-100])
-    message = refused(monkeypatch, capsys, "best_of_n", *options, "--seed", "7")
-    assert "unfinished evaluation whose seed was 42, now 7" in message
-    recipes.run(monkeypatch, "best_of_n", *options)
-    assert "going on in run, which holds 47 responses" in capsys.readouterr().out
-    assert (folder / "samples.jsonl").read_bytes() == whole
-    assert read(folder, "results.json")["best_of_n"] == results["best_of_n"]
-    parts = recipes.parse(monkeypatch, "best_of_n", "--config", str(folder / "config.yaml"))
-    assert yaml.safe_load(config_text(*parts)) == yaml.safe_load((folder / "config.yaml").read_text())
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ([], "nothing to reward responses with: give --reward_model FOLDER"),
-        (["--n", "4", "--num_samples", "2"], "num_samples 2 is less than the largest n, 4"),
-        (["--temperature", "0"], "best-of-n at temperature 0 or top_k 1 would pick from equal responses"),
-        (["--missing_eos_penalty", "-1"], "missing_eos_penalty must be a number from 0 up, got -1.0"),
-        (["--missing_eos_penalty", "nan"], "missing_eos_penalty must be a number from 0 up, got nan"),
-        (["--keep", "threshold"], "keep threshold needs keep_threshold"),
-        (["--keep", "best", "--keep_count", "2"], "keep_count is for --keep top_k, and --keep is best"),
-        (["--keep_count", "2"], "keep_count is for --keep top_k, and nothing is kept"),
-        (["--keep", "top_k", "--keep_count", "9", "--n", "2"], "keep_count 9 is more than the 2 responses"),
-        (["--keep", "worst"], "keep must be one of best, top_k, threshold, got 'worst'"),
-        (["--reward_model", "nowhere"], "nowhere"),
-        (["--reward_function", "{known}", "--prompt_split", "none"], "no file none.jsonl for the split 'none'"),
-        (["--reward_function", "{known}", "--num_prompts", "1000"], "test_gen has 400 prompts"),
-        (["--reward_function", "{known}", "--reward_model", "{rewards}"], "ranked by one reward"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_what_the_recipe_refuses_in_one_line(options, message, known, tmp_path, monkeypatch, capsys, request):
-    if "{rewards}" in options:
-        from tests.support.reward_adapters import save_full_model
-
-        rewards = save_full_model(request.getfixturevalue("tiny_model_path"), tmp_path / "rewards")
-        options = [option.replace("{rewards}", str(rewards)) for option in options]
-    options = [option.replace("{known}", known) for option in options]
-    assert message in refused(monkeypatch, capsys, "best_of_n", *options)
-    assert not (tmp_path / "runs").exists()
 
 
 def test_a_file_of_prompts_needs_no_split_named(tmp_path, monkeypatch):
@@ -163,14 +77,6 @@ def test_a_file_of_prompts_needs_no_split_named(tmp_path, monkeypatch):
         assert row["reward"] == row["generated_num_tokens"] - 9 * (not row["finished"])
     assert [row["row_id"] for row in samples] == ["p0", "p0", "p1", "p1", "p2", "p2"]
     assert not any("score" in row for row in samples), "the score is known on the embedded benchmark alone"
-
-
-def test_what_was_kept_is_no_benchmark(tmp_path, monkeypatch, capsys):
-    path = tmp_path / "sft.jsonl"
-    path.write_text('{"row_id": "a", "prompt": "p", "completion": "c"}\n')
-    with pytest.raises(SystemExit):
-        recipes.run(monkeypatch, "rlhf_sft", "--dataset_name", str(path), "--output_dir", str(tmp_path / "run"))
-    assert f"holds prompts and completions: give it as --demonstrations {path}" in capsys.readouterr().err
 
 
 def test_the_configuration_of_part_two(monkeypatch):

@@ -13,12 +13,11 @@ import pytest
 import yaml
 
 from tests.support import recipes
-from tests.support.files import write_rows
+from tests.support.files import read_rows, write_rows
 
 CONFIGS = recipes.RECIPES / "configs" / "compare"
-# What each method adds to the score of a prompt, and each learning rate.
+# What each method adds to the score of a prompt.
 QUALITY = {"dpo": 0.0, "ipo": 0.0, "aot": 0.0, "grpo": 0.1, "sft": 0.0, "grpo_math": 0.3}
-RATES = {None: 0.0, "0.1": 0.0, "0.2": 0.05}
 PROMPTS = 40
 
 
@@ -27,8 +26,8 @@ def wobble(*what) -> float:
     return int(hashlib.sha256(repr(what).encode()).hexdigest()[:8], 16) / 2**32 - 0.5
 
 
-def score(recipe: str, prompt: int, seed: str, rate: str | None) -> float:
-    own = QUALITY[recipe] + RATES[rate] + 0.02 * wobble(recipe, prompt, seed)
+def score(recipe: str, prompt: int, seed: str) -> float:
+    own = QUALITY[recipe] + 0.02 * wobble(recipe, prompt, seed)
     return 0.5 + 0.3 * wobble("prompt", prompt) + 0.05 * wobble("seed", seed) + own
 
 
@@ -63,23 +62,18 @@ def fake_run(recipe: str, folder: Path, given: dict, **about) -> None:
     if recipe == "reward_model":
         return
     named, default = ("eval_split", "test") if recipe in ("sft", "grpo_math") else ("prompt_split", "test_gen")
-    split, rate = given.get(named, default), given.get("learning_rate")
+    split = given.get(named, default)
     rows = [
         {
             "row_id": f"{split}-{prompt}",
             "prompt_text": "p",
             "response_text": "r",
-            "score": None if fails(rate, prompt) else score(recipe, prompt, given["seed"], rate),
+            "score": score(recipe, prompt, given["seed"]),
             "outcome": ("candidate", "tie", "base", "tie")[prompt % 4],
         }
         for prompt in range(PROMPTS)
     ]
     write_rows(folder / "generations.jsonl", rows)
-
-
-def fails(rate: str | None, prompt: int) -> bool:
-    """Whether runs at this learning rate were told to leave hard prompts without a score."""
-    return Path(f"fails-{rate}").exists() and wobble("prompt", prompt) < 0
 
 
 def summary(folder: str = "runs/compare") -> dict:
@@ -104,7 +98,7 @@ def test_methods_are_run_and_compared(compare, capsys):
     found = summary()
     assert (found["metric"], found["baseline"], found["prompts"]) == ("score", "dpo", PROMPTS)
     dpo, ipo, grpo = found["methods"]
-    expected = sum(score("ipo", p, str(s), None) for p in range(PROMPTS) for s in range(3)) / (3 * PROMPTS)
+    expected = sum(score("ipo", p, str(s)) for p in range(PROMPTS) for s in range(3)) / (3 * PROMPTS)
     assert ipo["mean"] == pytest.approx(expected)
     assert [one["verdict"] for one in found["comparisons"]] == ["cannot tell", "higher"]
     assert found["comparisons"][1]["difference"]["mean"] == pytest.approx(grpo["mean"] - dpo["mean"])
@@ -161,6 +155,17 @@ def test_finished_runs_of_a_folder_are_compared_and_none_is_run(compare):
     assert stopped(compare, *words[:3], "3-5", *words[4:]) == 2
 
 
+def test_a_prompt_without_a_score_in_one_run_is_left_out_of_all(compare):
+    for name in ("dpo", "ipo"):
+        for seed in ("0", "1"):
+            fake_run(name, Path("old", f"{name}-{seed}"), {"seed": seed})
+    rows = read_rows(Path("old", "ipo-1", "generations.jsonl"))
+    write_rows(Path("old", "ipo-1", "generations.jsonl"), [{**rows[0], "score": None}, *rows[1:]])
+    compare.main("--methods", "dpo,ipo", "--seeds", "0-1", "--runs", "old")
+    expected = sum(score("dpo", p, seed) for p in range(1, PROMPTS) for seed in "01") / (2 * (PROMPTS - 1))
+    assert summary()["prompts"] == PROMPTS - 1 and summary()["methods"][0]["mean"] == pytest.approx(expected)
+
+
 @pytest.mark.parametrize(
     ("about", "given", "expected"),
     [
@@ -187,15 +192,13 @@ def test_a_dry_run_prints_and_runs_nothing(compare, capsys):
     names = [f"{name}-{seed}" for name in ("reward_model", "dpo", "grpo") for seed in (0, 1)]
     assert lines[0::2] == [f"# {name}: new" for name in names]
     assert not compare.calls and not Path("runs").exists()
-
-
-def test_methods_with_a_reward_function_need_no_reward_model_and_no_pairs(compare, capsys):
+    # Methods with a reward function need no reward model.
     Path("own.yaml").write_text("reward_function: [rewards.py:short]\n")
     Path("methods.yaml").write_text("methods: {grpo: {config: own.yaml}, rloo: {config: own.yaml}}\n")
     compare.main("--config", "methods.yaml", "--seeds", "0", "--dry_run")
     printed = capsys.readouterr().out
     assert all(f"# {name}-0: new" in printed for name in ("grpo", "rloo"))
-    assert "reward_model" not in printed and "eval_split" not in printed
+    assert "reward_model" not in printed
 
 
 def test_the_slurm_script_has_a_job_for_each_seed(compare, capsys):

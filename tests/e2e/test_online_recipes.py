@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,9 +14,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from tests.support import recipes
-from tests.support.recipes import SHORT_ROLLOUTS, read, refused, write_rewards
+from tests.support.recipes import SHORT_ROLLOUTS, check_figures, read, write_rewards
 from tests.support.rollout_once import build, save_policy, thirds
-from trl_ext.rewards import RewardEnsemble
 from trl_ext.runs import arguments, online
 from trl_ext.runs.folder import config_text
 from trl_ext.toy import MODEL_DIR, score
@@ -35,9 +32,8 @@ def save_reward_adapter(folder: Path, seed: int) -> Path:
 
 
 def write_faulty_rewards(folder: Path) -> None:
-    """Rewards of 1 that are NaN and infinite for the first held-out prompts, that fail there, or on one process."""
+    """Rewards of 1 that are NaN and infinite for the first held-out prompts, or that fail there."""
     (folder / "faulty.py").write_text(
-        "import os\n\n"
         "from trl_ext import load_benchmark\n\n"
         "first, second = load_benchmark('toy')['test_gen']['row_id'][:2]\n\n\n"
         "def not_finite(row_id, **columns):\n"
@@ -45,86 +41,50 @@ def write_faulty_rewards(folder: Path) -> None:
         "def fails_held_out(row_id, **columns):\n"
         "    if second in row_id:\n"
         "        raise KeyError('no answer')\n"
-        "    return [1.0] * len(row_id)\n\n\n"
-        "def fails_on_the_second_process(row_id, **columns):\n"
-        "    if os.environ['RANK'] == '1':\n"
-        "        raise KeyError('no answer')\n"
         "    return [1.0] * len(row_id)\n"
     )
 
 
-@pytest.fixture(scope="module")
-def ensemble_run(tmp_path_factory) -> Path:
-    """A run of LoRA on an ensemble of two adapters, on the policy's backbone, and a function besides."""
-    folder = tmp_path_factory.mktemp("online")
-    write_rewards(folder)
-    models = [str(save_reward_adapter(folder / f"rm-{seed}", seed)) for seed in (1, 2)]
+@pytest.mark.slow
+def test_a_run_of_lora_on_an_ensemble(tmp_path):
+    """Two adapters, which share the policy's backbone, and a function besides."""
+    write_rewards(tmp_path)
+    models = [str(save_reward_adapter(tmp_path / f"rm-{seed}", seed)) for seed in (1, 2)]
     done = recipes.launch(
         "grpo",
         *SHORT_ROLLOUTS,
         *("--reward_model", *models, "--reward_aggregate", "min", "--calibrate_rewards", "true"),
         *("--reward_function", "my_rewards.py:known"),
         *("--use_peft", "true", "--lora_target_modules", "q_proj", "v_proj"),
-        folder=folder,
+        folder=tmp_path,
     )
-    (folder / "stdout.txt").write_text(done.stdout)
-    (folder / "stderr.txt").write_text(done.stderr)
-    return folder
-
-
-@pytest.mark.slow
-class TestARun:
-    def test_the_backbone_is_shared_and_only_the_policy_saved(self, ensemble_run):
-        assert (ensemble_run / "stderr.txt").read_text().count("on the policy's backbone") == 2
-        saved = load_file(ensemble_run / "runs" / "grpo-toy" / "adapter_model.safetensors")
-        assert saved and not any("reward" in name or "score" in name for name in saved)
-
-    def test_rows_hold_every_reward_and_the_reference(self, ensemble_run):
-        rows = read(ensemble_run / "runs" / "grpo-toy", "generations.jsonl")
-        assert len(rows) == 8
-        for row in rows:
-            members = [row[f"reward/rm-{seed}"] for seed in (1, 2)]
-            assert row["reward/ensemble"] == pytest.approx(min(members), abs=1e-6)
-            expected = score(row["prompt_text"], row["response_text"], finished=row["finished"])
-            assert row["reward/known"] == pytest.approx(expected) == pytest.approx(row["score"])
-            assert row["reference_response_text"]
-            # The reference of the embedded prompts is the base's own greedy response.
-            assert row["reference_reward/known"] == pytest.approx(row["base_reward/known"])
-
-    def test_results_are_those_of_the_rows(self, ensemble_run):
-        run = ensemble_run / "runs" / "grpo-toy"
-        results, rows = read(run, "results.json"), read(run, "generations.jsonl")
-        assert set(results["rewards"]) == {"ensemble", "rm-1", "rm-2", "known"}
-        for name, figures in results["rewards"].items():
-            own = [row[f"reward/{name}"] for row in rows]
-            base = [row[f"base_reward/{name}"] for row in rows]
-            assert figures["policy"] == pytest.approx(sum(own) / len(own))
-            assert figures["gain"]["mean"] == pytest.approx((sum(own) - sum(base)) / len(own))
-        settings = results["run"]
-        assert (settings["algorithm"], settings["rollouts"], settings["sampled_responses"]) == ("grpo", 4, 32)
-        assert settings["settings"]["beta"] == 0.04 and settings["skipped_updates"] == dict.fromkeys(
-            ("reward", "loss", "gradient"), 0
-        )
-
-    def test_metrics(self, ensemble_run):
-        metrics = read(ensemble_run / "runs" / "grpo-toy", "metrics.jsonl")
-        evaluations = [row for row in metrics if "eval_kl" in row]
-        assert [row["step"] for row in evaluations] == [0, 2, 4]
-        assert evaluations[0]["eval_kl"] == pytest.approx(0, abs=1e-5), "nothing has been trained yet"
-        for name in ("ensemble", "rm-1", "rm-2", "known"):
-            assert all(f"eval_rewards/{name}/mean" in row for row in evaluations)
-        training = [row for row in metrics if "loss" in row]
-        assert [row["step"] for row in training] == [1, 2, 3, 4]
-        expected = {"reward", "reward_std", "reward_min", "reward_max", "advantages/mean", "advantages/std", "kl"}
-        expected |= {"entropy", "clip_ratio/region_mean", "frac_reward_zero_std", "ensemble_std", "unscorable"}
-        expected |= {"distinct_2", "collapsed", "completions/mean_length", "skipped_updates", "rewards/rm-1/mean"}
-        for row in training:
-            assert expected <= row.keys()
-
-    def test_it_prints_what_it_found(self, ensemble_run):
-        printed = (ensemble_run / "stdout.txt").read_text()
-        for text in ("reward, ensemble", "reward, rm-2", "ground-truth score", "KL to the base", "in runs/grpo-toy"):
-            assert text in printed
+    assert done.stderr.count("on the policy's backbone") == 2
+    for text in ("reward, ensemble", "reward, rm-2", "ground-truth score", "KL to the base", "in runs/grpo-toy"):
+        assert text in done.stdout
+    run = tmp_path / "runs" / "grpo-toy"
+    saved = load_file(run / "adapter_model.safetensors")
+    assert saved and not any("reward" in name or "score" in name for name in saved), "the policy alone is saved"
+    results, rows = read(run, "results.json"), read(run, "generations.jsonl")
+    check_figures(run, results)
+    assert len(rows) == 8 and set(results["rewards"]) == {"ensemble", "rm-1", "rm-2", "known"}
+    for row in rows:
+        assert row["reward/ensemble"] == pytest.approx(min(row[f"reward/rm-{seed}"] for seed in (1, 2)), abs=1e-6)
+        expected = score(row["prompt_text"], row["response_text"], finished=row["finished"])
+        assert row["reward/known"] == pytest.approx(expected) == pytest.approx(row["score"])
+        # The reference of the embedded prompts is the base's own greedy response.
+        assert row["reference_reward/known"] == pytest.approx(row["base_reward/known"])
+    settings = results["run"]
+    assert (settings["algorithm"], settings["rollouts"], settings["sampled_responses"]) == ("grpo", 4, 32)
+    assert not any(settings["skipped_updates"].values())
+    metrics = read(run, "metrics.jsonl")
+    evaluations = [row for row in metrics if "eval_kl" in row]
+    assert [row["step"] for row in evaluations] == [0, 2, 4]
+    assert evaluations[0]["eval_kl"] == pytest.approx(0, abs=1e-5), "nothing has been trained yet"
+    assert all(f"eval_rewards/{name}/mean" in row for row in evaluations for name in results["rewards"])
+    expected = {"reward", "reward_std", "reward_min", "reward_max", "advantages/mean", "advantages/std", "kl"}
+    expected |= {"entropy", "clip_ratio/region_mean", "frac_reward_zero_std", "ensemble_std", "unscorable"}
+    expected |= {"distinct_2", "collapsed", "completions/mean_length", "skipped_updates", "rewards/rm-1/mean"}
+    assert all(expected <= row.keys() for row in metrics if "loss" in row)
 
 
 BATCHES = {
@@ -198,83 +158,59 @@ def test_rollouts_before_a_resumed_run_are_counted(tiny_model_path, tmp_path):
     assert (described["rollouts"], described["sampled_responses"]) == (8, 16 * 8)
 
 
-def test_members_are_calibrated_where_they_share(monkeypatch, tmp_path):
-    """On the policy's backbone: scoring before that would load a copy of the base for each."""
-    monkeypatch.chdir(tmp_path)
-
-    class Calibrated(Exception):
-        pass
-
-    real = RewardEnsemble.calibrate
-
-    def calibrate(ensemble, prompts, completions):
-        real(ensemble, prompts[:8], completions[:8])
-        assert ensemble.calibrated_on == 8 and len(set(ensemble.shifts)) == 2
-        for member in ensemble.members:
-            assert member.backbone is not None and member.model is None
-        assert len({id(member.backbone.model) for member in ensemble.members}) == 1
-        raise Calibrated
-
-    monkeypatch.setattr(RewardEnsemble, "calibrate", calibrate)
-    models = [str(save_reward_adapter(tmp_path / f"rm-{seed}", seed)) for seed in (1, 2)]
-    adapter = ["--use_peft", "true", "--lora_target_modules", "q_proj", "v_proj"]
-    with pytest.raises(Calibrated):
-        recipes.run(
-            monkeypatch, "grpo", *SHORT_ROLLOUTS, *adapter, "--calibrate_rewards", "true", "--reward_model", *models
-        )
-
-
 # ---- Faults after the first step ----
 
 
-def strictly(text: str):
-    """JSON as the standard has it, which has no NaN."""
+@pytest.fixture
+def run_with(tmp_path, monkeypatch):
+    """Run one step of GRPO on a faulty reward; returns the run folder."""
+    monkeypatch.chdir(tmp_path)
+    write_faulty_rewards(tmp_path)
 
-    def refuse(constant: str):
-        raise AssertionError(f"{constant} is no JSON")
+    def run(name: str, every: int, *more: str) -> Path:
+        arguments = ["--reward_function", f"faulty.py:{name}", "--max_steps=1", "--save_strategy=no"]
+        arguments += [f"--generation_eval_every={every}", "--output_dir", "run", *more]
+        recipes.run(monkeypatch, "grpo", *SHORT_ROLLOUTS, *arguments)
+        return tmp_path / "run"
 
-    return json.loads(text, parse_constant=refuse)
+    return run
 
 
 @pytest.mark.slow
-def test_rewards_that_are_not_finite_in_evaluation(tmp_path, monkeypatch):
+def test_rewards_that_are_not_finite_in_evaluation(run_with):
     """They count as none, with the trained steps as they are: files hold null, and means are of the other rows."""
-    monkeypatch.chdir(tmp_path)
-    write_faulty_rewards(tmp_path)
-    arguments = ["--reward_function", "faulty.py:not_finite", "--max_steps=1", "--save_strategy=no"]
-    recipes.run(monkeypatch, "grpo", *SHORT_ROLLOUTS, *arguments, "--generation_eval_every=1", "--output_dir", "run")
-    text = (tmp_path / "run" / "generations.jsonl").read_text(encoding="utf-8")
-    rows = [strictly(line) for line in text.splitlines()]
+
+    def strictly(text: str):
+        """JSON as the standard has it, which has no NaN."""
+        return json.loads(text, parse_constant=pytest.fail)
+
+    run = run_with("not_finite", 1)
+    rows, _ = (
+        [strictly(line) for line in (run / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
+        for name in ("generations", "metrics")
+    )
+    results = strictly((run / "results.json").read_text(encoding="utf-8"))
     for key in ("reward/not_finite", "base_reward/not_finite", "reference_reward/not_finite"):
         assert [row[key] for row in rows] == [None, None, *[1.0] * 6]
-    results = strictly((tmp_path / "run" / "results.json").read_text(encoding="utf-8"))
     figures = results["rewards"]["not_finite"]
     assert (figures["policy"], figures["base"], figures["gain"]["mean"]) == (1.0, 1.0, 0.0)
-    assert results["run"]["skipped_updates"] == dict.fromkeys(("reward", "loss", "gradient"), 0)
-    for line in (tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
-        strictly(line)
+    assert not any(results["run"]["skipped_updates"].values())
 
 
 @pytest.mark.parametrize("every", [0, 1])
-def test_a_function_that_fails_in_evaluation_is_one_line(every, tmp_path, monkeypatch, capsys):
-    """Whether it is one of the evaluations during training or the one at the end; `skip` goes on."""
-    monkeypatch.chdir(tmp_path)
-    write_faulty_rewards(tmp_path)
-    arguments = ["--reward_function", "faulty.py:fails_held_out", "--max_steps=1", "--save_strategy=no"]
-    arguments = [*SHORT_ROLLOUTS, *arguments, f"--generation_eval_every={every}", "--output_dir", "run"]
-    line = refused(monkeypatch, capsys, "grpo", *arguments)
+def test_a_function_that_fails_in_evaluation_is_one_line(every, run_with, capsys):
+    """Whether it is one of the evaluations during training or the one at the end."""
+    with pytest.raises(SystemExit):
+        run_with("fails_held_out", every)
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
     assert "'fails_held_out' failed on row_id" in line and "--reward_errors skip" in line
 
 
 @pytest.mark.slow
-def test_skipped_errors_in_evaluation_leave_a_whole_run(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    write_faulty_rewards(tmp_path)
-    arguments = ["--reward_function", "faulty.py:fails_held_out", "--reward_errors", "skip", "--max_steps=1"]
-    recipes.run(monkeypatch, "grpo", *SHORT_ROLLOUTS, *arguments, "--generation_eval_every=0", "--output_dir", "run")
-    rows = read(tmp_path / "run", "generations.jsonl")
-    assert [row["reward/fails_held_out"] for row in rows] == [None] * 8
-    assert read(tmp_path / "run", "results.json")["rewards"]["fails_held_out"]["policy"] is None
+def test_skipped_errors_in_evaluation_leave_a_whole_run(run_with):
+    run = run_with("fails_held_out", 0, "--reward_errors", "skip")
+    assert [row["reward/fails_held_out"] for row in read(run, "generations.jsonl")] == [None] * 8
+    assert read(run, "results.json")["rewards"]["fails_held_out"]["policy"] is None
 
 
 def test_whose_errors_are_printed(monkeypatch, capsys):
@@ -297,31 +233,3 @@ def test_whose_errors_are_printed(monkeypatch, capsys):
     # A fault of the code itself keeps its traceback.
     with pytest.raises(ValueError), arguments.one_line_errors(in_training):
         raise ValueError
-
-
-@pytest.mark.slow
-def test_the_process_whose_reward_function_fails_says_so(tmp_path):
-    """The second of two, whose line the first one does not have."""
-    write_faulty_rewards(tmp_path)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    arguments = [
-        *SHORT_ROLLOUTS,
-        "--reward_function",
-        "faulty.py:fails_on_the_second_process",
-        "--generation_eval_every=0",
-    ]
-    done = subprocess.run(
-        [*launcher, str(recipes.RECIPES / "grpo.py"), *arguments, "--use_cpu", "true"],
-        cwd=tmp_path,
-        env={**recipes.environment(), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode != 0
-    lines = [line for line in done.stderr.splitlines() if line.startswith("error:")]
-    # The first may see that the second is gone before it is ended itself.
-    own = [line for line in lines if "another process of this run has ended" not in line]
-    assert len(own) == 1, done.stderr[-4000:]
-    assert "'fails_on_the_second_process' failed on row_id" in own[0]
-    assert not (tmp_path / "runs" / "grpo-toy" / "results.json").exists()

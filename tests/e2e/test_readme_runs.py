@@ -1,22 +1,16 @@
 """The commands of the README and then of the tour run in order in a fresh folder: each finds what it needs.
 
 The folder holds a copy of the repository without anything that was made in it. Each command runs as it stands there,
-with flags that cut it short. Every one has a process of its own; these are forked from one that has imported the
-libraries, in the place of `accelerate launch` and its import of the same, which `tests/docs/test_readme.py` parses and
-other tests run.
+with flags that cut it short, in a process of its own.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import runpy
 import shlex
 import subprocess
 import sys
-import time
-import traceback
 from pathlib import Path
 
 import pytest
@@ -30,7 +24,7 @@ NOT_RUN = {
     "make ": "sets up an environment; `make demo` is the first command that is run, and the others run the tests",
     "pip install ": "installs; tests/docs/test_wheel.py does that",
     "python recipes/one_file/": "trains for a minute; tests/invariants/test_one_file.py runs its steps",
-    "python recipes/own/": "trains for minutes; tests/algorithms/test_evolution.py runs its update",
+    "python recipes/own/": "trains for minutes; tests/algorithms/test_own_recipes.py runs its update",
     "accelerate launch recipes/aot.py --config recipes/configs/wildchat/": "needs the course's data and Qwen",
     "accelerate launch --config_file accelerate_configs/multi_gpu.yaml": "needs GPUs",
 }
@@ -79,30 +73,39 @@ def test_the_commands_of_the_readme_and_the_tour_run_in_order(tmp_path):
     write_short_studies(clone)
     [elsewhere] = [block for block in blocks("bash", tour) if "pip install" in block]
     jobs = [
-        {"command": command, "words": [*shlex.split(command), *flags_for(command)], "folder": str(place)}
+        (command, wheel if command in elsewhere else clone)
         for command in commands(pages)
         if not command.startswith(tuple(NOT_RUN))
-        for place in [wheel if command in elsewhere else clone]
     ]
     assert len(jobs) > 30
-    (tmp_path / "jobs.json").write_text(json.dumps({"clone": str(clone), "jobs": jobs}))
     environment = {**os.environ, "PYTHONPATH": str(clone), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, __file__, str(tmp_path / "jobs.json")],
-        env={**environment, "ACCELERATE_USE_CPU": "true", "COLUMNS": "120"},
-        cwd=clone,
-        # Only a conversation reads it.
-        input="List three vehicles. Use semicolons.\n",
-        capture_output=True,
-        text=True,
-        timeout=1500,
-    )
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    environment |= {"ACCELERATE_USE_CPU": "true", "COLUMNS": "120"}
+    logs = {}
+    for command, place in jobs:
+        # Only a conversation reads the input.
+        done = subprocess.run(
+            in_python([*shlex.split(command), *flags_for(command)]),
+            **{"cwd": place, "env": environment, "capture_output": True, "text": True, "timeout": 600},
+            input="List three vehicles. Use semicolons.\n",
+        )
+        assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
+        logs[command] = done.stdout
     assert not [start for start in NOT_RUN if not any(line.startswith(start) for line in commands(pages))]
-    (talk,) = [number for number, job in enumerate(jobs) if job["command"] == "trl-ext chat runs/aot-toy"]
-    assert (tmp_path / f"{talk:02d}.log").read_text().count("boat; wagon; ferry") == 2, "two updates change no word"
+    talk = logs["trl-ext chat runs/aot-toy"]
+    assert talk.count("boat; wagon; ferry") == 2, "two updates change no word"
     report = (clone / "report.html").read_text()
     assert all(name in report for name in ("aot-toy", "dpo-toy", "simpo-toy"))
+
+
+def in_python(words: list[str]) -> list[str]:
+    """The command without the launcher and without what an installed package adds to the path."""
+    if words[:2] == ["accelerate", "launch"]:
+        at = next(index for index, word in enumerate(words) if word == "-m" or word.startswith("recipes/"))
+        words = ["python", *words[at:]]
+    elif words[0] == "trl-ext":
+        words = ["python", "-m", "trl_ext", *words[1:]]
+    assert words[0] == "python"
+    return [sys.executable, *words[1:]]
 
 
 def write_short_studies(folder: Path) -> None:
@@ -135,63 +138,3 @@ def write_short_studies(folder: Path) -> None:
     }
     pipeline.pop("methods", None)
     (folder / "short-rlhf.yaml").write_text(yaml.safe_dump(pipeline))
-
-
-def run_all(path: str) -> int:
-    """Run the jobs of a file one after another, each in a fork of this process; 1 at the first that fails."""
-    import matplotlib.pyplot  # noqa: F401
-    import peft  # noqa: F401
-    from transformers import Qwen2ForCausalLM, Qwen2ForSequenceClassification  # noqa: F401
-    from trl import DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer, SFTTrainer  # noqa: F401
-
-    given = json.loads(Path(path).read_text())
-    for number, job in enumerate(given["jobs"]):
-        log = Path(path).with_name(f"{number:02d}.log")
-        begun = time.monotonic()
-        child = os.fork()
-        if child == 0:
-            os._exit(_run(job, given["clone"], log))
-        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        print(f"{code} after {time.monotonic() - begun:.1f} s: {shlex.join(job['words'])}", flush=True)
-        if code:
-            print(log.read_text()[-4000:])
-            return 1
-    return 0
-
-
-def _run(job: dict, clone: str, log: Path) -> int:
-    os.chdir(job["folder"])
-    with open(log, "wb") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    words = job["words"]
-    if words[:2] == ["accelerate", "launch"]:
-        at = next(index for index, word in enumerate(words) if word == "-m" or word.startswith("recipes/"))
-        words = ["python", *words[at:]]
-    elif words[0] == "trl-ext":
-        words = ["python", "-m", "trl_ext", *words[1:]]
-    assert words.pop(0) == "python"
-    sys.path[0] = clone
-    try:
-        if words[0] == "-m":
-            sys.argv = words[1:]
-            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
-        else:
-            sys.argv = words
-            runpy.run_path(words[0], run_name="__main__")
-        import trl_ext
-
-        assert Path(trl_ext.__file__).is_relative_to(clone)
-    except SystemExit as end:
-        return end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:
-        traceback.print_exc()
-        return 1
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(run_all(sys.argv[1]))

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from tests.support import recipes
 from tests.support.recipes import SHORT_PREFERENCE, SHORT_ROLLOUTS, check_run, read, refused, write_rewards
+from trl_ext.runs.arguments import toy_config
 
 EVALUATED = ["--num_eval_prompts=8", "--save_steps=2", "--logging_steps=1", "--disable_tqdm=true", "--max_steps=4"]
 REWARDED = [*SHORT_ROLLOUTS, "--reward_function=my_rewards.py:known"]
@@ -20,9 +21,12 @@ RECIPES = {
     "reward_model": ["--max_steps=4", "--eval_steps=2", "--save_steps=2", "--logging_steps=1", "--disable_tqdm=true"],
     "rlhf_sft": [*EVALUATED, "--generation_eval_every=2", "--num_generation_prompts=4"],
     "gspo": REWARDED,
+    # The running mean of the rewards is resumed with the run.
+    "dr_grpo": [*REWARDED, '--reward_shaping=["center", {"kind": "clip", "limit": 0.25}]'],
     "ppo": [*REWARDED, "--num_generations=1", "--generation_batch_size=8", "--num_iterations=1"],
     "online_preference": REWARDED,
     "sft": [*EVALUATED, "--generation_eval_every=2", "--num_generation_prompts=4"],
+    "online_preference_replay": [*REWARDED, f"--config={toy_config('online_preference_replay')}"],
     "grpo_math": [*EVALUATED, "--rollout_batch_size=8", "--train_batch_size=8", "--per_device_train_batch_size=8"]
     + ["--group_size=4", "--eval_every=2", "--num_validation_prompts=4"],
 }
@@ -39,6 +43,8 @@ def test_a_run_and_its_resumption(recipe, tmp_path, monkeypatch, capsys):
     recipes.run(monkeypatch, recipe, *flags, "--output_dir=straight")
     straight, broken = Path("straight"), Path("broken")
     results = check_run(straight, 4)
+    printed = capsys.readouterr().out
+    assert "in straight: config.yaml, metrics.jsonl" in printed and "{" not in printed, "no dictionaries"
     assert "--resume_from_checkpoint" in refused(monkeypatch, capsys, recipe, *flags, "--output_dir=straight")
 
     shutil.copytree(straight, broken)

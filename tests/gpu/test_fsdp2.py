@@ -9,26 +9,29 @@ import json
 
 import pytest
 import torch
+import yaml
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from tests.gpu.fsdp_once import launch, train_under
-from tests.support import recipes
-from tests.support.train_once import largest_difference, relative_difference
+from tests.support import REPOSITORY, recipes
+from tests.support.train_once import largest_difference, launch, relative_difference, train_under
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
-ON_GPU = {"use_cpu": False, "bf16": False}
+# As in the tests of ZeRO: an update is a smooth function of the gradient.
+SETTINGS = {"optim": "adamw_torch", "adam_epsilon": 0.01, "max_steps": 3, "learning_rate": 0.01, "max_grad_norm": 1.0}
+SETTINGS |= {"use_cpu": False, "bf16": False}
+COMMON = {"dtype": None, "pairs": 12, "shift": True, "saves": True}
 TRAINED = {
-    "dpo": {"trainer": "PreferenceTrainer", "args": {"loss": "dpo", **ON_GPU}},
+    "dpo": {"trainer": "PreferenceTrainer", "args": {"loss": "dpo"}},
     "aot": {
         "trainer": "PreferenceTrainer",
         "lora": True,
         "pairs": 24,
-        "args": {"loss": "aot", "gradient_accumulation_steps": 2, **ON_GPU},
+        "args": {"loss": "aot", "gradient_accumulation_steps": 2},
     },
-    "reward": {"trainer": "RewardTrainer", "args": ON_GPU},
-    "policy": {"trainer": "PolicyTrainer", "args": {"per_device_train_batch_size": 4, "beta": 0.05, **ON_GPU}},
+    "reward": {"trainer": "RewardTrainer"},
+    "policy": {"trainer": "PolicyTrainer", "fixed": True, "args": {"per_device_train_batch_size": 4, "beta": 0.05}},
 }
 
 
@@ -36,24 +39,29 @@ def processes() -> int:
     return min(torch.cuda.device_count(), 2)
 
 
+def specification(name: str, model: str, **arguments) -> dict:
+    spec = {**COMMON, **TRAINED[name], "model": model}
+    return {**spec, "args": {**SETTINGS, **spec.get("args", {}), **arguments}}
+
+
 @pytest.fixture(scope="module")
 def plain(tiny_model_path, tmp_path_factory):
-    specs = {name: {**spec, "model": tiny_model_path} for name, spec in TRAINED.items()}
     # Padded, as FSDP's passes are.
-    specs = {name: {**spec, "args": {**spec["args"], "packing": "off"}} for name, spec in specs.items()}
-    return train_under("ddp", specs, processes(), tmp_path_factory.mktemp("plain") / "runs")
+    specs = {name: specification(name, tiny_model_path, packing="off") for name in TRAINED}
+    folder, settings = tmp_path_factory.mktemp("plain"), {"mixed_precision": "no"}
+    return train_under("multi_gpu", specs, folder, processes=processes(), settings=settings)
 
 
 @pytest.fixture(scope="module")
 def sharded(tiny_model_path, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("fsdp2") / "runs"
-    specs = {}
-    for name, spec in TRAINED.items():
-        spec = {**spec, "model": tiny_model_path}
-        saves = {**spec["args"], "save_strategy": "steps", "save_steps": 2}
-        specs[name] = {**spec, "args": saves}
-        specs[f"resumed_{name}"] = {**spec, "resume_from_checkpoint": str(folder / name / "checkpoint-2")}
-    return train_under("fsdp2", specs, processes(), folder)
+    folder, specs = tmp_path_factory.mktemp("fsdp2"), {}
+    for name in TRAINED:
+        specs[name] = specification(name, tiny_model_path, save_strategy="steps", save_steps=2)
+        specs[f"resumed_{name}"] = {**specs[name], "resume_from_checkpoint": str(folder / name / "checkpoint-2")}
+    # Every process loads the weights, which a specification then moves.
+    fsdp = yaml.safe_load((REPOSITORY / "accelerate_configs" / "fsdp2.yaml").read_text())["fsdp_config"]
+    settings = {"mixed_precision": "no", "fsdp_config": {**fsdp, "fsdp_cpu_ram_efficient_loading": False}}
+    return train_under("fsdp2", specs, folder, processes=processes(), settings=settings)
 
 
 def test_the_engine_is_fsdp2_and_was_foreseen(sharded):
@@ -102,7 +110,8 @@ def test_a_recipe_trains_by_the_configuration_that_users_get(tmp_path):
     """In bfloat16, with weights loaded by the first process alone; the base is compared with at the end."""
     script = [str(recipes.RECIPES / "aot.py"), "--max_steps=2", "--per_device_train_batch_size=4", "--save_steps=1"]
     script += ["--eval_strategy=no", "--eval_split=none", "--generation_eval_every=0", "--num_eval_prompts=4"]
-    launched = launch("fsdp2", processes(), [*script, f"--output_dir={tmp_path / 'run'}"], tmp_path)
+    script.append(f"--output_dir={tmp_path / 'run'}")
+    launched = launch("fsdp2", script, tmp_path, processes=processes(), settings={"mixed_precision": "bf16"})
     assert launched.returncode == 0, launched.stderr[-8000:]
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     assert (results["run"]["optimizer_steps"], results["run"]["processes"]) == (2, processes())

@@ -7,12 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, get_scheduler
+from transformers import AutoModelForCausalLM, get_scheduler
 
 from tests.support import REPOSITORY, rollout_once, train_once
 from tests.support.tiny import pairs, perturbed
 from tests.support.trl_private import AfterRollout
+from trl_ext import GRPOTrainer
 
 ONE_FILE = REPOSITORY / "recipes" / "one_file"
 pytestmark = pytest.mark.usefixtures("in_float64")
@@ -55,7 +55,7 @@ def test_grpo(tiny_model_path, tmp_path, iterations):
     )
     rollouts = []
 
-    class Recorded(AfterRollout, rollout_once.FixedRollouts):
+    class Recorded(AfterRollout, rollout_once.FixedRollouts, GRPOTrainer):
         def after_rollout(self, output):
             rollouts.append(output)
 
@@ -65,10 +65,7 @@ def test_grpo(tiny_model_path, tmp_path, iterations):
         "prompts": 2,
         "args": {**OPTIMIZER, "num_iterations": iterations, "max_steps": iterations, "beta": 0.1, "epsilon": 0.2},
     }
-    import trl_ext
-
-    recorded = type("Recorded", (Recorded, trl_ext.GRPOTrainer), {})
-    trainer = rollout_once.train(spec, str(tmp_path), trainer_class=recorded)
+    trainer = rollout_once.train(spec, str(tmp_path), trainer_class=Recorded)
 
     (rollout,) = rollouts
     prompts, responses = (
@@ -85,19 +82,18 @@ def test_grpo(tiny_model_path, tmp_path, iterations):
 
 def test_preference(tiny_model_path, tmp_path):
     recipe = script("preference", MAX_GRAD_NORM=OPTIMIZER["max_grad_norm"])
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model_path)
-    rows = pairs(8)
     spec = {
         "trainer": "AOTTrainer",
         "model": tiny_model_path,
         "reference_seed": 3,
         "args": {**OPTIMIZER, "max_steps": 2, "per_device_train_batch_size": 4, "beta": 0.1},
     }
-    trainer = train_once.train(spec, str(tmp_path), train_dataset=Dataset.from_list(rows))
+    trainer = train_once.train(spec, str(tmp_path))
 
     policy, reference = load(tiny_model_path), perturbed(load(tiny_model_path), seed=3, scale=0.05)
     steps = optimizer_of(policy, 2)
-    tokenized = [recipe.tokenize(tokenizer, row) for row in rows]
+    tokenizer = trainer.processing_class
+    tokenized = [recipe.tokenize(tokenizer, row) for row in pairs(8)]
     for start in (0, 4):
         recipe.train_on(policy, reference, *steps, tokenized[start : start + 4], tokenizer.pad_token_id)
     check_equal(policy, trainer, load(tiny_model_path))

@@ -12,12 +12,11 @@ import math
 import pytest
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from tests.support import train_once
 from tests.support.splits_once import CASES, STOCK, metric_differences, run_all, save_models, update_difference
 from tests.support.tiny import independent_scores, pairs, perturbed, response_log_prob, token_ids
-from trl_ext import SFTConfig, SFTTrainer
 from trl_ext.losses import PreferenceScores
 from trl_ext.trainers.metrics import StepMetrics, merged
 from trl_ext.trainers.preference.optimizer_batch import map_scores
@@ -43,9 +42,8 @@ def alone(models, tmp_path_factory):
 
     def of(name: str, split: str):
         if (name, split) not in known:
-            known[name, split] = run_all([(name, "sgd", split)], tmp_path_factory.mktemp("alone"), models)[
-                name, "sgd", split
-            ]
+            folder = tmp_path_factory.mktemp("alone")
+            (known[name, split],) = run_all([(name, "sgd", split)], folder, models).values()
         return known[name, split]
 
     return of
@@ -56,14 +54,14 @@ def spread(models, tmp_path_factory, request):
     """The cases that are asked for on two processes by name, in few launches."""
     items = [item for item in request.session.items if item.name.startswith(test_processes_change_nothing.__name__)]
     names = [item.callspec.params["name"] for item in items]
-    outcomes = run_all([(name, "sgd", "2 x 2 x 2") for name in names], tmp_path_factory.mktemp("spread"), models)
-    return {name: outcome for (name, *_), outcome in outcomes.items()}
+    runs = run_all([(name, "sgd", "2 x 2 x 2") for name in names], tmp_path_factory.mktemp("spread"), models)
+    return {name: run for (name, *_), run in runs.items()}
 
 
-def check(name, outcome, whole) -> None:
+def check(name, run, whole) -> None:
     # A column of the dataset, such as the confidence, reaches the trainer in float32.
-    assert update_difference(outcome, whole) < (1e-6 if "confidence" in name else 1e-9)
-    different = {name: value for name, value in metric_differences(outcome, whole).items() if value > 1e-7}
+    assert update_difference(run, whole) < (1e-6 if "confidence" in name else 1e-9)
+    different = {name: value for name, value in metric_differences(run, whole).items() if value > 1e-7}
     assert not different
     assert len(whole.logs) == 5 and len(whole.evaluation) > 4
 
@@ -86,6 +84,8 @@ def test_the_cases_can_tell(alone):
     assert logs[0]["reward_std"] > 0.05
     assert max(entry["clip_ratio/region_mean"] for entry in logs) > 0.1
     assert alone("dpo", "1 x 8").evaluation["win_rate"] not in (0.0, 0.5, 1.0)
+    skipped = [entry["skipped_updates"] for entry in alone("grpo, a reward not finite", "1 x 8").logs]
+    assert skipped == [0, 0, 1, 2, 2]
     shuffled = alone("dpo, shuffled", "1 x 8").logs
     assert shuffled[0]["loss"] != pytest.approx(alone("dpo", "1 x 8").logs[0]["loss"], rel=1e-3)
 
@@ -218,21 +218,12 @@ def take(scores: PreferenceScores, rows: list[int]) -> PreferenceScores:
 
 def test_held_out_loss_of_demonstrations_is_the_mean_over_their_tokens(tiny_model_path, tmp_path):
     """Five completions of different lengths in batches of two, against one unpadded row at a time."""
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model_path)
     rows = pairs(5, seed=3)
-    model = AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.float32)
-    data = [{"prompt": row["prompt"], "completion": row["chosen"]} for row in rows]
-    arguments = {**train_once.DEFAULTS, "output_dir": str(tmp_path), "per_device_eval_batch_size": 2}
-    trainer = SFTTrainer(
-        model,
-        SFTConfig(**arguments),
-        train_dataset=Dataset.from_list(data),
-        eval_dataset=Dataset.from_list(data),
-        processing_class=tokenizer,
-    )
+    spec = {"trainer": "SFTTrainer", "model": tiny_model_path, "dtype": "float32", "rows": rows, "held_out": rows}
+    trainer = train_once.build({**spec, "args": {"per_device_eval_batch_size": 2}}, str(tmp_path))
     metrics = trainer.evaluate()
     plain = AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.float32).double()
-    ids = [token_ids(tokenizer, row) for row in rows]
+    ids = [token_ids(trainer.processing_class, row) for row in rows]
     with torch.no_grad():
         sums = [response_log_prob(plain, prompt, chosen).item() for prompt, chosen, _ in ids]
     lengths = [len(chosen) for _, chosen, _ in ids]

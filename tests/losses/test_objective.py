@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
-from trl_ext.losses import PreferenceObjective, PreferenceScores
+from trl_ext.losses import PreferenceObjective, PreferenceScores, confidence, wpo
 from trl_ext.registry import preference_loss, preference_weighting
 
 pytestmark = pytest.mark.usefixtures("registries_as_before")
@@ -57,43 +58,36 @@ def test_options_reach_the_function(scores):
 
 
 @pytest.mark.parametrize(
-    ("function", "message"),
+    ("function", "got"),
     [
-        (lambda s, *, beta: -s.margin.mean(), r"'own' returned shape \[\] for 8 pairs; it must return one value"),
-        (
-            lambda s, *, beta: -s.margin[:, None],
-            r"'own' returned shape \[8, 1\] for 8 pairs; it must return one value",
-        ),
-        (lambda s, *, beta: 1.0, "'own'.*one value per pair"),
-        (lambda s, *, beta: -s.margin.detach(), r"'own' has no gradient: .*scores\.chosen or scores\.rejected"),
-        (lambda s, *, beta: -s.margin * s.columns["strength"], "strength.*columns"),
+        (lambda s, *, beta: -s.margin.mean(), r"shape \[\]"),
+        (lambda s, *, beta: -s.margin[:, None], r"shape \[2, 1\]"),
+        (lambda s, *, beta: 1.0, "a float"),
     ],
 )
-def test_a_loss_that_cannot_train_is_refused(function, message):
+def test_a_loss_returns_one_value_per_pair(scores, function, got):
     preference_loss("own")(function)
-    with pytest.raises(ValueError, match=message):
-        PreferenceObjective("own")
+    with pytest.raises(ValueError, match=rf"'own' returned {got} for 2 pairs; it must return one value per pair"):
+        PreferenceObjective("own")(scores)
 
 
-def test_the_reference_must_be_declared():
+def test_a_column_must_be_declared(scores):
+    objective = PreferenceObjective("sppo", loss_options={"chosen_win_probability": "p"})
+    with pytest.raises(ValueError, match=r"reads the column 'p': register it .* or name the column in loss_columns"):
+        objective(scores)
+
+
+def test_the_reference_must_be_declared(scores):
     preference_loss("undeclared", needs_reference=False)(lambda scores, *, beta: -beta * scores.margin)
     with pytest.raises(ValueError, match="register it with needs_reference=True"):
-        PreferenceObjective("undeclared")
+        PreferenceObjective("undeclared")(replace(scores, ref_chosen=None, ref_rejected=None))
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda scores: scores.chosen.detach().exp(),
-        # A comparison is finite whatever is compared, so that no NaN would show it.
-        lambda scores: torch.where(scores.chosen > scores.rejected, 2.0, 1.0),
-    ],
-)
-def test_a_normalised_weighting_reads_columns_alone(function):
+def test_a_normalised_weighting_reads_columns_alone(scores):
     """It is divided by its mean over the batch, which must be known before the batch has been trained on."""
-    preference_weighting("own", normalize=True)(function)
-    with pytest.raises(ValueError, match=r"may read scores\.columns only"):
-        PreferenceObjective("dpo", weightings=["own"])
+    preference_weighting("own", normalize=True)(lambda scores: scores.chosen.detach().exp())
+    with pytest.raises(AttributeError):
+        PreferenceObjective("dpo", weightings=["own"])(scores)
 
 
 # ---- Columns ----
@@ -144,3 +138,164 @@ def test_a_description_tells_weightings_with_their_options():
     assert described.startswith("dpo (beta 0.1")
     for part in ("weighted by wpo", "weighted by confidence", "0.45", "certainty"):
         assert part in described
+
+
+# ---- Weightings ----
+
+
+# Three pairs with reference-corrected margins 3, -2, -2, whose DPO losses at beta 0.1 are l(0.3), l(-0.2), l(-0.2).
+DPO_LOSSES = (0.554355, 0.798139, 0.798139)
+CONFIDENCES = (0.9, 0.5, 0.2)
+
+
+def float64(*values) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def three_pairs(**columns) -> PreferenceScores:
+    return PreferenceScores(
+        chosen=float64(-20, -15, -10).requires_grad_(),
+        rejected=float64(-30, -12, -18).requires_grad_(),
+        ref_chosen=float64(-22, -14, -9.5),
+        ref_rejected=float64(-29, -13, -19.5),
+        columns={name: float64(*values) for name, values in columns.items()},
+    )
+
+
+def rows(scores: PreferenceScores, index: slice) -> PreferenceScores:
+    tensors = {name: value[index] for name, value in vars(scores).items() if isinstance(value, torch.Tensor)}
+    return replace(scores, **tensors, columns={name: value[index] for name, value in scores.columns.items()})
+
+
+def policy_weight(distributions, tokens) -> torch.Tensor:
+    """WPO's weight of one response, `exp(mean_t(log p(y_t) - log sum_v p(v)^2))`, as a float64 tensor of shape [1]."""
+    logs = [
+        math.log(p[token]) - math.log(sum(q * q for q in p)) for p, token in zip(distributions, tokens, strict=True)
+    ]
+    return float64(math.exp(sum(logs) / len(logs)))
+
+
+class TestWPO:
+    """A chosen response of two tokens and a rejected one of one, over a vocabulary of three.
+
+    chosen:   (.5, .3, .2) token 0: log .5 - log(.25 + .09 + .04) = log(.5 / .38) = 0.274437
+              (.6, .2, .2) token 1: log .2 - log(.36 + .04 + .04) = log(.2 / .44) = -0.788457; mean -0.257010
+    rejected: (.7, .2, .1) token 2: log .1 - log(.49 + .04 + .01) = log(.1 / .54) = -1.686399
+    The weight of the pair is exp(-0.257010 - 1.686399) = exp(-1.943409) = 0.143215.
+    """
+
+    CHOSEN = [(0.5, 0.3, 0.2), (0.6, 0.2, 0.2)]
+    REJECTED = [(0.7, 0.2, 0.1)]
+
+    def pair(self, chosen_tokens=(0, 1), rejected_tokens=(2,)) -> PreferenceScores:
+        return PreferenceScores(
+            chosen=float64(math.log(0.5) + math.log(0.2)).requires_grad_(),
+            rejected=float64(math.log(0.1)).requires_grad_(),
+            ref_chosen=float64(-3.0),
+            ref_rejected=float64(-2.0),
+            chosen_policy_weight=policy_weight(self.CHOSEN, chosen_tokens).requires_grad_(),
+            rejected_policy_weight=policy_weight(self.REJECTED, rejected_tokens).requires_grad_(),
+        )
+
+    def test_hand_example(self):
+        scores = self.pair()
+        assert scores.chosen_policy_weight.log().item() == pytest.approx(-0.257010, abs=1e-6)
+        assert scores.rejected_policy_weight.log().item() == pytest.approx(-1.686399, abs=1e-6)
+        assert wpo(scores).tolist() == pytest.approx([0.143215], abs=1e-6)
+
+    def test_clamped_at_one_as_the_authors_do(self):
+        """Greedy tokens: sqrt(.5/.38 * .6/.44) = 1.339512 and .7/.54 = 1.296296; their product is 1.736388."""
+        greedy = self.pair(chosen_tokens=(0, 0), rejected_tokens=(0,))
+        assert wpo(greedy, max_weight=None).tolist() == pytest.approx([1.736388], abs=1e-6)
+        assert wpo(greedy).tolist() == [1.0]
+        assert wpo(greedy, max_weight=1.5).tolist() == [1.5]
+
+    def test_no_gradient_flows_through_the_weight(self):
+        """d/d chosen = 0.143215 * -0.1 s(-0.1) = 0.143215 * -0.1 * 0.475021 = -0.006803."""
+        scores = self.pair()
+        assert not wpo(scores).requires_grad
+        PreferenceObjective("dpo", beta=0.1, weightings=["wpo"])(scores).sum().backward()
+        assert scores.chosen.grad.item() == pytest.approx(-0.006803, abs=1e-6)
+        assert scores.chosen_policy_weight.grad is None
+        assert scores.rejected_policy_weight.grad is None
+
+    def test_missing_weights(self):
+        with pytest.raises(ValueError, match="wpo reads chosen_policy_weight and rejected_policy_weight"):
+            wpo(replace(self.pair(), rejected_policy_weight=None))
+
+
+class TestConfidence:
+    @pytest.mark.parametrize(
+        "options, expected",
+        [
+            ({"floor": 0.0}, (0.9, 0.5, 0.2)),
+            ({"floor": 0.6}, (0.9, 0.6, 0.6)),
+            ({"power": 2.0, "floor": 0.0}, (0.81, 0.25, 0.04)),
+            ({"power": 2.0}, (0.81, 0.3, 0.3)),  # the floor applies after the power
+            ({"power": 0.0}, (1.0, 1.0, 1.0)),
+        ],
+    )
+    def test_power_and_floor(self, options, expected):
+        weights = confidence(three_pairs(avg_confidence=CONFIDENCES), **options)
+        assert weights.tolist() == pytest.approx(expected, abs=1e-12)
+
+    @pytest.mark.parametrize(
+        ("columns", "message"),
+        [
+            ({"strength": CONFIDENCES}, "reads the column 'avg_confidence', which the dataset does not have"),
+            ({"avg_confidence": (0.9, -0.1, 0.2)}, "the column 'avg_confidence' holds negative values"),
+            # One such weight, normalised, would make every loss of the batch NaN.
+            ({"avg_confidence": (0.9, math.nan, 0.2)}, "the column 'avg_confidence' holds values that are not finite"),
+        ],
+    )
+    def test_columns_that_cannot_weight(self, columns, message):
+        with pytest.raises(ValueError, match=message):
+            confidence(three_pairs(**columns))
+
+
+class TestNormalization:
+    """Weights 0.9, 0.5, 0.3 have mean 1.7 / 3, so the mean of the weighted losses is sum(w l) / sum(w) =
+    (0.9 * 0.554355 + 0.5 * 0.798139 + 0.3 * 0.798139) / 1.7 = (0.498919 + 0.638511) / 1.7 = 0.669077."""
+
+    OBJECTIVE_OPTIONS = {"beta": 0.1, "weightings": ["confidence"]}
+
+    def test_mean_is_the_weighted_mean(self):
+        losses = PreferenceObjective("dpo", **self.OBJECTIVE_OPTIONS)(three_pairs(avg_confidence=CONFIDENCES))
+        by_hand = [w * l / (1.7 / 3) for w, l in zip((0.9, 0.5, 0.3), DPO_LOSSES, strict=True)]
+        assert losses.tolist() == pytest.approx(by_hand, abs=1e-6)
+        assert losses.mean().item() == pytest.approx(0.669077, abs=1e-6)
+
+    def test_a_split_batch_gives_the_total_of_the_whole(self):
+        """The mean of the weights over the optimizer batch, 1.7 / 3, given to each of its two parts."""
+        objective = PreferenceObjective("dpo", **self.OBJECTIVE_OPTIONS)
+        scores = three_pairs(avg_confidence=CONFIDENCES)
+        assert objective.raw_weights(scores).tolist() == pytest.approx([0.9, 0.5, 0.3], abs=1e-12)
+        mean = objective.raw_weights(scores).mean()
+        assert mean.item() == pytest.approx(1.7 / 3, abs=1e-12)
+
+        parts = [rows(scores, slice(0, 1)), rows(scores, slice(1, 3))]
+        split = torch.cat([objective(part, mean_raw_weight=mean) for part in parts])
+        torch.testing.assert_close(split, objective(scores), rtol=0, atol=1e-12)
+        # Normalised within each part, the single pair of the first would count fully: 0.554355 against 0.880446.
+        alone = torch.cat([objective(part) for part in parts])
+        assert alone[0].item() == pytest.approx(0.554355, abs=1e-6)
+        assert split[0].item() == pytest.approx(0.554355 * 0.9 * 3 / 1.7, abs=1e-6)
+
+    def test_a_batch_of_weight_zero_counts_for_nothing(self):
+        """0 / 0 would make every loss NaN and end the run without a word."""
+        scores = three_pairs(avg_confidence=(0.0, 0.0, 0.0))
+        losses = PreferenceObjective("dpo", **self.OBJECTIVE_OPTIONS, weighting_options={"floor": 0.0})(scores)
+        losses.mean().backward()
+        assert losses.tolist() == [0.0, 0.0, 0.0]
+        assert scores.chosen.grad.tolist() == [0.0, 0.0, 0.0]
+
+    def test_wpo_is_not_normalised_and_composes(self):
+        """l(0.3) * 0.5 * 0.9 * 3 / 1.7, l(-0.2) * 0.25 * 0.5 * 3 / 1.7, l(-0.2) * 0.1 * 0.3 * 3 / 1.7."""
+        scores = replace(
+            three_pairs(avg_confidence=CONFIDENCES),
+            chosen_policy_weight=float64(1.0, 0.5, 0.2),
+            rejected_policy_weight=float64(0.5, 0.5, 0.5),
+        )
+        objective = PreferenceObjective("dpo", beta=0.1, weightings=["wpo", "confidence"])
+        assert objective(scores).tolist() == pytest.approx([0.440223, 0.176060, 0.042254], abs=1e-6)
+        assert objective.raw_weights(scores).tolist() == pytest.approx([0.9, 0.5, 0.3], abs=1e-12)

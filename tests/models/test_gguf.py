@@ -125,14 +125,6 @@ def test_the_base_of_an_adapter_from_another_cache_is_found(monkeypatch, tmp_pat
         resolve_model_path("/home/ada/runs/SmolLM2-135M-Instruct.Q4_1-0123456789ab")
 
 
-def test_a_broken_file_is_named(tmp_path, cache):
-    pytest.importorskip("gguf")
-    (tmp_path / "bad.gguf").write_bytes(b"GGUF but no model")
-    with pytest.raises(ValueError, match=r"bad\.gguf: transformers cannot read this GGUF file"):
-        resolve_model_path(str(tmp_path / "bad.gguf"))
-    assert not [path for path in cache.iterdir() if path.is_dir()], "nothing half made is left"
-
-
 def test_a_missing_file_or_package_says_what_to_do(tmp_path, file, cache, monkeypatch):
     with pytest.raises(FileNotFoundError, match="no model folder .*absent.gguf"):
         resolve_model_path(str(tmp_path / "absent.gguf"))

@@ -16,7 +16,6 @@ from trl.trainer.utils import add_fused_lm_head
 
 from tests.support.packing import (
     HOOK,
-    REFUSED,
     attention_named,
     close,
     forward,
@@ -184,38 +183,38 @@ def test_other_calls_of_the_model_are_its_own():
 # ---- Models that are refused ----
 
 EAGER = "its attention is eager: load it with attn_implementation sdpa or a flash attention"
-REASONS = {
-    "gpt2": "its positions are not rotary",
-    "bloom": EAGER,
-    "mamba": "it has layers of the kind linear_attention",
-    "gpt_oss": EAGER,
-}
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
 
 
-@pytest.mark.parametrize("architecture", REFUSED)
-def test_refused_models_run_as_before_and_say_so_once(architecture, caplog):
-    model, batch = tiny_model(architecture), ragged()
+@pytest.mark.parametrize(
+    ("architecture", "options", "reason"),
+    [
+        ("gpt2", {}, "its positions are not rotary"),
+        ("bloom", {}, EAGER),
+        ("mamba", {}, "it has layers of the kind linear_attention"),
+        ("gpt_oss", {}, EAGER),
+        ("qwen2", {"attn_implementation": "eager"}, EAGER),
+        ("llama", {"rope_parameters": DYNAMIC}, "its rotary angles depend on the length of the batch"),
+    ],
+)
+def test_refused_models_run_as_before_and_say_so_once(architecture, options, reason, caplog):
+    """Until what is refused is changed."""
+    model, batch = tiny_model(architecture, **options), ragged()
     expected, before = forward(model, batch).log_probs, model.forward
     attention = attention_of(model)
     packing = share_prefixes(model)
-    assert packing.reason == REASONS[architecture] and not packing.active
+    assert packing.reason == reason and not packing.active
     assert model.forward == before and attention_of(model) == attention
     for _ in range(2):
         assert forward(model, batch).log_probs.equal(expected)
     assert share_prefixes(model) is packing
-    assert said(caplog) == [f"packing: off, rows are padded: {REASONS[architecture]}"]
+    assert said(caplog) == [f"packing: off, rows are padded: {reason}"]
     assert (packing.backend, packing.packed_tokens) == (None, 0)
-
-
-def test_eager_attention_is_refused_and_sdpa_then_taken():
-    model = tiny_model("qwen2", attn_implementation="eager")
-    packing = share_prefixes(model)
-    assert packing.reason.startswith("its attention is eager: load it with")
-    model.set_attn_implementation("sdpa")
-    later = share_prefixes(model)
-    assert later is not packing and later.active
-    forward(model, ragged())
-    assert later.packed_tokens == 95
+    if options.get("attn_implementation"):
+        model.set_attn_implementation("sdpa")
+        later = share_prefixes(model)
+        forward(model, batch)
+        assert later is not packing and later.packed_tokens == 95
 
 
 # ---- The canary ----
@@ -331,33 +330,6 @@ def test_what_is_packed_all_the_same():
     assert packing.packed_tokens == 78 + 2 * 95
 
 
-@pytest.mark.parametrize("rope", [{"rope_type": "dynamic", "factor": 2.0}, {"rope_type": "longrope"}])
-def test_rotary_angles_that_depend_on_the_length(rope):
-    """Within the original context angles are fixed; beyond it they depend on the longest row, padding included."""
-    context = 24
-    options = {"rope_parameters": {**rope, "rope_theta": 10000.0}, "max_position_embeddings": 24}
-    if rope["rope_type"] == "longrope":
-        options["rope_parameters"] |= {
-            "original_max_position_embeddings": context,
-            "short_factor": [1.0] * 4,
-            "long_factor": [1.0, 2.0, 3.0, 4.0],
-        }
-        options["max_position_embeddings"] = 48
-    model = tiny_model("llama", **options)
-    prompt = list(range(10, 22))
-    short = padded([[*prompt, 5, 6], [*prompt, *range(30, 40)], [*prompt, 7]], [12, 12, 12])
-    long = padded([[*prompt, 5, 6], [*prompt, *range(30, 50)], [*prompt, 7]], [12, 12, 12])
-    assert short["input_ids"].shape[1] == 22 and long["input_ids"].shape[1] == 32
-    expected = [forward(model, batch).log_probs for batch in (short, long, short)]
-    packing = share_prefixes(model)
-    got = [forward(model, batch).log_probs for batch in (short, long, short)]
-    assert close(got[0], expected[0]) and close(got[2], expected[2])
-    assert torch.allclose(got[1], expected[1], atol=1e-6)
-    assert packing.left_padded == {"rotary angles depend on the length of the batch": 1}
-    # 13 + 21 - 11 + 12 - 11 tokens, twice.
-    assert packing.packed_tokens == 2 * 24
-
-
 # ---- Dropout ----
 
 
@@ -394,15 +366,6 @@ def test_only_adapters_in_use_draw_dropout():
     assert has_active_dropout(model)
     with model.disable_adapter():
         assert not has_active_dropout(model)
-
-
-def test_equal_rows_differ_under_dropout():
-    """Each of two equal rows has draws of its own."""
-    row = list(range(10, 30))
-    model, batch = tiny_model("qwen2", attention_dropout=0.5), padded([row, row, row[:4]], [4, 4, 2])
-    share_prefixes(model)
-    log_probs = forward(model, batch).log_probs
-    assert (log_probs[0] - log_probs[1]).abs().max() > 0.1
 
 
 def test_a_window_that_the_first_check_does_not_reach():

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import trl.trainer.utils
-from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from trl.trainer.utils import add_fused_lm_head
@@ -256,53 +255,6 @@ def test_gradient_checkpointing(architecture, reentrant):
     assert relative(values_and_gradient(model, ragged())[1], plain) < 1e-5
 
 
-def test_adapter_on_and_off():
-    """The policy with its adapter, and the reference that is the same model without it."""
-    torch.manual_seed(3)
-    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "up_proj"], init_lora_weights=False)
-    model, batch = get_peft_model(tiny_model("qwen2"), lora), ragged()
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    model.enable_input_require_grads()
-
-    def both():
-        with torch.no_grad(), model.disable_adapter():
-            reference = forward(model, batch).log_probs
-        return reference, *values_and_gradient(model, batch)
-
-    expected_reference, expected, expected_gradient = both()
-    packing = share_prefixes(model)
-    reference, got, got_gradient = both()
-    assert packing.packed_tokens == 2 * 95
-    assert largest(reference, expected_reference) < 1e-4
-    assert largest(got.log_probs, expected.log_probs) < 1e-4
-    assert relative(got_gradient, expected_gradient) < 1e-5
-    assert largest(expected.log_probs, expected_reference) > 0.1
-
-
-@pytest.mark.parametrize("autocast", [False, True])
-def test_bfloat16(autocast):
-    """On average no further from the padded pass than that is from the same rows with other padding.
-
-    Twice the mean difference that four columns of padding more on the left make, which change nothing but rounding.
-    """
-    model = tiny_model("qwen2")
-    model = model if autocast else model.bfloat16()
-    batch = ragged()
-    moved = {
-        name: torch.nn.functional.pad(values, (4, 0), value=-100 if name == "labels" else 0)
-        for name, values in batch.items()
-    }
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        expected, by_padding = forward(model, batch).log_probs, forward(model, moved).log_probs[:, 4:]
-        packing = share_prefixes(model)
-        got = forward(model, batch).log_probs
-    mask = batch["labels"][:, 1:] != -100
-    noise = (by_padding - expected)[mask].abs().mean().item()
-    assert packing.packed_tokens == 95
-    assert 0 < noise < 0.05
-    assert (got - expected)[mask].abs().mean().item() < 2 * noise
-
-
 # ---- Scores ----
 
 CLASSIFIERS = ["llama", "qwen2", "qwen3", "mistral", "qwen2_moe", "phi3", "mixtral"]
@@ -368,11 +320,11 @@ def test_calls_of_a_classifier_that_are_left_padded():
 # ---- Attention functions ----
 
 
-def varlen_by_contract(calls: list, grouped: bool = True):
+def varlen_by_contract(calls: list):
     """`torch.nn.attention.varlen.varlen_attn` as it is documented, in plain operations, and what it was called with.
 
     Queries and keys of a segment end together. (-1, 0) is causal attention, (W, 0) that to W tokens before a token
-    and the token itself. Without `grouped` it is that of torch 2.11, which has no grouped heads.
+    and the token itself.
     """
 
     def varlen_attn(
@@ -398,10 +350,7 @@ def varlen_by_contract(calls: list, grouped: bool = True):
             outputs.append(output[0].transpose(0, 1))
         return torch.cat(outputs)
 
-    def varlen_attn_2_11(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):
-        return varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, window_size=window_size)
-
-    return varlen_attn if grouped else varlen_attn_2_11
+    return varlen_attn
 
 
 def hidden_states(model, plan, backend: str) -> Tensor:
@@ -409,15 +358,14 @@ def hidden_states(model, plan, backend: str) -> Tensor:
     return packing_of(model).hidden_states(plan)
 
 
-@pytest.mark.parametrize("grouped", [True, False])
 @pytest.mark.parametrize("shares", [True, False])
 @pytest.mark.parametrize(
     ("architecture", "windows"), [("llama", {(-1, 0)}), ("mistral", {(8, 0)}), ("gemma3", {(6, 0), (-1, 0)})]
 )
-def test_varlen_by_its_contract(architecture, windows, shares, grouped, monkeypatch):
+def test_varlen_by_its_contract(architecture, windows, shares, monkeypatch):
     """A window of nine tokens counts the token itself, so that the kernel is given the eight before it."""
     calls: list[dict] = []
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_by_contract(calls, grouped))
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_by_contract(calls))
     model, batch = tiny_model(architecture).eval(), ragged()
     share_prefixes(model)
     expected = hidden_states(model, plan_batch(**batch, share=shares), "sdpa")
@@ -425,7 +373,7 @@ def test_varlen_by_its_contract(architecture, windows, shares, grouped, monkeypa
     got = hidden_states(model, plan_batch(**batch, share=shares), "varlen")
     assert len(calls) == 3
     assert {call["window_size"] for call in calls} == windows
-    assert all(call["enable_gqa"] == grouped for call in calls)
+    assert all(call["enable_gqa"] for call in calls)
     assert largest(got, expected) < 1e-5
 
 

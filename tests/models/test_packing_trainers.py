@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 from contextlib import nullcontext
 
 import pytest
 import torch
 import trl
 from datasets import Dataset, load_from_disk
-from transformers import AutoModelForSequenceClassification
 
-from tests.support import reward_once, rollout_once, tiny, train_once
+from tests.support import rollout_once, tiny, train_once
 from tests.support.float64 import float32_again
-from tests.support.reward_once import lora, rows_with
 from tests.support.train_once import largest_difference, parameters, result
-from tests.support.trl_private import attention_of, rollout_batches
+from tests.support.trl_private import rollout_batches
 from trl_ext.models import packing_of, share_prefixes
 from trl_ext.trainers.packing import keeps_groups, regroup
 from trl_ext.trainers.preference.reference import cache_key
@@ -31,55 +28,42 @@ LABELLED = [
     for row in tiny.pairs(4)
     for side in ("chosen", "rejected")
 ]
-
-
-def preference(path, policy_path, folder, args, data=None, **spec):
-    arguments = {} if data is None else {"train_dataset": Dataset.from_list(data)}
-    return train_once.build({"model": path, "pairs": 16, **spec, "args": {**STEPS, **args}}, folder, **arguments)
-
-
-def policy(path, policy_path, folder, args, **spec):
-    spec = {"model": policy_path, "perturb": 1, "fixed": True, **spec}
-    return rollout_once.build({**spec, "args": {**SPLIT, "learning_rate": 0.1, **args}}, folder)
-
-
-def reward(path, policy_path, folder, args, adapter=False, **spec):
-    rows = rows_with(16, margin=lambda row: row["avg_confidence"])
-    torch.manual_seed(0)  # The head of the scores is new.
-    model = AutoModelForSequenceClassification.from_pretrained(path, num_labels=1, dtype=torch.float32)
-    peft_config = lora(task_type="SEQ_CLS") if adapter else None
-    return reward_once.build(model, folder, rows, peft_config=peft_config, **STEPS, **spec, **args)
-
-
+# TRL's trainer passes the column on, which no model reads.
+SCORED = {"dtype": "float32", "rows": [{**row, "margin": row["avg_confidence"]} for row in tiny.pairs(16)]}
+PRECOMPUTED = {"args": {"precompute_ref_log_probs": True}}
 ACCUMULATED = {"gradient_accumulation_steps": 2, "gradient_checkpointing": True}
+
+
+def policy(algorithm: str | None = None, **args) -> dict:
+    args = args if algorithm is None else {"algorithm": algorithm, **args}
+    return {"trainer": "PolicyTrainer", "args": {**SPLIT, "learning_rate": 0.1, **args}}
+
+
 TRAINERS = {
-    "preference": (preference, {}),
-    "preference, new adapter": (preference, {"lora": True}),
-    "preference, adapter given": (preference, {"lora": "given"}),
+    "preference": {},
+    "preference, new adapter": {"lora": True},
+    "preference, adapter given": {"lora": "given"},
     # Where the reference is the policy itself, rounding decides which pairs are in order.
-    "preference, precomputed": (preference, {"reference_seed": 1, "args": {"precompute_ref_log_probs": True}}),
-    "AOT over a window": (
-        preference,
-        {"reference_seed": 1, "args": {"loss": "aot", "gradient_accumulation_steps": 2}},
-    ),
-    "SimPO": (preference, {"args": {"loss": "simpo"}}),
-    "preference, checkpointing": (preference, {"lora": True, "args": {"gradient_checkpointing": True}}),
-    "WPO": (preference, {"reference_seed": 1, "args": {"weighting": ["wpo"]}}),
-    "reward": (reward, {}),
-    "reward, adapter": (reward, {"adapter": True}),
-    "GRPO": (policy, {"args": {"epsilon": 0.01, "beta": 0.05}}),
-    "Dr. GRPO": (policy, {"args": {"algorithm": "dr_grpo", "epsilon": 0.01}}),
-    "GSPO": (policy, {"args": {"algorithm": "gspo", "epsilon": 0.001, "epsilon_high": 0.002}}),
-    "RLOO": (policy, {"args": {"algorithm": "rloo", "beta": 0.1}}),
-    "DAPO": (policy, {"args": {"algorithm": "dapo", "epsilon": 0.01, "epsilon_high": 0.02}}),
-    "trl.DPO": (preference, {"trainer": "trl.DPOTrainer", "reference_seed": 1, "args": ACCUMULATED}),
-    "trl.DPO, adapter": (preference, {"trainer": "trl.DPOTrainer", "lora": True}),
-    "trl.DPO, precomputed": (preference, {"trainer": "trl.DPOTrainer", "args": {"precompute_ref_log_probs": True}}),
-    "trl.KTO": (preference, {"trainer": "trl.KTOTrainer", "reference_seed": 1, "data": LABELLED}),
-    "trl.GRPO": (policy, {"trainer": "trl.GRPOTrainer", "args": {"epsilon": 0.01, "beta": 0.1}}),
-    "trl.RLOO": (policy, {"trainer": "trl.RLOOTrainer", "fixed": False, "args": {"epsilon": 0.01, "beta": 0.1}}),
-    "trl.Reward": (reward, {"stock": True}),
-    "trl.Reward, adapter": (reward, {"stock": True, "adapter": True}),
+    "preference, precomputed": {"reference_seed": 1, **PRECOMPUTED},
+    "AOT over a window": {"reference_seed": 1, "args": {"loss": "aot", "gradient_accumulation_steps": 2}},
+    "SimPO": {"args": {"loss": "simpo"}},
+    "preference, checkpointing": {"lora": True, "args": {"gradient_checkpointing": True}},
+    "WPO": {"reference_seed": 1, "args": {"weighting": ["wpo"]}},
+    "reward": {"trainer": "RewardTrainer", **SCORED},
+    "reward, adapter": {"trainer": "RewardTrainer", "lora": True, **SCORED, "args": {"learning_rate": 0.05}},
+    "GRPO": policy(epsilon=0.01, beta=0.05),
+    "Dr. GRPO": policy("dr_grpo", epsilon=0.01),
+    "GSPO": policy("gspo", epsilon=0.001, epsilon_high=0.002),
+    "RLOO": policy("rloo", beta=0.1),
+    "DAPO": policy("dapo", epsilon=0.01, epsilon_high=0.02),
+    "trl.DPO": {"trainer": "trl.DPOTrainer", "reference_seed": 1, "args": ACCUMULATED},
+    "trl.DPO, adapter": {"trainer": "trl.DPOTrainer", "lora": True},
+    "trl.DPO, precomputed": {"trainer": "trl.DPOTrainer", **PRECOMPUTED},
+    "trl.KTO": {"trainer": "trl.KTOTrainer", "reference_seed": 1, "rows": LABELLED},
+    "trl.GRPO": {**policy(epsilon=0.01, beta=0.1), "trainer": "trl.GRPOTrainer"},
+    "trl.RLOO": {**policy(epsilon=0.01, beta=0.1), "trainer": "trl.RLOOTrainer", "fixed": False},
+    "trl.Reward": {"trainer": "trl.RewardTrainer", **SCORED},
+    "trl.Reward, adapter": {"trainer": "trl.RewardTrainer", "lora": True, **SCORED, "args": {"learning_rate": 0.05}},
 }
 
 
@@ -94,30 +78,33 @@ def test_updates_and_metrics_are_those_of_padded_passes(name, tiny_model_path, p
     A policy's loss is the same whatever the log-probabilities are where it is taken at ratio 1; its gradient norm,
     which is compared with all else, is not.
     """
-    build = TRAINERS[name][0]
-    stock = name.startswith("trl.")
+    spec, stock = TRAINERS[name], name.startswith("trl.")
+    is_policy, is_reward = "generation_batch_size" in spec.get("args", {}), "RewardTrainer" in spec.get("trainer", "")
+    if is_policy:
+        spec = {"model": policy_path, "perturb": 1, "fixed": True, **spec}
+    else:
+        spec = {"model": tiny_model_path, "pairs": 16, **spec, "args": {**STEPS, **spec.get("args", {})}}
     # In float32 are reward models, and values of a reference that are kept.
-    bound = 1e-6 if build is reward or "precomputed" in name else 1e-9
+    bound = 1e-6 if is_reward or "precomputed" in name else 1e-9
 
     def run(packed: bool, **args):
         folder = str(tmp_path / f"{packed} {args}")
         own = {} if stock else {"packing": "auto" if packed else "off"}
-        spec = {**TRAINERS[name][1], "args": {**TRAINERS[name][1].get("args", {}), **own, **args}}
-        trainer = build(tiny_model_path, policy_path, folder, **spec)
+        trainer = train_once.build({**spec, "args": {**spec["args"], **own, **args}}, folder)
         if stock and packed:
             share_prefixes(trainer.model, getattr(trainer, "ref_model", None))
         initial = parameters(trainer)
         trainer.train()
         trained = result(trainer)
         moved = largest_difference(trained.parameters, initial)
-        if build is reward and not stock:
+        if is_reward and not stock:
             trained.parameters["scores"] = torch.cat(trainer.score_pairs(trainer.train_dataset))
         return trainer, moved, trained
 
-    with float32_again() if build is reward else nullcontext():
+    with float32_again() if is_reward else nullcontext():
         padded, moved, expected = run(packed=False)
         # With the responses to a prompt apart as in padded passes, and together.
-        variants = [{"keep_groups": "off"}, {}] if build is policy and not stock else [{}]
+        variants = [{"keep_groups": "off"}, {}] if is_policy and not stock else [{}]
         runs = [run(packed=True, **args) for args in variants]
     assert packing_of(padded.model) is None and moved > 1e-3
     assert all(entry["grad_norm"] > 1e-3 for entry in expected.logs)
@@ -170,40 +157,6 @@ def test_regroup_by_hand():
     assert first["group"].tolist() == [1, 1, 0] and second["group"].tolist() == [0, 2, 2]
     assert first["text"] == ["a", "c", "b"] and second["text"] == ["e", "d", "f"]
     assert first["count"] == 6 and second["none"] is None
-
-
-# ---- Settings ----
-
-
-def test_one_line_at_start(tiny_model_path, tmp_path, caplog):
-    def lines():
-        return [record.message for record in caplog.records if record.message.startswith("packing: ")]
-
-    with caplog.at_level(logging.WARNING):
-        train_once.train({"model": tiny_model_path, "args": {"max_steps": 2}}, str(tmp_path / "on"))
-        assert len(lines()) == 1 and "on, without padding and with common prefixes encoded once" in lines()[0]
-        caplog.clear()
-        train_once.train({"model": tiny_model_path, "args": {"packing": "off"}}, str(tmp_path / "off"))
-        assert lines() == ["packing: off, rows are padded: as asked"]
-
-
-def test_a_reward_trainer_takes_an_earlier_hook_off(tiny_model_path, tmp_path):
-    trainer = reward_once.build(tiny_model_path, tmp_path / "first")
-    model, forward = trainer.model, type(trainer.model).forward
-    assert model.forward.__func__ is not forward
-    reward_once.build(model, tmp_path / "second", packing="off")
-    assert model.forward.__func__ is forward and attention_of(model) == "sdpa"
-
-
-def test_dropout_of_an_adapter_keeps_rows_apart(tiny_model_path, tmp_path):
-    """With dropout each row draws its own: padding is left out, prefixes are encoded for each row."""
-    options = {"lora": True, "lora_dropout": 0.5}
-    args = {"max_steps": 2, "disable_dropout": False, "loss": "simpo"}
-    dropping = train_once.train({"model": tiny_model_path, **options, "args": args}, str(tmp_path / "a")).packing
-    args["disable_dropout"] = True
-    sharing = train_once.train({"model": tiny_model_path, **options, "args": args}, str(tmp_path / "b")).packing
-    assert dropping.padded_tokens == sharing.padded_tokens
-    assert sharing.packed_tokens < dropping.packed_tokens < dropping.padded_tokens
 
 
 # ---- Reference log-probabilities once ----
@@ -275,17 +228,6 @@ def test_the_key_of_the_reference_holds_its_configuration(tiny_model_path, tmp_p
 
 
 # ---- Stock trainers ----
-
-
-def test_reference_of_a_trainer_in_mixed_precision(bfloat16_on_the_cpu, tiny_model_path, tmp_path):
-    """TRL wraps the reference model for bfloat16 before the trainer is there to call `share_prefixes` on."""
-    spec = {"model": tiny_model_path, "dtype": "float32", "trainer": "trl.DPOTrainer", "reference_seed": 1}
-    with float32_again():
-        trainer = train_once.build({**spec, "args": {**STEPS, "bf16": True}}, str(tmp_path))
-        share_prefixes(trainer.model, trainer.ref_model)
-        trainer.train()
-    for model in (trainer.model, trainer.ref_model):
-        assert packing_of(model).active and packing_of(model).packed_tokens > 0
 
 
 def test_a_packed_model_is_saved_as_a_padded_one(tiny_model_path, tmp_path):

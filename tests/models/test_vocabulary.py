@@ -1,4 +1,4 @@
-"""Tokens that the model has no embedding for, and a router whose loss keeps passes from being packed."""
+"""Special tokens that the model has no embedding for, and a router whose loss keeps passes from being packed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from tests.support.packing import tiny_model
 from tests.support.tiny import pairs
-from tests.support.train_once import build_plain
+from tests.support.train_once import build
 from trl_ext.models.loading import load_policy
 from trl_ext.rewards import RewardModel
 
@@ -17,60 +17,45 @@ TRAINERS = ["PreferenceTrainer", "SFTTrainer", "RewardTrainer", "KTOTrainer", "P
 MESSAGE = r"^the tokenizer's token .* is number \d+, and the model has embeddings for \d+ tokens: use .* first$"
 
 
-def small(path: str, kind=AutoModelForCausalLM, **options):
-    """A model that lost the embeddings of the last tokens of its tokenizer."""
-    model = kind.from_pretrained(path, **options)
-    model.resize_token_embeddings(12)
-    return model
-
-
 def spec_of(trainer: str, model) -> dict:
     rows = [{"prompt": r["prompt"], "completion": r["chosen"], "label": i % 2 == 0} for i, r in enumerate(pairs(6))]
-    return {"trainer": trainer, "model": model} | ({"rows": rows} if trainer == "KTOTrainer" else {})
+    return {"trainer": trainer, "model": model, "dtype": None} | ({"rows": rows} if trainer == "KTOTrainer" else {})
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_a_tokenizer_larger_than_the_model_is_refused_before_training(trainer, policy_path, tmp_path):
-    kind, options = AutoModelForCausalLM, {}
-    if trainer == "RewardTrainer":
-        kind, options = AutoModelForSequenceClassification, {"num_labels": 1}
+    kind = AutoModelForSequenceClassification if trainer == "RewardTrainer" else AutoModelForCausalLM
+    options = {"num_labels": 1} if trainer == "RewardTrainer" else {}
     tokenizer = AutoTokenizer.from_pretrained(policy_path)
     # Before its reference log-probabilities, too.
     precomputed = [{"args": {"precompute_ref_log_probs": True}}] if trainer == "PreferenceTrainer" else []
     for own in [{}, *precomputed]:
-        spec = spec_of(trainer, small(policy_path, kind, **options)) | own
+        small = kind.from_pretrained(policy_path, **options)
+        small.resize_token_embeddings(tokenizer.eos_token_id)
+        spec = spec_of(trainer, small) | own
         with pytest.raises(ValueError, match=MESSAGE):
-            build_plain(spec, str(tmp_path / "run"), processing_class=tokenizer)
+            build(spec, str(tmp_path / "run"), processing_class=tokenizer)
+    # Nor is such a policy or reward model loaded.
+    small.save_pretrained(tmp_path / "small")
+    tokenizer.save_pretrained(tmp_path / "small")
+    load = RewardModel(str(tmp_path / "small")).load if trainer == "RewardTrainer" else load_policy
+    with pytest.raises(ValueError, match=MESSAGE):
+        load(*([] if trainer == "RewardTrainer" else [str(tmp_path / "small")]))
     # A token that no text contains, as Gemma 3's of images, is none of the model's business.
     tokenizer.add_tokens(["<image>"])
     model = kind.from_pretrained(policy_path, **options)
-    build_plain(spec_of(trainer, model), str(tmp_path / "unused"), processing_class=tokenizer)
+    build(spec_of(trainer, model), str(tmp_path / "unused"), processing_class=tokenizer)
     # Nor is room in the model for more.
     model.resize_token_embeddings(len(tokenizer) + 64)
-    build_plain(spec_of(trainer, model), str(tmp_path / "room"), processing_class=tokenizer)
-
-
-def test_policies_and_reward_models_are_checked_where_they_are_loaded(policy_path, tmp_path):
-    """Their special tokens; those of texts are not known yet."""
-    tokenizer = AutoTokenizer.from_pretrained(policy_path)
-    tokenizer.add_special_tokens({"pad_token": "<padding>"})
-    for name, kind, load in (
-        ("policy", AutoModelForCausalLM, load_policy),
-        ("reward", AutoModelForSequenceClassification, lambda path: RewardModel(path).load()),
-    ):
-        options = {"num_labels": 1} if name == "reward" else {}
-        kind.from_pretrained(policy_path, **options).save_pretrained(tmp_path / name)
-        tokenizer.save_pretrained(tmp_path / name)
-        with pytest.raises(ValueError, match=r"^the tokenizer's token '<padding>' is number"):
-            load(str(tmp_path / name))
+    build(spec_of(trainer, model), str(tmp_path / "room"), processing_class=tokenizer)
 
 
 def test_a_router_loss_is_said_to_keep_rows_padded(policy_path, tmp_path, caplog):
     tokenizer = AutoTokenizer.from_pretrained(policy_path)
     model = tiny_model("qwen2_moe", output_router_logits=True, vocab_size=len(tokenizer))
-    spec = {"trainer": "PreferenceTrainer", "model": model, "args": {"loss": "simpo"}}
+    spec = {"trainer": "PreferenceTrainer", "model": model, "dtype": None, "args": {"loss": "simpo"}}
     with caplog.at_level(logging.WARNING):
-        trainer = build_plain(spec, str(tmp_path), processing_class=tokenizer)
+        trainer = build(spec, str(tmp_path), processing_class=tokenizer)
     lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("packing:")]
     assert lines == ["packing: off, rows are padded: the loss of its router counts padding (output_router_logits)"]
     assert trainer.packing is None

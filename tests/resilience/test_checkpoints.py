@@ -1,4 +1,7 @@
-"""Checkpoints appear whole or not at all, damaged ones are passed over, and the right ones are deleted."""
+"""Checkpoints appear whole or not at all, damaged ones are passed over, and the right ones are deleted.
+
+Also on disks that machines share or not and that show changes late.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,19 @@ import os
 import re
 import shutil
 import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import TrainerCallback
 
-from tests.support.train_once import build
+from tests.support.faults_once import At
+from tests.support.tiny import pairs
+from tests.support.train_once import build, train
+from trl_ext.files import write_text
 from trl_ext.resilience import checkpoints
 from trl_ext.resilience.checkpoints import (
     FILES_FILE,
@@ -32,11 +40,7 @@ ARGUMENTS = {"optim": "adamw_torch", "save_strategy": "steps", "save_steps": 1, 
 
 @pytest.fixture(scope="module")
 def spec(tiny_model_path) -> dict:
-    return {
-        "model": tiny_model_path,
-        "pairs": 6,
-        "args": {"loss": "simpo", "loss_kwargs": {"gamma": 0.5}, **ARGUMENTS},
-    }
+    return {"model": tiny_model_path, "pairs": 6, "args": {"loss": "simpo", **ARGUMENTS}}
 
 
 @pytest.fixture(scope="module")
@@ -84,13 +88,10 @@ def test_a_damaged_checkpoint_is_passed_over_with_one_line(name, damage, said, r
 
 @pytest.mark.parametrize("name", ["model.safetensors", "trainer_state.json", "scheduler.pt"])
 def test_a_checkpoint_of_stock_trainers_has_no_list(name, run):
-    folder = run / "checkpoint-3"
-    (folder / FILES_FILE).write_text("[1")
-    assert fault_of(folder) == f"{FILES_FILE} is damaged"
-    (folder / FILES_FILE).unlink()
-    assert fault_of(folder) is None
-    (folder / name).unlink()
-    assert fault_of(folder) is not None
+    (run / "checkpoint-3" / FILES_FILE).unlink()
+    assert fault_of(run / "checkpoint-3") is None
+    (run / "checkpoint-3" / name).unlink()
+    assert fault_of(run / "checkpoint-3") is not None
 
 
 # ---- What is deleted ----
@@ -139,14 +140,8 @@ def test_every_file_is_listed_and_the_partial_folder_is_gone(saved):
 
 def test_the_best_checkpoint_goes_by_its_own_name(spec, tmp_path):
     """Best when it is saved, so that transformers sees it in the partial folder."""
-    from datasets import Dataset
-
-    from tests.support.tiny import pairs
-
     arguments = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "learning_rate": 1e-3}
-    spec = {**spec, "args": {**spec["args"], **arguments}}
-    trainer = build(spec, str(tmp_path), eval_dataset=Dataset.from_list(pairs(4, seed=9)))
-    trainer.train()
+    trainer = train({**spec, "held_out": pairs(4, seed=9), "args": {**spec["args"], **arguments}}, str(tmp_path))
     best = tmp_path / f"checkpoint-{trainer.state.best_global_step}"
     assert trainer.state.best_model_checkpoint == str(best)
     state = json.loads((best / "trainer_state.json").read_text())
@@ -165,35 +160,15 @@ def signals():
         signal.signal(number, handler)
 
 
-class Tell(TrainerCallback):
-    """Sends this process a notice, when an event of that name comes at that step."""
-
-    def __init__(self, event: str, step: int):
-        setattr(self, event, lambda args, state, control, **_: self.tell(state, step))
-
-    @staticmethod
-    def tell(state, step: int) -> None:
-        if state.global_step == step:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-
-def stopped(spec: dict, folder: Path, *callbacks, code: int | None = REQUEUE, **arguments):
-    """A trainer of 3 steps to an epoch that a notice ends; a learning rate of 0, so that the first is the best."""
-    from datasets import Dataset
-
-    from tests.support.tiny import pairs
-
-    spec = {**spec, "args": {**spec["args"], "learning_rate": 0.0, "max_steps": 9, **arguments}}
-    trainer = build(spec, str(folder), eval_dataset=Dataset.from_list(pairs(4, seed=9)))
-    for callback in callbacks:
-        trainer.add_callback(callback)
+def stopped(spec: dict, folder: Path, **arguments):
+    """A trainer of 3 steps to an epoch that a notice in the fifth ends; at a learning rate of 0, the first is best."""
+    arguments = {**spec["args"], "learning_rate": 0.0, "max_steps": 9, **arguments}
+    trainer = build({**spec, "held_out": pairs(4, seed=9), "args": arguments}, str(folder))
+    trainer.add_callback(At("on_step_begin", 4, lambda: signal.raise_signal(signal.SIGTERM)))
     trainer.add_callback(Preemption(trainer))
-    if code is None:
+    with pytest.raises(SystemExit) as ended:
         trainer.train()
-    else:
-        with pytest.raises(SystemExit) as ended:
-            trainer.train()
-        assert ended.value.code == code
+    assert ended.value.code == REQUEUE
     return trainer
 
 
@@ -205,8 +180,8 @@ BEST = {"save_total_limit": 1, "eval_strategy": "steps", "eval_steps": 1, "load_
 
 
 def test_the_checkpoint_of_a_notice_stays_beside_the_best(spec, tmp_path, signals):
-    """In the fifth step, of an epoch that ends at the sixth."""
-    trainer = stopped(spec, tmp_path, Tell("on_step_begin", 4), **BEST)
+    """The notice is in the fifth step, of an epoch that ends at the sixth."""
+    trainer = stopped(spec, tmp_path, **BEST)
     assert steps_in(tmp_path) == [1, 5] and trainer.state.best_global_step == 1
     assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-5"
     assert (trainer.args.save_total_limit, trainer.args.load_best_model_at_end) == (1, True)
@@ -214,8 +189,7 @@ def test_the_checkpoint_of_a_notice_stays_beside_the_best(spec, tmp_path, signal
 
 def test_weights_alone_are_nothing_to_go_on_from(spec, tmp_path, signals):
     """`save_only_model` at steps 2 and 4; a notice in the fifth step is for going on, and saved in full."""
-    arguments = {"save_only_model": True, "save_steps": 2}
-    stopped(spec, tmp_path, Tell("on_step_begin", 4), **arguments)
+    stopped(spec, tmp_path, save_only_model=True, save_steps=2)
     assert fault_of(tmp_path / "checkpoint-4") == (
         "it has no scheduler.pt and no optimizer, as save_only_model leaves it"
     )
@@ -230,30 +204,14 @@ def test_weights_alone_are_nothing_to_go_on_from(spec, tmp_path, signals):
 @pytest.mark.parametrize("event", ["on_step_begin", "on_save"])
 def test_a_notebook_that_is_interrupted_resumes_with_the_same_trainer(event, saved, spec, tmp_path):
     """Without `Preemption`, `train` ends at once; the second checkpoint is written or not when it does."""
-
-    class Interrupt(TrainerCallback):
-        told = False
-
-    def interrupt(args, state, control, **_):
-        if state.global_step == 2 and not Interrupt.told:
-            Interrupt.told = True
-            raise KeyboardInterrupt
-
-    trainer, callback = build(spec, str(tmp_path)), Interrupt()
-    setattr(callback, event, interrupt)
-    trainer.add_callback(callback)
+    trainer = build(spec, str(tmp_path))
+    trainer.add_callback(At(event, 2, lambda: signal.raise_signal(signal.SIGINT)))
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     assert steps_in(tmp_path) == [1, 2]
     trainer.train(resume_from_checkpoint=True)
     ended, straight = (load_file(folder / "checkpoint-3" / "model.safetensors") for folder in (tmp_path, saved))
     assert all(straight[name].equal(ended[name]) for name in straight)
-
-
-def test_a_checkpoint_that_is_named_and_damaged_is_refused(spec, run):
-    cut(run / "checkpoint-3" / "optimizer.pt")
-    with pytest.raises(ValueError, match=r"checkpoint-3 cannot be resumed from: optimizer.pt has .*; name an earlier"):
-        build(spec, str(run)).train(resume_from_checkpoint=str(run / "checkpoint-3"))
 
 
 @pytest.mark.parametrize(("rows", "accumulation"), [(1, 2), (2, 1), (1, 1), (2, 2)])
@@ -273,22 +231,15 @@ def test_the_split_of_an_optimizer_batch_may_change_and_the_batch_may_not(rows, 
 def test_a_finished_run_takes_no_further_step(spec, run):
     """3 steps of 6 pairs are one epoch and no more; with 4 pairs, the end lies in the middle of an epoch."""
 
-    class Count(TrainerCallback):
-        steps = 0
-
-        def on_step_begin(self, args, state, control, **kwargs):
-            self.steps += 1
-
-    for pairs in (6, 4):
-        trainer, count = build({**spec, "pairs": pairs}, str(run)), Count()
-        trainer.add_callback(count)
+    for rows in (6, 4):
+        trainer = build({**spec, "pairs": rows}, str(run))
+        trainer.add_callback(At("on_step_begin", 3, lambda: pytest.fail("a further step")))
         trainer.train(resume_from_checkpoint=True)
-        assert (trainer.state.global_step, count.steps) == (3, 0)
+        assert trainer.state.global_step == 3
 
 
-def test_the_recipes_checkpoint_to_resume(run, tmp_path, monkeypatch, capsys):
+def test_the_recipes_checkpoint_to_resume(run, spec, tmp_path, monkeypatch, capsys):
     """The last sound one; and before the first, where a run has begun, none: by the same command it begins anew."""
-
     from trl_ext.runs.folder import open_run_folder
 
     def resume(folder: Path, wanted: str = "last") -> str | None:
@@ -296,8 +247,9 @@ def test_the_recipes_checkpoint_to_resume(run, tmp_path, monkeypatch, capsys):
 
     cut(run / "checkpoint-3" / "optimizer.pt")
     assert resume(run) == str(run / "checkpoint-2")
-    with pytest.raises(ValueError, match="checkpoint-3 cannot be resumed from: optimizer.pt has"):
-        resume(run, str(run / "checkpoint-3"))
+    for wanted in (resume, lambda _, named: build(spec, str(run)).train(resume_from_checkpoint=named)):
+        with pytest.raises(ValueError, match=r"checkpoint-3 cannot be resumed from: optimizer.pt has .*; name an"):
+            wanted(run, str(run / "checkpoint-3"))
     begun = tmp_path / "begun"
     begun.mkdir()
     with pytest.raises(FileNotFoundError, match="has no checkpoint to resume: leave out"):
@@ -312,14 +264,11 @@ def test_the_recipes_checkpoint_to_resume(run, tmp_path, monkeypatch, capsys):
         resume(begun)
 
 
-class Malicious:
-    """What pickle would run when it is read."""
-
-    def __init__(self, path: str):
-        self.path = path
+class Malicious(str):
+    """What pickle would run when it is read: a folder is made."""
 
     def __reduce__(self):
-        return os.mkdir, (self.path,)
+        return os.mkdir, (str(self),)
 
 
 @pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth"])
@@ -330,3 +279,52 @@ def test_nothing_in_a_checkpoint_is_unpickled(name, spec, run, tmp_path):
     with pytest.raises(Exception, match="Weights only load failed|weights_only"):
         build(spec, str(run)).train(resume_from_checkpoint=str(folder))
     assert not (tmp_path / "harm").exists()
+
+
+# ---- Disks ----
+
+
+class Cached(type(Path())):
+    """A path whose machine still lists folders that are gone."""
+
+    def is_dir(self) -> bool:
+        return True
+
+
+def save(folders: list[Path], step: int) -> None:
+    """A checkpoint of two machines. The first process writes the weights, and each process its own part."""
+    barrier = threading.Barrier(2, timeout=20)
+
+    def work(rank: int) -> None:
+        accelerator = SimpleNamespace(is_local_main_process=True, wait_for_everyone=barrier.wait)
+        name, kind = f"checkpoint-{step}", Path if rank == 0 else Cached
+        partial, final = kind(folders[rank] / PARTIAL_FOLDER / name), kind(folders[rank] / name)
+        with checkpoints.written_whole(partial, final, accelerator, saves=rank == 0):
+            write_text(Path(partial) / f"progress_{rank}.json", "{}")
+            if rank == 0:
+                write_text(partial / "trainer_state.json", "{}")
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(work, range(2)))
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def test_a_shared_disk_that_still_lists_what_is_gone(tmp_path):
+    """The second machine still sees the partial folder, which the first has renamed; the second step saved twice."""
+    for step in (1, 2, 2):
+        save([tmp_path, tmp_path], step)
+    assert names(tmp_path) == {"checkpoint-1", "checkpoint-2"}
+    whole = {"progress_0.json", "progress_1.json", "trainer_state.json", FILES_FILE}
+    assert names(tmp_path / "checkpoint-1") == names(tmp_path / "checkpoint-2") == whole
+
+
+def test_machines_without_a_shared_disk(tmp_path):
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for _ in range(2):
+        save(folders, 1)
+    assert names(folders[0]) == names(folders[1]) == {"checkpoint-1"}
+    assert names(folders[0] / "checkpoint-1") == {"progress_0.json", "trainer_state.json", FILES_FILE}
+    assert names(folders[1] / "checkpoint-1") == {"progress_1.json"}

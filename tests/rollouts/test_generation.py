@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import logging
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -9,9 +12,20 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.support import REPOSITORY
+from tests.support.rollout_once import build, prompts
 from tests.support.tiny import pairs
 from tests.support.train_once import in_processes
-from trl_ext.rollouts import generate_responses, map_over_ranks
+from tests.support.trl_private import sampled_responses
+from trl_ext.models.batches import temporarily
+from trl_ext.models.packing.hook import unwrapped
+from trl_ext.rollouts import (
+    Generation,
+    SamplingSettings,
+    VLLMEngine,
+    generate_responses,
+    map_over_ranks,
+    response_entropies,
+)
 from trl_ext.rollouts.generation import without_template
 
 PROMPTS = [row["prompt"] for row in pairs(6, seed=2)]
@@ -94,12 +108,8 @@ def test_long_prompts_lose_their_beginning_and_texts_have_no_template(model, tok
     ("settings", "shipped"),
     [
         ({}, {"repetition_penalty": 1.3}),
-        ({}, {"no_repeat_ngram_size": 1}),
         ({}, {"do_sample": True, "temperature": 2.0, "top_k": 3}),
-        ({}, {"min_new_tokens": LIMIT}),
         (SAMPLED, {"top_k": 1}),
-        (SAMPLED, {"top_p": 0.01}),
-        (SAMPLED, {"temperature": 0.01}),
         (SAMPLED, {"min_p": 0.99}),
     ],
     ids=str,
@@ -153,13 +163,11 @@ def test_sampling_is_seeded_and_leaves_the_random_state(model, tokenizer):
     [
         (PROMPTS, {"temperature": -0.5}, "temperature .* -0.5; 0 is greedy decoding"),
         (PROMPTS, {"max_new_tokens": 0}, "max_new_tokens and max_prompt_tokens must be at least 1"),
-        (PROMPTS, {"max_prompt_tokens": 0}, "max_new_tokens and max_prompt_tokens must be at least 1"),
         (["the cat", ""], {}, "prompt 1 "),
         ("the cat", {}, r"give \[prompt\]"),
         ([{"role": "user", "content": "the cat"}], {}, r"give \[prompt\]"),
         (PROMPTS, {"stop": "</answer>"}, "stop must be a list of texts"),
         (PROMPTS, {"stop": [""]}, "stop must be a list of texts"),
-        (PROMPTS, {"stop": [3]}, "stop must be a list of texts"),
     ],
 )
 def test_refusals(prompts, settings, phrases, model, tokenizer):
@@ -240,3 +248,162 @@ def test_plain_prompts_of_a_model_with_a_chat_template(prompts, told, tokenizer,
     assert (line is not None) is told and (not told or "rename the column to prompt_text" in line)
     monkeypatch.setattr(tokenizer, "chat_template", None)
     assert without_template(tokenizer, prompts) is None
+
+
+# ---- Engines and entropies ----
+
+
+# ---- Engines ----
+
+
+def test_the_settings_are_the_courses():
+    settings = SamplingSettings()
+    assert (settings.temperature, settings.top_p, settings.max_new_tokens) == (1.0, 1.0, 1024)
+    assert settings.stop == ("</answer>",)
+    for field, value in (("temperature", -1), ("top_p", 0), ("top_p", 1.1), ("max_new_tokens", 0), ("batch_size", 0)):
+        with pytest.raises(ValueError, match=field):
+            SamplingSettings(**{field: value})
+
+
+def test_vllm_is_an_extra(monkeypatch, toy):
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(ImportError, match=r"pip install 'trl_ext\[vllm\]'"):
+        VLLMEngine("model", toy[1], SamplingSettings())
+
+
+@pytest.mark.parametrize("on_cpu", [False, True])
+def test_vllm_is_asked_for_the_same_thing(monkeypatch, toy, additions, on_cpu):
+    """What goes to vLLM and what comes of its answer, with a stand-in for it; tests/with_vllm runs vLLM itself."""
+    calls = {}
+
+    class LLM:
+        def __init__(self, **options):
+            calls["options"] = options
+
+        def generate(self, requests, sampling, use_tqdm):
+            calls["requests"], calls["sampling"] = requests, sampling
+            answer = {"token_ids": (5, 6), "text": "so </answer>"}
+            reasons = ["stop", "length"]
+            return [
+                SimpleNamespace(outputs=[SimpleNamespace(**answer, finish_reason=reason)])
+                for reason in reasons[: len(requests)]
+            ]
+
+    stand_in = SimpleNamespace(LLM=LLM, SamplingParams=lambda **options: options)
+    monkeypatch.setitem(sys.modules, "vllm", stand_in)
+    platform = SimpleNamespace(is_cpu=lambda: on_cpu)
+    monkeypatch.setitem(sys.modules, "vllm.platforms", SimpleNamespace(current_platform=platform))
+    engine = VLLMEngine("a model", toy[1], SamplingSettings(max_prompt_tokens=7), dtype="bfloat16")
+    prompts = additions[1][:1] * 2
+    first, second = engine(prompts, seed=3)
+    whole_prompts = {"enable_chunked_prefill": False} if on_cpu else {}
+    assert calls["options"] == {"model": "a model", "dtype": "bfloat16", **whole_prompts}
+    expected = generate_responses(*toy, prompts, max_new_tokens=1, max_prompt_tokens=7)[0].prompt_ids
+    assert [request["prompt_token_ids"] for request in calls["requests"]] == [expected] * 2
+    for sampling in calls["sampling"]:
+        assert sampling["include_stop_str_in_output"] and sampling["stop"] == ["</answer>"]
+        assert (sampling["max_tokens"], sampling["temperature"], sampling["top_p"]) == (1024, 1.0, 1.0)
+    assert calls["sampling"][0]["seed"] != calls["sampling"][1]["seed"], "equal prompts must differ"
+    assert first == Generation(expected, [5, 6], "so </answer>", True)
+    assert not second.finished
+
+
+def test_entropies_are_those_of_each_response_by_itself(toy, additions):
+    model, tokenizer = toy
+    generations = generate_responses(model, tokenizer, additions[1][:5], max_new_tokens=12)
+    generations[1] = Generation(generations[1].prompt_ids, generations[1].response_ids[:3], "", False)
+    generations.insert(2, Generation(generations[0].prompt_ids, [], "", False))
+    found = response_entropies(model, generations, batch_size=4, pad_token_id=tokenizer.pad_token_id)
+    assert found.pop(2) is None
+    del generations[2]
+    for generation, entropy in zip(generations, found, strict=True):
+        ids = torch.tensor([generation.prompt_ids + generation.response_ids])
+        with torch.no_grad():
+            probs = model(ids).logits[0, len(generation.prompt_ids) - 1 : -1].double().softmax(-1)
+        assert entropy == pytest.approx(-(probs * probs.log()).sum(-1).mean().item(), abs=1e-5)
+
+
+# ---- Settings that a model was saved with ----
+
+
+# 259 tokens; the run's own settings are temperature 1, the whole vocabulary and 8 tokens a response.
+SAVED = {
+    "bad_words_ids": [[token] for token in range(3, 200)],
+    "begin_suppress_tokens": list(range(3, 250)),
+    "epsilon_cutoff": 0.02,
+    "eta_cutoff": 0.2,
+    "exponential_decay_length_penalty": [1, 50.0],
+    "forced_eos_token_id": 2,
+    "guidance_scale": 8.0,
+    "min_length": 200,
+    "min_new_tokens": 8,
+    "min_p": 0.5,
+    "no_repeat_ngram_size": 1,
+    "num_beams": 2,
+    "num_return_sequences": 2,
+    "return_dict_in_generate": True,
+    "sequence_bias": [[[9], 20.0]],
+    "stop_strings": ["a"],
+    "suppress_tokens": list(range(3, 250)),
+    "top_h": 0.1,
+    "typical_p": 0.1,
+}
+# TRL itself gives these neutral values.
+GIVEN_BY_TRL = {"repetition_penalty": 3.0, "temperature": 0.01, "top_k": 1, "top_p": 0.01}
+
+
+def sampled(trainer, *, stock: bool = False) -> list[list[int]]:
+    torch.manual_seed(5)
+    return sampled_responses(trainer, [row["prompt"] for row in prompts()], stock=stock)
+
+
+@pytest.fixture(scope="module", params=["auto", "off", "lora"])
+def trainer(request, policy_path, tmp_path_factory):
+    own = {"lora": True} if request.param == "lora" else {"args": {"fast_rollouts": request.param}}
+    spec = {"model": policy_path, "dtype": "float32", **own}
+    return build(spec, str(tmp_path_factory.mktemp("rollouts")))
+
+
+@pytest.mark.parametrize("name", [*SAVED, *GIVEN_BY_TRL])
+def test_rollouts_ignore_what_the_model_was_saved_with(name, trainer):
+    """TRL's own generation, with the same settings, follows the model's where TRL does not give a value."""
+    model = unwrapped(trainer.model)
+    neutral, saved = model.generation_config, copy.deepcopy(model.generation_config)
+    expected = sampled(trainer)
+    setattr(saved, name, (SAVED | GIVEN_BY_TRL)[name])
+    with temporarily(model, generation_config=saved):
+        assert sampled(trainer) == expected
+        assert model.generation_config is saved and getattr(saved, name) == (SAVED | GIVEN_BY_TRL)[name]
+        if name in SAVED:
+            try:
+                stock = sampled(trainer, stock=True)
+            except (AttributeError, TypeError, ValueError):
+                stock = None
+            assert stock != expected
+    assert model.generation_config is neutral
+
+
+def test_ends_stay_those_of_the_model(trainer):
+    """The end tokens of a checkpoint are its own, and end rollouts."""
+    assert set(trainer.generation_config.eos_token_id) == set(trainer.eos_token_ids)
+    ended = [ids for ids in sampled(trainer) if ids[-1] in trainer.eos_token_ids]
+    assert ended and all(token not in trainer.eos_token_ids for ids in ended for token in ids[:-1])
+
+
+def test_what_is_ignored_is_said_in_one_line(policy_path, tmp_path, caplog):
+    model = AutoModelForCausalLM.from_pretrained(policy_path)
+    for name, value in {
+        "do_sample": True,
+        "min_p": 0.5,
+        "temperature": 1.0,
+        "num_beams": 2,
+        "forced_eos_token_id": 2,
+    }.items():
+        setattr(model.generation_config, name, value)
+    model.save_pretrained(tmp_path / "model")
+    AutoTokenizer.from_pretrained(policy_path).save_pretrained(tmp_path / "model")
+    with caplog.at_level(logging.WARNING):
+        build({"model": str(tmp_path / "model")}, str(tmp_path / "run"))
+        build({"model": policy_path}, str(tmp_path / "plain"))
+    (line,) = [record.getMessage() for record in caplog.records if "generation_config" in record.getMessage()]
+    assert line.endswith("are ignored: forced_eos_token_id 2, min_p 0.5, num_beams 2")

@@ -123,12 +123,12 @@ def test_fraction_of_all_pairs():
 def test_saved_and_loaded_exactly(capacity, tmp_path):
     replay = ReplayBuffer(3, max_age=4)
     replay.add([pair(0, length=0), pair(4, reward_version="2 évens"), pair(5, chosen_reward=1 / 3)])
-    replay.save(tmp_path / "replay.safetensors")
+    replay.save(tmp_path / "replay.json")
     again = ReplayBuffer(capacity, max_age=4)
     again.add([pair(9)])
-    again.load(tmp_path / "replay.safetensors")
+    again.load(tmp_path / "replay.json")
     assert list(map(repr, again.pairs)) == list(map(repr, replay.pairs[-capacity:]))
-    assert [path.name for path in tmp_path.iterdir()] == ["replay.safetensors"]
+    assert [path.name for path in tmp_path.iterdir()] == ["replay.json"]
 
 
 # ---- Importance weights ----

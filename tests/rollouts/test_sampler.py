@@ -18,8 +18,8 @@ from tests.support.sampling import END, batch, decoder, settings
 from tests.support.tiny import pairs
 from tests.support.trl_private import attention_of
 from trl_ext import ReMaxConfig, ReMaxTrainer
-from trl_ext.rollouts.sampler import fast_rollouts, hook, loop, rows, sampled_fast, weights
-from trl_ext.rollouts.sampler.draw import draw, uniform_numbers
+from trl_ext.rollouts.sampler import fast_rollouts, loop, rows, sampled_fast, weights
+from trl_ext.rollouts.sampler.draw import draw
 
 
 def seeded(model, seed: int, given: dict, **options):
@@ -31,7 +31,6 @@ def greedy(model, given: dict, *, logits_processor=None, **options):
     return model.generate(**given, generation_config=settings(**options), logits_processor=logits_processor)
 
 
-@pytest.mark.parametrize("capacity", [None, 5])
 @pytest.mark.parametrize(
     ("architecture", "dtype"),
     [
@@ -40,12 +39,10 @@ def greedy(model, given: dict, *, logits_processor=None, **options):
         *((architecture, torch.float32) for architecture in ("llama", "qwen2_moe", "mixtral")),
     ],
 )
-def test_greedy_responses_are_those_of_transformers(monkeypatch, architecture, dtype, capacity):
+def test_greedy_responses_are_those_of_transformers(architecture, dtype):
     model, given = decoder(architecture, dtype), batch()
     expected = greedy(model, given)
     sampler = fast_rollouts(model)
-    if capacity:
-        monkeypatch.setattr(hook.Sampler, "_capacity", lambda self, limit: capacity)
     assert torch.equal(greedy(model, given), expected)
     assert not sampler.left and sampler.largest_difference < (1e-4 if dtype == torch.float32 else 1e-9)
 
@@ -59,11 +56,11 @@ def plain_log_probs(model, sequence, mask, count: int, temperature: float = 1.0)
 
 
 @pytest.mark.parametrize("dtype,bound", [(torch.float64, 1e-6), (torch.float32, 1e-4)])
-@pytest.mark.parametrize("capacity", [1, 3, 5, 12])
-def test_log_probs_are_those_of_a_plain_forward_pass(monkeypatch, capacity, dtype, bound):
+@pytest.mark.parametrize("prefill", [1, 20, 4096])
+def test_log_probs_are_those_of_a_plain_forward_pass(monkeypatch, prefill, dtype, bound):
     model, given = decoder(dtype=dtype), batch()
     sampler = fast_rollouts(model)
-    monkeypatch.setattr(hook.Sampler, "_capacity", lambda self, limit: capacity)
+    monkeypatch.setattr(loop, "PREFILL_TOKENS", prefill)
     sequences = seeded(model, 0, given, temperature=0.7, top_k=0)
     width, lengths = given["input_ids"].shape[1], set()
     for row, (sequence, mask) in enumerate(zip(sequences, given["attention_mask"], strict=True)):
@@ -81,13 +78,10 @@ def test_log_probs_are_those_of_a_plain_forward_pass(monkeypatch, capacity, dtyp
     assert weight.grad == sampler.log_probs.sum()
 
 
-def test_a_row_does_not_depend_on_the_rows_beside_it(monkeypatch):
+def test_a_row_does_not_depend_on_the_rows_beside_it():
     model, given = decoder(), batch()
     fast_rollouts(model)
     together = seeded(model, 3, given)
-    for capacity in (1, 4):
-        monkeypatch.setattr(hook.Sampler, "_capacity", lambda self, limit, capacity=capacity: capacity)
-        assert torch.equal(seeded(model, 3, given), together)
     few = seeded(model, 3, {name: values[:5] for name, values in given.items()})
     assert torch.equal(few, together[:5, : few.shape[1]])
     assert not torch.equal(seeded(model, 4, given), together)
@@ -132,11 +126,6 @@ def test_draw_never_takes_a_removed_token_and_refuses_nan():
     assert set(draw(scores, uniform)[0].tolist()) == {3, 300, 510}
     with pytest.raises(RuntimeError, match="logits are NaN"):
         draw(torch.full((1, 64), float("nan")), torch.zeros(1, dtype=torch.float64))
-
-
-def test_numbers_of_a_row_depend_on_its_index():
-    assert torch.equal(uniform_numbers(5, 4, 8)[:2], uniform_numbers(5, 2, 8))
-    assert len(uniform_numbers(5, 100, 8).unique()) == 800
 
 
 @pytest.mark.parametrize("prompts", ["padded", "of equal length"])
@@ -264,25 +253,20 @@ def with_a_learned_prompt():
 
 
 @pytest.mark.parametrize(
-    ("model", "given", "capacity", "reason"),
+    ("model", "given", "reason"),
     [
-        ("gpt2", {}, None, "its positions are not rotary"),
-        ("mistral", {}, None, "responses can exceed the sliding window"),
-        (with_a_learned_prompt, {}, None, "its adapter learns a prompt"),
-        ("llama", {"num_beams": 2}, None, "the call sets num_beams"),
-        ("llama", {"use_cache": False}, None, "the call sets use_cache"),
-        ("llama", {"logits_processor": LogitsProcessorList([place_in_the_batch])}, None, "depend on a row's position"),
-        # Rows wait only where nothing counts tokens.
-        ("llama", {"min_new_tokens": 6}, 2, "may count tokens"),
-        ("llama", {"repetition_penalty": 3.0}, 2, "may count tokens"),
+        ("gpt2", {}, "its positions are not rotary"),
+        ("mistral", {}, "responses can exceed the sliding window"),
+        (with_a_learned_prompt, {}, "its adapter learns a prompt"),
+        ("llama", {"num_beams": 2}, "the call sets num_beams"),
+        ("llama", {"use_cache": False}, "the call sets use_cache"),
+        ("llama", {"logits_processor": LogitsProcessorList([place_in_the_batch])}, "depend on a row's position"),
     ],
 )
-def test_what_is_left_to_transformers(caplog, monkeypatch, model, given, capacity, reason):
+def test_what_is_left_to_transformers(caplog, model, given, reason):
     model, rows_given = decoder(model) if isinstance(model, str) else model(), batch()
     expected = greedy(model, rows_given, **given)
     sampler = fast_rollouts(model)
-    if capacity:
-        monkeypatch.setattr(hook.Sampler, "_capacity", lambda self, limit: capacity)
     for _ in range(2):
         assert torch.equal(greedy(model, rows_given, **given), expected)
     assert len(re.findall(f"transformers generates: .*{reason}", caplog.text)) == 1 and sampler.log_probs is None

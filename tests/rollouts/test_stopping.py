@@ -12,7 +12,7 @@ from tests.support.tiny import build_tokenizer
 from tests.support.trl_private import rollout_batches
 from trl_ext import GRPOConfig, GRPOTrainer
 from trl_ext.rollouts import generate_responses
-from trl_ext.rollouts.sampler import fast_rollouts, hook
+from trl_ext.rollouts.sampler import fast_rollouts
 from trl_ext.rollouts.stopping import cut_at_stop
 
 LIMIT = 12
@@ -56,10 +56,7 @@ def cut(text: str, stop: list[str]) -> str:
     return text[: min(ends, default=len(text))]
 
 
-@pytest.mark.parametrize("capacity", [None, 2])
-def test_a_stopped_response_has_no_padding(capacity, monkeypatch, model, tokenizer):
-    if capacity:
-        monkeypatch.setattr(hook.Sampler, "_capacity", lambda self, limit: capacity)
+def test_a_stopped_response_has_no_padding(model, tokenizer):
     prompts = ["a", "what is this", "so", "one more of them", "and that"]
     plain = generate_responses(model, tokenizer, prompts, max_new_tokens=LIMIT)
     stop = [tokenizer.decode(plain[row].response_ids[at : at + 2]) for row, at in ((0, 2), (3, 6))]

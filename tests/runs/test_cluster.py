@@ -55,14 +55,8 @@ def cluster(tmp_path):
             "SLURM_CPUS_PER_TASK": "32",
             "SLURM_SUBMIT_DIR": str(REPOSITORY),
         }
-        done = subprocess.run(
-            [str(SLURM / script), *arguments],
-            cwd=tmp_path,
-            env={**variables, **environment},
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
+        command, pipes = [str(SLURM / script), *arguments], {"capture_output": True, "text": True}
+        done = subprocess.run(command, cwd=tmp_path, env={**variables, **environment}, timeout=60, **pipes)
         names = [name for name in STAND_INS if (tmp_path / name).exists()]
         calls = {name: read_rows(tmp_path / name) for name in names}
         return done, calls
@@ -70,9 +64,10 @@ def cluster(tmp_path):
     return run
 
 
-def value_of(flag: str, arguments: list[str]) -> str:
-    assert arguments.count(flag) == 1
-    return arguments[arguments.index(flag) + 1]
+def values(arguments: list[str], *flags: str) -> tuple[str, ...]:
+    """The value of each flag, which is given once."""
+    assert all(arguments.count(f"--{flag}") == 1 for flag in flags)
+    return tuple(arguments[arguments.index(f"--{flag}") + 1] for flag in flags)
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -83,25 +78,22 @@ def test_scripts_are_valid_and_jobs_are_told_ahead_and_may_be_requeued(name):
     assert name == "node.sh" or wanted <= options
 
 
-def test_every_node_launches_the_recipe(cluster):
-    done, calls = cluster("train.sbatch", "aot", "runs/x", "--beta", "0.2")
+@pytest.mark.parametrize("engine", ["fsdp2", "zero3", "multi_node"])
+def test_every_node_launches_the_recipe(engine, cluster):
+    """3 nodes of 4 GPUs, of which this is the last; the first is named; a port from the job's number."""
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+
+    done, calls = cluster("train.sbatch", "aot", "runs/x", "--beta", "0.2", ENGINE=engine)
     assert done.returncode == 0, done.stderr
     (step,), (launch,) = calls["srun"], calls["accelerate"]
-    assert (value_of("--nodes", step), value_of("--ntasks", step), value_of("--ntasks-per-node", step)) == (
-        "3",
-        "3",
-        "1",
-    )
-    assert launch[0] == "launch"
-    assert value_of("--config_file", launch) == str(REPOSITORY / "accelerate_configs" / "multi_node.yaml")
-    # 3 nodes of 4 GPUs, of which this is the last; the first is named; a port from the job's number.
-    assert value_of("--num_machines", launch) == "3"
-    assert value_of("--num_processes", launch) == "12"
-    assert value_of("--machine_rank", launch) == "2"
-    assert value_of("--main_process_ip", launch) == "a"
-    assert value_of("--main_process_port", launch) == "21007"
+    assert values(step, "nodes", "ntasks", "ntasks-per-node") == ("3", "3", "1")
+    assert values(launch, "config_file") == (str(REPOSITORY / "accelerate_configs" / f"{engine}.yaml"),)
     assert launch[-5:] == [str(recipes.RECIPES / "aot.py"), "--output_dir", "runs/x", "--beta", "0.2"]
-    assert [call[0] for call in calls["scontrol"]] == ["show"]
+    # accelerate's own parser reads the flags, and the file is of as many machines as the flags say.
+    arguments, *_ = _validate_launch_command(launch_command_parser().parse_args(launch[1:]))
+    assert (arguments.num_machines, arguments.num_processes, arguments.machine_rank) == (3, 12, 2)
+    assert (arguments.main_process_ip, arguments.main_process_port) == ("a", 21007)
+    assert (arguments.use_deepspeed, arguments.use_fsdp) == (engine == "zero3", engine == "fsdp2")
 
 
 @pytest.mark.parametrize("script", SCRIPTS[1:])
@@ -112,51 +104,26 @@ def test_a_task_has_the_cores_of_the_job(script, given, taken, cluster, tmp_path
     assert (tmp_path / "cores").read_text() == taken
 
 
-@pytest.mark.parametrize("engine", ["fsdp2", "zero2", "zero3", "multi_node"])
-def test_launches_are_what_accelerate_takes(engine, cluster):
-    """Its own parser reads the flags, and the file is of as many machines as the flags say."""
-    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-
-    _, calls = cluster("train.sbatch", "aot", "runs/x", ENGINE=engine)
-    arguments, *_ = _validate_launch_command(launch_command_parser().parse_args(calls["accelerate"][0][1:]))
-    assert (arguments.num_machines, arguments.num_processes, arguments.machine_rank) == (3, 12, 2)
-    assert (arguments.main_process_ip, arguments.main_process_port) == ("a", 21007)
-    assert arguments.use_deepspeed is engine.startswith("zero")
-    assert arguments.use_fsdp is (engine == "fsdp2")
-    assert arguments.training_script_args == ["--output_dir", "runs/x"]
-
-
-def test_the_last_node_serves_vllm(cluster):
-    arguments = ("grpo_math", "runs/x", "org/model", "--seed", "3")
-    done, calls = cluster("train_with_vllm_server.sbatch", *arguments, VLLM_FLAGS="--tensor_parallel_size 4")
-    assert done.returncode == 0, done.stderr
-    serve, train = sorted(calls["srun"], key=lambda call: value_of("--nodelist", call), reverse=True)
-    assert (value_of("--nodelist", serve), value_of("--nodes", serve)) == ("c", "1")
-    assert (value_of("--nodelist", train), value_of("--nodes", train)) == ("a,b", "2")
-    served = serve[serve.index("trl") :]
-    assert served[:2] == ["trl", "vllm-serve"]
-    assert (value_of("--model", served), value_of("--tensor_parallel_size", served)) == ("org/model", "4")
-    (launch,) = calls["accelerate"]
-    assert (value_of("--num_machines", launch), value_of("--num_processes", launch)) == ("2", "8")
-    assert value_of("--vllm_server_host", launch) == "c"
-    assert value_of("--vllm_server_port", launch) == value_of("--port", served) == "31007"
-    assert value_of("--model_name_or_path", launch) == "org/model"
-    assert launch[-2:] == ["--seed", "3"]
-
-
-def test_flags_for_the_server_are_the_recipes_and_trls(cluster, monkeypatch):
+def test_the_last_node_serves_vllm(cluster, monkeypatch):
     """The recipe parses what the script gives it, and TRL what serves."""
     from trl import TrlParser
     from trl.scripts.vllm_serve import ScriptArguments
 
-    _, calls = cluster("train_with_vllm_server.sbatch", "grpo", "runs/x", "org/model")
-    launch, serve = calls["accelerate"][0], next(call for call in calls["srun"] if "vllm-serve" in call)
+    arguments = ("grpo", "runs/x", "org/model", "--seed", "3")
+    done, calls = cluster("train_with_vllm_server.sbatch", *arguments, VLLM_FLAGS="--tensor_parallel_size 4")
+    assert done.returncode == 0, done.stderr
+    serve, train = sorted(calls["srun"], key=lambda call: values(call, "nodelist"), reverse=True)
+    assert values(serve, "nodelist", "nodes") == ("c", "1") and values(train, "nodelist", "nodes") == ("a,b", "2")
+    (launch,), serve = calls["accelerate"], serve[serve.index("vllm-serve") + 1 :]
+    assert values(launch, "num_machines", "num_processes") == ("2", "8")
+    parsed, *_ = TrlParser(ScriptArguments).parse_args_into_dataclasses(serve)
+    served = (parsed.model, parsed.host, parsed.port, parsed.tensor_parallel_size)
+    assert served == ("org/model", "0.0.0.0", 31007, 4)
     _, model, training = recipes.parse(monkeypatch, "grpo", *launch[launch.index("--output_dir") :], "--use_cpu")
-    assert (model.model_name_or_path, training.use_vllm, training.vllm_mode) == ("org/model", True, "server")
+    assert (model.model_name_or_path, training.seed) == ("org/model", 3)
+    assert (training.use_vllm, training.vllm_mode) == (True, "server")
     assert (training.vllm_server_host, training.vllm_server_port) == ("c", 31007)
     assert (training.vllm_server_timeout, training.vllm_group_port) == (1200, 41007)
-    parsed, *_ = TrlParser(ScriptArguments).parse_args_into_dataclasses(serve[serve.index("vllm-serve") + 1 :])
-    assert (parsed.model, parsed.host, parsed.port) == ("org/model", "0.0.0.0", 31007)
 
 
 @pytest.mark.parametrize(

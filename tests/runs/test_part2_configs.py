@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 
 import pytest
-import yaml
 from safetensors.torch import load_file
 
 from tests.support import REPOSITORY, recipes
@@ -21,26 +20,12 @@ HEAD = re.compile(
 )
 
 
-def settings(path: Path) -> dict:
-    return yaml.safe_load(path.read_text())
-
-
 def named_in(path: Path) -> tuple[str, str]:
     """The recipe and the baseline that the comment at the beginning of a file names."""
     head = HEAD.match(path.read_text())
     assert head is not None, f"{path} must begin with what it is, its command and its baseline"
     assert REPOSITORY / head["path"] == path
     return head["recipe"], head["baseline"]
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_a_file_is_its_baseline_but_for_a_few_settings(path):
-    """The folder, and what the comment at its beginning says."""
-    _, baseline = named_in(path)
-    own, other = settings(path), settings(CONFIGS / f"{baseline}.yaml")
-    differs = {name for name in own.keys() | other.keys() if own.get(name) != other.get(name)}
-    assert own["output_dir"] == f"runs/{path.stem.replace('_', '-')}-wildchat"
-    assert 2 <= len(differs) <= 17 and len(differs) < len(own)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
@@ -112,7 +97,7 @@ def test_a_run_of_each_family(tmp_path, monkeypatch):
 
     run(monkeypatch, "online_preference_replay", *rewarded)
     assert {"replay/size", "replay/weight_max", "pairs/count"} <= logged("online_preference_replay")
-    assert Path("online_preference_replay/checkpoint-2/replay.safetensors").is_file()
+    assert Path("online_preference_replay/checkpoint-2/replay.json").is_file()
 
 
 def test_the_best_checkpoint_needs_pairs_to_choose_by(tmp_path, monkeypatch, capsys):

@@ -13,7 +13,7 @@ from trl_ext import cli
 from trl_ext.runs import training_run
 from trl_ext.runs.arguments import argument_types
 from trl_ext.runs.studies import processes
-from trl_ext.runs.studies.processes import Countdown, Run, check_runs, launcher_options, print_commands, run_all
+from trl_ext.runs.studies.processes import Run, check_runs, launcher_options, print_commands, run_all
 
 # A recipe that takes --value and --output_dir, writes results, and fails where it is told to.
 RECIPE = """
@@ -102,18 +102,6 @@ def test_the_command_of_a_run(runs, capsys):
     assert name == "# one: new"
     assert command.startswith(f"{sys.executable} -m accelerate.commands.launch --quiet")
     assert command.endswith("stand_in.py --value 1 --output_dir runs/one")
-
-
-def test_the_time_that_is_left():
-    """By the mean of the recipe's own runs, or of all where it has none yet: 3 x 20, then 2 x 80, then 60 s."""
-    countdown = Countdown([Run(name, Path("new"), {}) for name in ("dpo", "grpo", "grpo", "grpo")])
-    assert countdown.place() == "1 of 4"
-    countdown.ended("dpo", 20.0)
-    assert countdown.place() == "2 of 4, about 60 s left"
-    countdown.ended("grpo", 80.0)
-    assert countdown.place() == "3 of 4, about 2.7 min left"
-    countdown.ended("grpo", 40.0)
-    assert countdown.place() == "4 of 4, about 60 s left"
 
 
 @pytest.mark.parametrize(

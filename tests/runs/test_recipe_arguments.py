@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import yaml
 
 from tests.support import recipes
-from tests.support.files import write_rows
+from tests.support.files import labelled, read_rows, write_rows
 from tests.support.recipes import refused, write_labelled_pairs, write_rewards
 from trl_ext.losses import PreferenceObjective  # noqa: F401  the losses register before a test copies their table
 from trl_ext.runs.arguments import toy_config
@@ -27,7 +25,18 @@ REWARD = {"grpo": ["--reward_function=builtins:len"]}
 
 # By recipe: flags, and what the line says, with ` ... ` between its parts.
 KNOWN = "--reward_function=my_rewards.py:known"
+DATA = {"not_boolean": labelled(9, label="yes"), "all_good": labelled(8, label=True), "labelled": labelled(4)}
+DATA["kept"] = [{"row_id": "a", "prompt": "p", "completion": "c"}]
+DATA["problems"] = [{"question": "Sum?", "answer": "4"}, {"row_id": "b", "question": "Sum?"}]
 REFUSED = {
+    "kto": [
+        (
+            ["--dataset_name=not_boolean.jsonl"],
+            "9 bad rows: line 1, row_id r0: label: Input should be a",
+        ),
+        (["--dataset_name=all_good.jsonl"], "no undesirable response among its 8: KTO weighs"),
+    ],
+    "dpo": [(["--dataset_name=labelled.jsonl"], "holds labelled responses and no pairs ... recipes/kto.py")],
     "preference": [
         (["--loss=dpoo"], "did you mean 'dpo'?"),
         (["--loss=simpo", '--loss_kwargs={"gama": 1}'], "no option 'gama' ... did you mean 'gamma'?"),
@@ -39,7 +48,6 @@ REFUSED = {
         (["--bta=1"], "unknown flag --bta; did you mean 'beta'?"),
         (["--loss=dpo"], "AOTConfig is the loss 'aot' and cannot be 'dpo'"),
         (["--label_smoothing=0.1"], "'aot' has no label smoothing"),
-        (["--max_prompt_tokens=0"], "max_prompt_tokens must be at least 1"),
         (["--dataset_name=./no-such-folder"], "no-such-folder"),
         (["--model_name_or_path=./no-such-model"], "no model folder './no-such-model'"),
         (["--model_name_or_path=nobody/no-model"], "'nobody/no-model' could not be loaded"),
@@ -48,17 +56,13 @@ REFUSED = {
         (["--train_split=test_gen"], "train_dataset holds prompts and no pairs ... name another --train_split"),
         (["--eval_split=test_gen"], "eval_dataset holds prompts and no pairs ... name another --eval_split"),
         (["--per_device_train_batch_size=0"], "per_device_train_batch_size must be at least 1, got 0"),
-        (["--num_eval_prompts=0"], "num_eval_prompts must be at least 1, got 0"),
         (["--learning_rate", "-1e-3"], "learning_rate must be a number from 0 up, got -0.001"),
-        (["--max_steps=0"], "max_steps must be at least 1, got 0"),
     ],
     "reward_model": [
         (["--max_length=64"], "max_length is not used by RewardConfig"),
         (["--label_smoothing=0.5"], "label_smoothing must lie in [0, 0.5), got 0.5"),
         (["--margin_column=strength"], "margin_column 'strength' is not in the train dataset"),
-        (["--train_split=train_gen"], "train_dataset holds prompts and no pairs"),
         (["--eval_split=test_gen"], "eval_dataset holds prompts and no pairs"),
-        (["--eval_split=tset_prefs"], "Name one of these with --eval_split, or none"),
         (["--selection_split=test_gen"], "selection_split holds prompts and no pairs"),
         (["--dataset_name=empty.jsonl"], "empty.jsonl: empty; expected at least one row"),
     ],
@@ -90,9 +94,21 @@ REFUSED = {
     ],
     "grpo_math": [
         (["--rollout_batch_size", "20"], "rollout_batch_size 20"),
-        (["--reward", "r2"], "reward must be one of r1_zero, question_only, gsm8k, countdown"),
         (["--algorithm", "grpoo"], "grpoo"),
         (["--validation_split", "nope"], "nope"),
+    ],
+    "best_of_n": [
+        ([], "nothing to reward responses with: give --reward_model FOLDER"),
+        (["--n", "4", "--num_samples", "2"], "num_samples 2 is less than the largest n, 4"),
+        (["--temperature", "0"], "best-of-n at temperature 0 or top_k 1 would pick from equal responses"),
+        (["--missing_eos_penalty", "-1"], "missing_eos_penalty must be a number from 0 up, got -1.0"),
+        (["--keep", "threshold"], "keep threshold needs keep_threshold"),
+        (["--keep_count", "2"], "keep_count is for --keep top_k, and nothing is kept"),
+        (["--keep", "top_k", "--keep_count", "9", "--n", "2"], "keep_count 9 is more than the 2 responses"),
+        (["--keep", "worst"], "keep must be one of best, top_k, threshold, got 'worst'"),
+        ([KNOWN, "--prompt_split", "none"], "no file none.jsonl for the split 'none'"),
+        ([KNOWN, "--num_prompts", "1000"], "test_gen has 400 prompts"),
+        ([KNOWN, "--reward_function", "builtins:len", "my_rewards.py:known"], "ranked by one reward"),
     ],
     "evaluate_math": [
         (["--samples_per_prompt", "0"], "samples_per_prompt must be at least 1"),
@@ -102,6 +118,7 @@ REFUSED = {
         (["--use_peft", "true"], "--use_peft is for training"),
     ],
 }
+REFUSED["rlhf_sft"] = [(["--dataset_name=kept.jsonl"], "holds prompts and completions: give it as --demonstrations")]
 for recipe, names in SPLITS.items():
     for name in names:
         REFUSED[recipe] = [
@@ -118,7 +135,8 @@ def test_wrong_arguments_end_in_one_line(recipe, flags, phrase, tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     write_rewards(tmp_path)
     (tmp_path / "empty.jsonl").touch()
-    write_rows(tmp_path / "problems.jsonl", [{"question": "Sum?", "answer": "4"}, {"row_id": "b", "question": "Sum?"}])
+    for name, rows in DATA.items():
+        write_rows(tmp_path / f"{name}.jsonl", rows)
     message = refused(monkeypatch, capsys, recipe, *flags)
     assert all(part in message for part in phrase.split(" ... ")), message
     assert not list(tmp_path.glob("runs/*/*.jsonl"))
@@ -143,14 +161,6 @@ def test_wrong_configuration_ends_in_one_line(text, phrases, tmp_path, monkeypat
     assert "config.yaml" in message and all(phrase in message for phrase in phrases), message
 
 
-def test_naming_the_default_changes_nothing(monkeypatch):
-    """`--dataset_name toy` is the run without arguments."""
-    plain, named = recipes.parse(monkeypatch, "aot"), recipes.parse(monkeypatch, "aot", "--dataset-name", "toy")
-    for one, other in zip(plain[:2], named[:2], strict=True):
-        assert one == other
-    assert plain[2].learning_rate == named[2].learning_rate == 3e-4
-
-
 def test_secrets_are_not_written(monkeypatch):
     parsed = recipes.parse(
         monkeypatch,
@@ -167,24 +177,25 @@ def test_secrets_are_not_written(monkeypatch):
     assert written["model_init_kwargs"] == {"deep": [{}], "use_cache": False}
 
 
-def test_no_limit_is_written_as_such(monkeypatch, tmp_path):
-    """An explicit null must not come back as the default of 512."""
-    (tmp_path / "one.yaml").write_text("max_prompt_tokens: null\nmax_response_tokens: 9\n")
-    parsed = recipes.parse(monkeypatch, "aot", "--config", str(tmp_path / "one.yaml"))
-
-    (tmp_path / "two.yaml").write_text(config_text(*parsed))
-    _, _, again = recipes.parse(monkeypatch, "aot", "--config", str(tmp_path / "two.yaml"))
-    assert (again.max_prompt_tokens, again.max_response_tokens) == (None, 9)
-
-
-@pytest.mark.parametrize(("recipe", "name"), [("ipo", "ipo"), ("kto", "apo_zero_unpaired")])
-def test_a_loss_by_its_name_in_trl_is_written(recipe, name, monkeypatch, tmp_path):
-    *_, training = recipes.parse(monkeypatch, recipe, f"--loss_type={name}")
-
-    (tmp_path / "one.yaml").write_text(config_text(training))
-    *_, again = recipes.parse(monkeypatch, recipe, "--config", str(tmp_path / "one.yaml"))
-    assert name in again.loss_type
-    assert again.loss_type == training.loss_type
+@pytest.mark.parametrize(
+    ("recipe", "text", "expected"),
+    [
+        # An explicit null must not come back as the default of 512.
+        ("aot", "max_prompt_tokens: null", {"max_prompt_tokens": None}),
+        ("ipo", "loss_type: [ipo]", {"loss_type": ["ipo"]}),
+        ("kto", "loss_type: apo_zero_unpaired", {"loss_type": "apo_zero_unpaired"}),
+        ("ipo", "beta: 0.3\nlearning_rate: 1e-5\noutput_dir: x", {"beta": 0.4, "learning_rate": 1e-5}),
+    ],
+)
+def test_what_is_written_reads_back(recipe, text, expected, monkeypatch, tmp_path):
+    """And flags override the file."""
+    (tmp_path / "one.yaml").write_text(text + "\n")
+    flags = [f"--beta={expected['beta']}"] if "beta" in expected else []
+    *_, training = recipes.parse(monkeypatch, recipe, "--config", str(tmp_path / "one.yaml"), *flags)
+    (tmp_path / "two.yaml").write_text(config_text(training))
+    *_, again = recipes.parse(monkeypatch, recipe, "--config", str(tmp_path / "two.yaml"))
+    for one in (training, again):
+        assert {name: getattr(one, name) for name in expected} == expected
 
 
 @pytest.mark.parametrize("place", [".", "checkpoint-7"])
@@ -207,52 +218,28 @@ def test_overwriting_leaves_no_other_model_behind(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 
 
-@pytest.mark.parametrize(
-    ("body", "phrases"),
-    [
-        ("return torch.relu(1 - beta * scores.margn)", ["fails on 8 made-up pairs", "no attribute 'margn'"]),
-        ("return scores.margin * float('nan')", ["returns [nan, nan", "for made-up pairs"]),
-        ("return scores.margin.mean()", ["one value per pair"]),
-        ("return 1 -", ["invalid syntax", "mine.py, line"]),
-    ],
-)
-def test_faulty_own_loss_ends_in_one_line(body, phrases, tmp_path, monkeypatch, capsys, registries_as_before):
-    source = "import torch\nfrom trl_ext import preference_loss\n\n@preference_loss('faulty_of_a_test')\n"
-    (tmp_path / "mine.py").write_text(source + f"def faulty(scores, *, beta):\n    {body}\n")
+def test_faulty_own_loss_ends_in_one_line(tmp_path, monkeypatch, capsys, registries_as_before):
+    (tmp_path / "mine.py").write_text("def faulty(scores, *, beta):\n    return 1 -\n")
     monkeypatch.chdir(tmp_path)
     message = refused(monkeypatch, capsys, "preference", "--loss=mine.py:faulty")
-    assert all(phrase in message for phrase in phrases), message
+    assert "invalid syntax" in message and "mine.py, line" in message
 
 
-def test_output_dir_that_cannot_be_written(tmp_path, monkeypatch, capsys):
-    (tmp_path / "taken").write_text("a file")
-    message = refused(monkeypatch, capsys, "aot", f"--output_dir={tmp_path / 'taken'}")
-    assert "is a file: name a folder" in message
-
-
-def test_a_start_that_failed_does_not_block_the_next(tmp_path, monkeypatch):
-    """Only arguments are there: no earlier run to lose."""
-
+def test_a_start_that_failed_does_not_block_the_next(tmp_path, monkeypatch, capsys):
+    """Only arguments are there: no earlier run to lose. A file is no folder."""
     (tmp_path / "config.yaml").write_text("beta: 1\n")
     (tmp_path / "metrics.jsonl").write_text("")
     assert open_run_folder(str(tmp_path), overwrite=False, resume_from_checkpoint=None) is None
-
-
-def test_flags_override_the_configuration(monkeypatch, tmp_path):
-    path = tmp_path / "config.yaml"
-    path.write_text("beta: 0.3\nlearning_rate: 1e-5\noutput_dir: x\nloss_kwargs: {length_normalized: true}\n")
-    _, _, training = recipes.parse(monkeypatch, "ipo", "--config", str(path), "--beta", "0.4")
-    assert (training.beta, training.learning_rate) == (0.4, 1e-5)
+    message = refused(monkeypatch, capsys, "aot", f"--output_dir={tmp_path / 'config.yaml'}")
+    assert "is a file: name a folder" in message
 
 
 def test_bad_data_is_caught_before_the_model_is_loaded(tmp_path, monkeypatch, capsys):
     """The model does not exist: if it were looked for first, that would be the error."""
     write_labelled_pairs(tmp_path / "pairs.jsonl", 3)
-    lines = (tmp_path / "pairs.jsonl").read_text().splitlines()
-    row = json.loads(lines[1])
-    row["rejected_text"] = row["chosen_text"]
-    lines[1] = json.dumps(row)
-    (tmp_path / "pairs.jsonl").write_text("\n".join(lines))
+    rows = read_rows(tmp_path / "pairs.jsonl")
+    rows[1]["rejected_text"] = rows[1]["chosen_text"]
+    write_rows(tmp_path / "pairs.jsonl", rows)
     monkeypatch.chdir(tmp_path)
     message = refused(monkeypatch, capsys, "aot", "--dataset_name=pairs.jsonl", "--model_name_or_path=./none")
     assert "pairs.jsonl" in message and "row1" in message and "line 2" in message

@@ -21,6 +21,15 @@ def read_rows(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
 
 
+def labelled(count: int, **changes) -> list[dict]:
+    """Responses with a label, every second one good."""
+    return [
+        {"row_id": f"r{i}", "prompt_text": f"Name a fruit, {i}.", "completion": f"An apple {i}.", "label": i % 2 == 0}
+        | changes
+        for i in range(count)
+    ]
+
+
 def user(content):
     return {"role": "user", "content": content}
 

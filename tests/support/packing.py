@@ -53,12 +53,10 @@ ARCHITECTURES = {
     "phi3": ("Phi3", {}),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
 }
-# Further ones, for what they alone have.
+# Further ones, for what they alone have; all but the first are refused.
 OTHERS = {
     "starcoder2": ("Starcoder2", {"residual_dropout": 0.0, "embedding_dropout": 0.0}),
     "gemma2": ("Gemma2", {"head_dim": 8}),
-}
-REFUSED = {
     "gpt2": ("GPT2", {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}),
     "bloom": ("Bloom", {"hidden_dropout": 0.0}),
     "mamba": ("Mamba", {}),
@@ -68,7 +66,7 @@ REFUSED = {
 
 def tiny_model(architecture: str, *, head: bool = True, outputs=OUTPUTS, seed: int = 0, **options):
     """A causal language model of random weights in training mode, by default with TRL's fused LM head."""
-    prefix, own = {**ARCHITECTURES, **REFUSED, **OTHERS}[architecture]
+    prefix, own = {**ARCHITECTURES, **OTHERS}[architecture]
     configuration = getattr(transformers, f"{prefix}TextConfig" if prefix == "Gemma3" else f"{prefix}Config")
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(configuration(**{**_SMALL, **own, **options}))

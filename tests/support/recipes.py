@@ -32,32 +32,12 @@ OTHERS = {
 
 
 # Short enough for seconds, over every part of a run.
-SHORT_PREFERENCE = [
-    "--max_steps=4",
-    "--per_device_train_batch_size=4",
-    "--gradient_accumulation_steps=2",
-    "--generation_eval_every=2",
-    "--num_generation_prompts=3",
-    "--num_eval_prompts=12",
-    "--max_new_tokens=12",
-    "--eval_steps=2",
-    "--save_steps=2",
-    "--logging_steps=1",
-    "--disable_tqdm=true",
-]
+SHORT = ["--max_steps=4", "--generation_eval_every=2", "--save_steps=2", "--logging_steps=1", "--disable_tqdm=true"]
+SHORT_PREFERENCE = [*SHORT, "--per_device_train_batch_size=4", "--gradient_accumulation_steps=2", "--eval_steps=2"]
+SHORT_PREFERENCE += ["--num_generation_prompts=3", "--num_eval_prompts=12", "--max_new_tokens=12"]
 # The same for recipes that sample in groups.
-SHORT_ROLLOUTS = [
-    "--max_steps=4",
-    "--per_device_train_batch_size=8",
-    "--num_generations=4",
-    "--generation_eval_every=2",
-    "--num_generation_prompts=4",
-    "--num_eval_prompts=8",
-    "--save_steps=2",
-    "--save_total_limit=3",
-    "--logging_steps=1",
-    "--disable_tqdm=true",
-]
+SHORT_ROLLOUTS = [*SHORT, "--per_device_train_batch_size=8", "--num_generations=4", "--num_generation_prompts=4"]
+SHORT_ROLLOUTS += ["--num_eval_prompts=8", "--save_total_limit=3"]
 
 
 def parse(monkeypatch, script: str, *arguments: str):
@@ -149,9 +129,42 @@ def check_run(folder: Path, steps: int, *, save_every: int = 2) -> dict:
     first, last = (load_file(folder / name / "model.safetensors") for name in (saved[0], saved[-1]))
     assert any(not first[name].equal(last[name]) for name in last), "training moved nothing"
     assert not [path for path in folder.rglob(".*") if path.is_file()], "a temporary file was left"
+    check_figures(folder, results)
     summary = write_report([folder], folder.parent / "report.html")
     assert not summary["problems"] and not summary["incomplete"]
     return results
+
+
+def check_figures(folder: Path, results: dict) -> None:
+    """Check the figures of results.json against the run's responses, or the scores of a reward model."""
+
+    def mean(values) -> float:
+        values = list(values)
+        return pytest.approx(sum(values) / len(values), abs=1e-9)
+
+    if "true_order" in results:
+        margins = [row["chosen_score"] - row["rejected_score"] for row in read(folder, "scores.jsonl")]
+        assert results["pairs"]["accuracy"] == mean(margin > 0 for margin in margins)
+        assert results["pairs"]["margin"] == mean(margins)
+        return
+    rows, credit = read(folder, "generations.jsonl"), {"candidate": 1.0, "tie": 0.5, "base": 0.0}
+    figures = {"score": results["score"]} | {f"reward/{name}": one for name, one in (results["rewards"] or {}).items()}
+    for name, found in figures.items():
+        assert found["policy"] == mean(row[name] for row in rows)
+        base = f"base_{name}"
+        if base in rows[0]:
+            assert found["base"] == mean(row[base] for row in rows)
+            assert found["gain"]["mean"] == mean(row[name] - row[base] for row in rows)
+    if results["win_rate"] is not None:
+        assert results["win_rate"]["half"]["rate"] == mean(credit[row["outcome"]] for row in rows)
+    for when, kinds in (
+        ("before", {"sampled": "base_category", "greedy": "base_greedy_category"}),
+        ("after", {"sampled": "category", "greedy": "greedy_category"}),
+    ):
+        for decoding, name in kinds.items() if "reasoning" in results else ():
+            found = results["reasoning"][when][decoding]
+            assert found["accuracy"]["mean"] == mean(row[name] == "correct" for row in rows)
+            assert found["categories"]["correct"] == sum(row[name] == "correct" for row in rows)
 
 
 def write_labelled_pairs(path: Path, count: int) -> None:

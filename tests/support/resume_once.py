@@ -10,19 +10,21 @@ processes: `python -m torch.distributed.run ... -m tests.support.resume_once KIN
 
 from __future__ import annotations
 
+import importlib
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.support import REPOSITORY
-from tests.support.tiny import pairs
-from tests.support.train_once import demonstrations
+from tests.support import REPOSITORY, train_once
+from tests.support.faults_once import At
+from tests.support.rollout_once import save_policy
+from tests.support.tiny import pairs, save_tiny_model
 
 COMMON = {
     "optim": "adamw_torch",
@@ -96,34 +98,19 @@ KINDS: dict[str, dict[str, Any]] = {
 
 def build(kind: str, models: Path, folder: Path):
     """The trainer of a kind with its callbacks, not yet trained."""
-    from tests.support import rollout_once, train_once
     from trl_ext.trainers.callbacks import MetricsFileCallback
 
-    spec = {**KINDS[kind], "model": str(models / "tiny"), "args": {"save_strategy": "no", **KINDS[kind]["args"]}}
+    spec = {"pairs": 10, "dtype": "float32", **KINDS[kind]}
     output = str(folder / "run")
     if spec["trainer"] == "ExpertIterationTrainer":
-        return _expert(spec["args"], output)
-    if spec["trainer"] == "PolicyTrainer":
-        spec["model"] = str(models / "policy")
-        trainer = rollout_once.build(spec, output)
-    elif spec["trainer"] == "PreferenceTrainer":
-        held_out = _held_out() if "eval_strategy" in spec["args"] else None
-        trainer = train_once.build(spec, output, eval_dataset=held_out)
-    else:
-        spec["rows"] = pairs(spec.get("pairs", 10))
-        held_out = _held_out(demonstrations if spec["trainer"] == "SFTTrainer" else list)
-        trainer = train_once.build_plain(
-            spec, output, eval_dataset=held_out if "eval_strategy" in spec["args"] else None
-        )
+        return _expert({"save_strategy": "no", **spec["args"]}, output)
+    spec["model"] = str(models / ("policy" if spec["trainer"] == "PolicyTrainer" else "tiny"))
+    if "eval_strategy" in spec["args"]:
+        spec["held_out"] = pairs(4, seed=7)
+    trainer = train_once.build(spec, output)
     # As the recipes do: first the file of metrics, then what logs.
     trainer.add_callback(MetricsFileCallback(folder / "run" / "metrics.jsonl"))
     return trainer
-
-
-def _held_out(of=list):
-    from datasets import Dataset
-
-    return Dataset.from_list(of(pairs(4, seed=7)))
 
 
 def _expert(arguments: dict, output: str):
@@ -150,25 +137,14 @@ def _expert(arguments: dict, output: str):
 # ---- Where a life ends ----
 
 
-def _at_event(event: str):
-    def arrange(trainer, step: int) -> None:
-        from transformers import TrainerCallback
-
-        def end(self, args, state, control, **kwargs):
-            if state.global_step == step:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        trainer.add_callback(type("Kill", (TrainerCallback,), {event: end})())
-
-    return arrange
+def _at_event(event: str, number: int = signal.SIGKILL):
+    return lambda trainer, step: trainer.add_callback(At(event, step, lambda: signal.raise_signal(number)))
 
 
 def _within(owner: str, name: str):
     """Before a function runs for the checkpoint of a step."""
 
     def arrange(trainer, step: int) -> None:
-        import importlib
-
         target = trainer if owner == "trainer" else importlib.import_module(owner)
         original = getattr(target, name)
 
@@ -180,20 +156,6 @@ def _within(owner: str, name: str):
         setattr(target, name, killing)
 
     return arrange
-
-
-def _signal(number: int):
-    from transformers import TrainerCallback
-
-    def place(trainer, step: int) -> None:
-        class Notice(TrainerCallback):
-            def on_step_begin(self, args, state, control, **kwargs):
-                if state.global_step == step:
-                    os.kill(os.getpid(), number)
-
-        trainer.add_callback(Notice())
-
-    return place
 
 
 CHECKPOINTS = "trl_ext.resilience.checkpoints"
@@ -208,8 +170,8 @@ PLACES = {
     # With its name, and nothing yet deleted or scored.
     "renamed": _within(CHECKPOINTS, "delete_old"),
     # No kill: the notice of a preemption, or Ctrl-C, in the middle of the step that follows.
-    "notice": _signal(signal.SIGTERM),
-    "interrupt": _signal(signal.SIGINT),
+    "notice": _at_event("on_step_begin", signal.SIGTERM),
+    "interrupt": _at_event("on_step_begin", signal.SIGINT),
 }
 
 
@@ -257,66 +219,38 @@ def in_a_fork(function, *arguments, log: Path, until: Callable[[], bool] | None 
 
     It is killed as soon as `until()` is true, which is asked every few milliseconds.
     """
-    sys.stdout.flush()
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            with log.open("a") as file:
-                os.dup2(file.fileno(), 1)
-                os.dup2(file.fileno(), 2)
-            function(*arguments)
-            code = 0
-        except SystemExit as ended:
-            code = ended.code
-        except BaseException:
-            import traceback
+    process = multiprocessing.get_context("fork").Process(target=_logged, args=(log, function, *arguments))
+    process.start()
+    while process.is_alive():
+        process.join(None if until is None else 0.004)
+        if until is not None and until():
+            process.kill()
+    return process.exitcode
 
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
-    ended, status = os.waitpid(child, 0 if until is None else os.WNOHANG)
-    while not ended:
-        if until():
-            os.kill(child, signal.SIGKILL)
-            ended, status = os.waitpid(child, 0)
-        else:
-            time.sleep(0.004)
-            ended, status = os.waitpid(child, os.WNOHANG)
-    return os.waitstatus_to_exitcode(status)
+
+def _logged(log: Path, function, *arguments) -> None:
+    with log.open("a") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    function(*arguments)
 
 
 def save_models(folder: Path) -> None:
-    from tests.support.rollout_once import save_policy
-    from tests.support.tiny import save_tiny_model
-
     save_tiny_model(folder / "tiny", dropout=0.1)
     save_policy(str(folder / "tiny"), folder / "policy")
 
 
 def carry_out(job: dict, models: Path) -> None:
-    """All lives of a job.
+    """All lives of a job, each of which must end as it should."""
+    from trl_ext.resilience.preemption import REQUEUE
 
-    Raises:
-        RuntimeError: a life ended otherwise than it should; with the end of its log.
-    """
-    folder = Path(job["folder"])
+    expected, folder = {"notice": REQUEUE, "interrupt": 130}, Path(job["folder"])
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / "log.txt"
     for kill in [*job["kills"], None]:
         code = in_a_fork(live, job["kind"], models, folder, kill, log=log)
-        if code != _expected_code(kill):
+        if code != (0 if kill is None else expected.get(kill[0], -signal.SIGKILL)):
             raise RuntimeError(f"{job} with {kill} ended with {code}: {log.read_text()[-4000:]}")
-
-
-def _expected_code(kill: list | None) -> int:
-    from trl_ext.resilience.preemption import REQUEUE
-
-    if kill is None:
-        return 0
-    return {"notice": REQUEUE, "interrupt": 130}.get(kill[0], -signal.SIGKILL)
 
 
 def run_jobs(jobs: list[dict], folder: Path) -> None:
@@ -343,15 +277,8 @@ def preload() -> None:
     """Import what lives need, so that forks have it."""
     import trl_ext
 
-    for name in (
-        "PreferenceTrainer",
-        "KTOTrainer",
-        "RewardTrainer",
-        "PolicyTrainer",
-        "SFTTrainer",
-        "ExpertIterationTrainer",
-    ):
-        getattr(trl_ext, name)
+    for spec in KINDS.values():
+        getattr(trl_ext, spec["trainer"])
 
 
 # ---- What two runs are compared by ----

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from trl_ext.models import score_sequences
 
@@ -23,17 +25,12 @@ COMPLETIONS = ["a", "on the mat, as it always is", "", "seven red birds in an ol
 
 
 def load_base(path: str, **keywords):
-    import torch
-    from transformers import AutoModelForSequenceClassification
-
     keywords = {"num_labels": 1, "dtype": torch.float32, **keywords}
     return AutoModelForSequenceClassification.from_pretrained(path, **keywords)
 
 
 def randomize(model, part: str, seed: int, scale: float = 0.3) -> None:
     """Give random values to the parameters with `part` in their name: B of a new LoRA is zero, a trained one not."""
-    import torch
-
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -43,9 +40,6 @@ def randomize(model, part: str, seed: int, scale: float = 0.3) -> None:
 
 def save_adapter(base: str, folder: Path, *, seed: int = 0, tokenizer: bool = True, **settings) -> str:
     """Save a LoRA reward model on `base`; settings are LoraConfig's. Returns the folder."""
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoTokenizer
-
     settings = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "task_type": "SEQ_CLS", **settings}
     model = get_peft_model(load_base(base), LoraConfig(**settings))
     for offset, part in enumerate(("lora_", "modules_to_save")):
@@ -58,8 +52,6 @@ def save_adapter(base: str, folder: Path, *, seed: int = 0, tokenizer: bool = Tr
 
 def save_full_model(base: str, folder: Path, *, seed: int = 0, **keywords) -> str:
     """Save a full reward model with a random head. Returns the folder."""
-    from transformers import AutoTokenizer
-
     model = load_base(base, **keywords)
     randomize(model, "score", seed)
     model.save_pretrained(folder)
@@ -69,17 +61,11 @@ def save_full_model(base: str, folder: Path, *, seed: int = 0, **keywords) -> st
 
 def load_adapter(base: str, folder: str):
     """A reward adapter on a base of its own, loaded with PEFT alone."""
-    from peft import PeftModel
-
     return PeftModel.from_pretrained(load_base(base), folder).eval()
 
 
 def load_policy(base: str, *, seed: int = 3, **settings):
     """A causal language model with a LoRA adapter that is trained, random so that it changes the outputs."""
-    import torch
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
-
     settings = {"r": 3, "lora_alpha": 6, "target_modules": ["q_proj", "up_proj"], "task_type": "CAUSAL_LM", **settings}
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     policy = get_peft_model(model, LoraConfig(**settings))
@@ -89,8 +75,6 @@ def load_policy(base: str, *, seed: int = 3, **settings):
 
 def plain_scores(model, sequences: list[list[int]]):
     """Scores one row at a time and by hand: hidden state of the last token of the transformer, times the head."""
-    import torch
-
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     head = inner.score.modules_to_save["default"] if hasattr(inner.score, "modules_to_save") else inner.score
     scores = []

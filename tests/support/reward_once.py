@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import torch
-import trl
-from datasets import Dataset
 from peft import LoraConfig
 
+from tests.support import train_once
 from tests.support.tiny import pairs, token_ids
-from tests.support.train_once import DEFAULTS
-from trl_ext import RewardConfig, RewardTrainer
 
 THREE_STEPS = {"max_steps": 3, "gradient_accumulation_steps": 2, "learning_rate": 0.1}
 
@@ -29,18 +26,11 @@ def build(
     model, folder, rows=None, *, stock=False, peft_config=None, eval_rows=None, processing_class=None, **arguments
 ):
     """A `RewardTrainer` on `rows`, eight pairs by default; TRL's if `stock`. `arguments` are its configuration's."""
-    arguments = {**DEFAULTS, **arguments, "output_dir": str(folder)}
-    if stock:
-        arguments["max_length"] = None
-    config_class, trainer_class = (trl.RewardConfig, trl.RewardTrainer) if stock else (RewardConfig, RewardTrainer)
-    return trainer_class(
-        model,
-        config_class(**arguments),
-        train_dataset=Dataset.from_list(pairs(8) if rows is None else rows),
-        eval_dataset=None if eval_rows is None else Dataset.from_list(eval_rows),
-        processing_class=processing_class,
-        peft_config=peft_config,
-    )
+    spec = {"trainer": "trl.RewardTrainer" if stock else "RewardTrainer", "model": model, "dtype": None}
+    spec |= {} if rows is None else {"rows": rows}
+    spec |= {} if eval_rows is None else {"held_out": eval_rows}
+    given = {"peft_config": peft_config, "processing_class": processing_class}
+    return train_once.build({**spec, "args": arguments}, str(folder), **given)
 
 
 def train(*arguments, **keywords):

@@ -1,21 +1,19 @@
-"""Train a tiny policy on its own samples as a specification says, in this process or in several.
+"""Tiny policies that train on their own samples: prompts, fixed responses and rewards.
 
-Tests call `train` in their own process. `train_in_processes` runs this file under torchrun, several specifications to
-one launch: `rollout_once.py SPECS.json FOLDER`. Rewards here are functions of the sampled token ids, which a model of
-random weights makes varied enough.
+Rewards here are functions of the sampled token ids, which a model of random weights makes varied enough.
 """
 
 from __future__ import annotations
 
-import copy
-import functools
+import time
 import zlib
 from pathlib import Path
 from typing import Any
 
 from tests.support import REPOSITORY, train_once
+from tests.support.faults_once import is_last_rank
 from tests.support.train_once import ONE_STEP
-from tests.support.trl_private import BeforeLoss, OwnResponses
+from tests.support.trl_private import OwnResponses
 
 DEFAULTS = {
     **ONE_STEP,
@@ -73,6 +71,10 @@ def evens(completion_ids, **_) -> list[float]:
     return [float(sum(token % 2 == 0 for token in ids)) for ids in completion_ids]
 
 
+def lengths(completion_ids, **_) -> list[float]:
+    return [float(len(ids)) for ids in completion_ids]
+
+
 def not_a_number(completion_ids, row_id, **_) -> list[float]:
     """`thirds`, but NaN for the responses to row2."""
     return [
@@ -85,7 +87,19 @@ def at_odd_rows(completion_ids, row_id, **_) -> list[float]:
     return [reward * (int(row[3:]) % 2) for row, reward in zip(row_id, thirds(completion_ids), strict=True)]
 
 
-REWARDS = {function.__name__: function for function in (thirds, evens, not_a_number, at_odd_rows)}
+def hangs_on_the_last_rank(completion_ids, **_) -> list[float]:
+    while is_last_rank():
+        try:
+            time.sleep(0.01)
+        except Exception:
+            continue
+    return lengths(completion_ids)
+
+
+REWARDS = {
+    function.__name__: function
+    for function in (thirds, evens, lengths, not_a_number, at_odd_rows, hangs_on_the_last_rank)
+}
 
 
 class FixedRollouts(OwnResponses):
@@ -105,76 +119,13 @@ class FixedRollouts(OwnResponses):
 
 
 def build(spec: dict, output_dir: str, **trainer_arguments: Any):
-    """The trainer of a specification, not yet trained.
-
-    Keys: `trainer` (a name in trl_ext, or "trl.GRPOTrainer"), `model` (path), `perturb` (move the policy off its
-    reference by this seed), `rewards` (names of `REWARDS`, or folders), `prompts` (how many), `lora`, `fixed`
-    (`FixedRollouts`), `fault` (a name of `FAULTS`), `dtype` (of the weights, float64 unless given), and `args` for
-    the configuration.
-    """
-    import torch
-    import trl
-    from datasets import Dataset
-    from peft import LoraConfig
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    import trl_ext
-    from tests.support.tiny import perturbed
-
-    # More threads than one only slow so small a model down.
-    torch.set_num_threads(1)
-    name = spec.get("trainer", "PolicyTrainer")
-    stock = name.startswith("trl.")
-    trainer_class = getattr(trl if stock else trl_ext, name.removeprefix("trl."))
-    config_class = train_once.classes(name)[1] if stock else trainer_class._config_class
-    trainer_class = trainer_arguments.pop("trainer_class", trainer_class)
-    if spec.get("fixed"):
-        trainer_class = type(trainer_class.__name__, (FixedRollouts, trainer_class), {})
-    if "fault" in spec:
-        trainer_class = type(trainer_class.__name__, (FAULTS[spec["fault"]], trainer_class), {})
-    model = AutoModelForCausalLM.from_pretrained(spec["model"], dtype=getattr(torch, spec.get("dtype", "float64")))
-    lora = None
-    if spec.get("lora"):
-        lora = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "up_proj"], task_type="CAUSAL_LM")
-        lora.init_lora_weights = False  # B is zero otherwise, and the first gradients of A with it
-        torch.manual_seed(0)
-    defaults = {
-        "reward_funcs": [REWARDS.get(reward, reward) for reward in spec.get("rewards", ["thirds"])],
-        "train_dataset": Dataset.from_list(prompts(spec.get("prompts", 8))),
-        "processing_class": AutoTokenizer.from_pretrained(spec["model"]),
-        "peft_config": lora,
-    }
-    arguments = {**defaults, **trainer_arguments}
-    reward_functions = arguments.pop("reward_funcs")
-    args = config_class(**{**DEFAULTS, **spec.get("args", {}), "output_dir": output_dir})
-    policy, moved = list(model.parameters()), []
-    if "perturb" in spec:
-        moved = perturbed(copy.deepcopy(model), seed=spec["perturb"], scale=0.02).parameters()
-    trainer = trainer_class(model, reward_functions, args=args, **arguments)
-    # Only now: the reference of a model in memory is a copy of it.
-    for parameter, value in zip(policy, moved, strict=False):
-        parameter.data.copy_(value)
-    return trainer
-
-
-class LossFaultOnTheLastRank(BeforeLoss):
-    """At the second optimizer step, the last process's loss is NaN."""
-
-    def before_loss(self, inputs):
-        last = self.accelerator.process_index == self.accelerator.num_processes - 1
-        if last and self.state.global_step == 1:
-            inputs = {**inputs, "advantages": inputs["advantages"] * float("nan")}
-        return inputs
-
-
-FAULTS = {"loss_on_the_last_rank": LossFaultOnTheLastRank}
+    """The trainer of a specification of `train_once.build`, a `PolicyTrainer` unless it names another."""
+    return train_once.build({"trainer": "PolicyTrainer", **spec}, output_dir, **trainer_arguments)
 
 
 def train(spec: dict, output_dir: str, **trainer_arguments: Any):
-    """The trainer of a specification, trained; a further key is `resume_from_checkpoint`."""
-    trainer = build(spec, output_dir, **trainer_arguments)
-    trainer.train(resume_from_checkpoint=spec.get("resume_from_checkpoint"))
-    return trainer
+    """The same, trained."""
+    return train_once.train({"trainer": "PolicyTrainer", **spec}, output_dir, **trainer_arguments)
 
 
 # Of an online preference trainer: half of each batch replayed.
@@ -200,10 +151,3 @@ def initial_model(policy_path: str):
     from tests.support.tiny import perturbed
 
     return perturbed(AutoModelForCausalLM.from_pretrained(policy_path, dtype=torch.float64), seed=1, scale=0.02)
-
-
-train_in_processes = functools.partial(train_once.train_in_processes, module="tests.support.rollout_once")
-
-
-if __name__ == "__main__":
-    train_once.main(train)

@@ -1,16 +1,19 @@
-"""Train a tiny model for a few steps as a specification says, in this process or in several.
+"""Build the trainer of a specification on a tiny model and train it, in this process or in several.
 
-Tests call `train` in their own process. `train_in_processes` runs this file under torchrun, several specifications to
-one launch: `train_once.py SPECS.json FOLDER`.
+Tests call `build` or `train` in their own process. `train_under` runs this file under torchrun or accelerate, several
+specifications to one launch: `train_once.py SPECS.json FOLDER`.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+import zlib
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,18 +41,44 @@ ONE_STEP = {
 DEFAULTS = {**ONE_STEP, "per_device_train_batch_size": 2, "train_sampling_strategy": "sequential"}
 # A reference that is not the policy.
 REFERENCE = {"reference_seed": 1, "reference_scale": 0.1}
+ON_THE_CPU = {"use_cpu": True, "mixed_precision": "no"}
 
 
 @dataclass
 class Run:
-    """What a run leaves: trained parameters by name, and what it logged at each step, times left out."""
+    """What a run leaves.
+
+    Attributes:
+        parameters: the trained parameters by name.
+        logs: an entry for each step, times left out.
+        start: the parameters before training; like what follows, of runs in other processes.
+        evaluation: held-out figures at the end, where the specification has `held_out`.
+        scores: of the training pairs, chosen then rejected, by a reward model that is saved.
+        facts: `processes`; `engine`, as it was foreseen; `in_force`, accelerate's name for it; `zero_stage`; `shards`,
+            the number of parameters that are divided; and of a packed trainer `packed_tokens`, `padded_tokens`,
+            `left_padded` and `reference`, whether the reference model is packed.
+        folder: of its output.
+    """
 
     parameters: dict
     logs: list[dict]
+    start: dict = field(default_factory=dict)
+    evaluation: dict = field(default_factory=dict)
+    scores: Any = None
+    facts: dict = field(default_factory=dict)
+    folder: Path | None = None
 
     @property
     def losses(self) -> list[float]:
         return [entry["loss"] for entry in self.logs]
+
+    @property
+    def change(self):
+        """What training changed, over all parameters, [P], float64."""
+        import torch
+
+        names = sorted(self.start)
+        return torch.cat([(self.parameters[name].double() - self.start[name].double()).flatten() for name in names])
 
     def gradient(self, model_path: str):
         """Gradient of one step of SGD at learning rate 1 on all parameters of the model at `model_path`, [P]."""
@@ -71,6 +100,9 @@ def largest_difference(parameters: dict, expected: dict) -> float:
     return max((parameters[name] - expected[name]).abs().max().item() for name in expected)
 
 
+# ---- Building ----
+
+
 def classes(name: str) -> tuple[type, type]:
     """A trainer's class and its configuration's, by its name in trl_ext, or in TRL as "trl.NAME"."""
     import trl
@@ -87,79 +119,112 @@ def demonstrations(rows: list[dict]) -> list[dict]:
     return [{"row_id": row["row_id"], "prompt": row["prompt"], "completion": row["chosen"]} for row in rows]
 
 
-def build_plain(spec: dict, output_dir: str, **trainer_arguments: Any):
-    """A trainer of any kind on a model as it is, not yet trained.
-
-    Keys: `trainer` (a name of `classes`), `model` (path or model), `rows` (of `SFTTrainer` and others pairs, of a
-    policy prompts), and `args` for the configuration. A policy is rewarded by `thirds`, or by the `reward` given.
-    """
-    from datasets import Dataset
-
-    from tests.support import rollout_once
-    from tests.support.tiny import pairs
-
-    trainer_class, config_class = classes(spec["trainer"])
-    trainer_class = trainer_arguments.pop("trainer_class", trainer_class)
-    defaults, rewards, rows = DEFAULTS, [], spec.get("rows")
-    if spec["trainer"] in ("PolicyTrainer", "trl.GRPOTrainer"):
-        defaults, rewards = rollout_once.DEFAULTS, [trainer_arguments.pop("reward", rollout_once.thirds)]
-        rows = rows or rollout_once.prompts(8)
-    rows = rows or pairs(12)
-    if spec["trainer"] == "SFTTrainer":
-        rows = demonstrations(rows)
-    args = config_class(**{**defaults, **spec.get("args", {}), "output_dir": output_dir})
-    dataset = Dataset.from_list(rows)
-    return trainer_class(spec["model"], *rewards, args=args, train_dataset=dataset, **trainer_arguments)
-
-
 def build(spec: dict, output_dir: str, **trainer_arguments: Any):
-    """The trainer of a specification, not yet trained.
+    """The trainer of a specification, not yet trained. All keys are optional but `model`.
 
-    Keys: `trainer` (a name in trl_ext, or "trl.DPOTrainer"), `model` (path), `reference_seed` (perturb the reference
-    by this seed; None for TRL's own), `reference_scale` (how far), `pairs`, `data_seed`, `rows` (indices of the pairs
-    to take, in order), `lora` (True for a new adapter, "given" for a model that comes with one, its own reference),
-    `lora_dropout`, `dtype` (of the weights, float64 unless given), and `args` for the configuration.
+    Of every trainer: `trainer` (a name of `classes`), `model` (path, or a model), `dtype` (of the weights, float64
+    unless given; None hands the model over as it is), `args` for the configuration, `rows` (rows, or indices of the
+    usual ones), `held_out` (rows to evaluate on), `lora` (True for a new adapter, "given" for a model that comes with
+    one, its own reference), `lora_dropout`, `shift` (see `shift`), and `fault` (a class of `faults_once`).
+
+    Of pairs: how many `pairs`, `data_seed`, `reference_seed` (perturb the reference by this seed; None for TRL's own)
+    and `reference_scale` (how far). Of a policy: how many `prompts`, `rewards` (names of `rollout_once.REWARDS`, or
+    folders), `fixed` (`rollout_once.FixedRollouts`), and `perturb` (move the policy off its reference by this seed).
     """
     import torch
+    import trl
     from datasets import Dataset
     from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+    from tests.support import faults_once, rollout_once
     from tests.support.tiny import pairs, perturbed
 
+    # More threads than one only slow so small a model down.
+    torch.set_num_threads(1)
     name = spec.get("trainer", "PreferenceTrainer")
-    stock = name.startswith("trl.")
     trainer_class, config_class = classes(name)
+    is_policy = issubclass(trainer_class, (trl.GRPOTrainer, trl.RLOOTrainer))
     trainer_class = trainer_arguments.pop("trainer_class", trainer_class)
-    arguments = {**DEFAULTS, **spec.get("args", {}), "output_dir": output_dir}
-    if stock:
-        arguments.setdefault("max_length", None)
-    lora = None
+    mixins = [rollout_once.FixedRollouts] if spec.get("fixed") else []
+    mixins += [getattr(faults_once, spec["fault"])] if "fault" in spec else []
+    if mixins:
+        trainer_class = type(trainer_class.__name__, (*mixins, trainer_class), {"spec": spec})
+    defaults = rollout_once.DEFAULTS if is_policy else DEFAULTS
+    if name.startswith("trl.") and not is_policy:
+        defaults = {**defaults, "max_length": None}
+    args = config_class(**{**defaults, **spec.get("args", {}), "output_dir": output_dir})
+
+    pool = rollout_once.prompts(spec.get("prompts", 8)) if is_policy else []
+    pool = pool or pairs(spec.get("pairs", 8), seed=spec.get("data_seed", 0))
+    rows = [pool[row] if isinstance(row, int) else row for row in spec.get("rows", pool)]
+    sets = {"train_dataset": rows, **({"eval_dataset": spec["held_out"]} if "held_out" in spec else {})}
+    prepare = demonstrations if name == "SFTTrainer" else list
+    arguments = {role: Dataset.from_list(prepare(given)) for role, given in sets.items()}
     if spec.get("lora"):
-        lora = LoraConfig(
+        arguments["peft_config"] = LoraConfig(
             r=4,
             lora_alpha=8,
             lora_dropout=spec.get("lora_dropout", 0.0),
             target_modules=["q_proj", "v_proj", "up_proj"],
+            task_type="CAUSAL_LM" if is_policy else None,
+            init_lora_weights=False,  # B is zero otherwise, and the first gradients of A with it
         )
-        lora.init_lora_weights = False  # B is zero otherwise, and the first gradients of A with it
-        torch.manual_seed(0)
-    dtype = getattr(torch, spec.get("dtype", "float64"))
-    load = lambda: AutoModelForCausalLM.from_pretrained(spec["model"], dtype=dtype)  # noqa: E731
-    model, reference = load(), None
-    if spec.get("lora") == "given":
-        model, lora = get_peft_model(model, lora), None
-    if spec.get("reference_seed") is not None:
-        reference = perturbed(load(), seed=spec["reference_seed"], scale=spec.get("reference_scale", 0.05))
-    rows = pairs(spec.get("pairs", 8), seed=spec.get("data_seed", 0))
-    if "rows" in spec:
-        rows = [rows[index] for index in spec["rows"]]
-    defaults = {
-        "train_dataset": Dataset.from_list(rows),
-        "processing_class": AutoTokenizer.from_pretrained(spec["model"]),
-        "peft_config": lora,
-    }
-    return trainer_class(model, reference, args=config_class(**arguments), **{**defaults, **trainer_arguments})
+    model, reference, moved = spec["model"], None, []
+    # Drawn anew are adapters, and the heads of reward models.
+    torch.manual_seed(0)
+    if spec.get("dtype", "float64") is not None:
+        kind, options = AutoModelForCausalLM, {"dtype": getattr(torch, spec.get("dtype", "float64"))}
+        if name.endswith("RewardTrainer"):
+            kind, options = AutoModelForSequenceClassification, {**options, "num_labels": 1}
+        arguments["processing_class"] = AutoTokenizer.from_pretrained(model)
+        model = kind.from_pretrained(spec["model"], **options)
+        if spec.get("lora") == "given":
+            model = get_peft_model(model, arguments.pop("peft_config"))
+        if spec.get("reference_seed") is not None:
+            reference = kind.from_pretrained(spec["model"], **options)
+            perturbed(reference, seed=spec["reference_seed"], scale=spec.get("reference_scale", 0.05))
+    if "perturb" in spec:
+        policy = list(model.parameters())
+        moved = perturbed(copy.deepcopy(model), seed=spec["perturb"], scale=0.02).parameters()
+    second = [] if reference is None else [reference]
+    if is_policy:
+        rewards = [rollout_once.REWARDS.get(reward, reward) for reward in spec.get("rewards", ["thirds"])]
+        second = [trainer_arguments.pop("reward_funcs", rewards)]
+    trainer = trainer_class(model, *second, args=args, **{**arguments, **trainer_arguments})
+    # Only now: the reference of a model in memory is a copy of it.
+    for parameter, value in zip(policy if moved else [], moved, strict=True):
+        parameter.data.copy_(value)
+    if spec.get("shift"):
+        shift(trainer.model)
+    return trainer
+
+
+def shift(model) -> None:
+    """Move trained parameters by numbers that depend on their names and nothing else; adapters to such numbers.
+
+    An adapter is drawn at random and begins with no effect, and a policy begins as its own reference.
+    """
+    import torch
+
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        with _whole([parameter], changed=True), torch.no_grad():
+            drawn = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
+            if "lora_" in name:
+                parameter.copy_(drawn * 0.2)
+            else:
+                parameter.add_((drawn * 0.05).to(parameter.device))
+
+
+def _whole(parameters: list, *, changed: bool = False):
+    """Parameters put together on every process for the while, where ZeRO-3 has divided them."""
+    if not any(hasattr(parameter, "ds_id") for parameter in parameters):
+        return nullcontext()
+    import deepspeed
+
+    return deepspeed.zero.GatheredParameters(parameters, modifier_rank=0 if changed else None)
 
 
 def load_models(path: str) -> tuple:
@@ -174,6 +239,9 @@ def load_models(path: str) -> tuple:
     return AutoTokenizer.from_pretrained(path), load().double(), reference.double()
 
 
+# ---- Training ----
+
+
 def train(spec: dict, output_dir: str, **trainer_arguments: Any):
     """The trainer of a specification, trained; a further key is `resume_from_checkpoint`."""
     trainer = build(spec, output_dir, **trainer_arguments)
@@ -182,9 +250,13 @@ def train(spec: dict, output_dir: str, **trainer_arguments: Any):
 
 
 def parameters(trainer) -> dict:
-    """The trained parameters by name."""
+    """The trained parameters by name, on the CPU; every process must call this where an engine divides them."""
     model = trainer.accelerator.unwrap_model(trainer.model)
-    return {name: p.detach().clone().contiguous() for name, p in model.named_parameters() if p.requires_grad}
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    with _whole(list(trained.values())):
+        # Those of FSDP2 are put together by `full_tensor`.
+        found = {name: getattr(p.detach(), "full_tensor", p.detach)() for name, p in trained.items()}
+        return {name: tensor.cpu().clone().contiguous() for name, tensor in found.items()}
 
 
 def entries(trainer) -> list[dict]:
@@ -192,24 +264,95 @@ def entries(trainer) -> list[dict]:
     return [entry for entry in trainer.state.log_history if "loss" in entry]
 
 
-def without_times(logs: list[dict]) -> list[dict]:
-    return [{k: v for k, v in entry.items() if "_per_second" not in k} for entry in logs]
-
-
 def result(trainer) -> Run:
     """The `Run` of a trainer that has trained; an entry of its logs for each step."""
-    return Run(parameters(trainer), without_times(entries(trainer)))
+    logs = [{k: v for k, v in entry.items() if "_per_second" not in k} for entry in entries(trainer)]
+    return Run(parameters(trainer), logs)
 
 
-def launch(engine: str | None, command: list[str], folder: Path, *, processes: int = 2, cwd: Path = REPOSITORY):
-    """Run a Python command as several processes on the CPU in float32, and how it ended.
+def complete(spec: dict, folder: Path) -> Run:
+    """Train and evaluate as a specification says; every process must call this.
+
+    Further keys: `saves` (the model at the end), and `win_rate` (of greedy responses against the base's).
+    """
+    import torch
+
+    from trl_ext.trainers.policies import remember_base
+
+    with precision(spec.get("dtype", "float64")):
+        trainer = build(spec, str(folder))
+        if spec.get("win_rate"):
+            remember_base(trainer)
+        start = parameters(trainer)
+        trainer.train(resume_from_checkpoint=spec.get("resume_from_checkpoint"))
+        run = result(trainer)
+        run.start, run.folder, run.facts = start, folder, _facts(trainer)
+        if "held_out" in spec:
+            run.evaluation = {k: v for k, v in trainer.evaluate().items() if isinstance(v, (int, float))}
+        if spec.get("win_rate"):
+            run.evaluation |= _win_rate(trainer, spec["held_out"])
+        if spec.get("saves"):
+            trainer.save_model()
+            if spec["trainer"] == "RewardTrainer":
+                run.scores = torch.cat(trainer.score_pairs(trainer.train_dataset))
+    return run
+
+
+def _win_rate(trainer, rows: list[dict]) -> dict[str, float]:
+    """Greedy responses of the trained policy against its base's, judged by the sum of their characters."""
+    from trl_ext.evaluation import GroundTruthJudge
+    from trl_ext.held_out.generations import GenerationEvaluation, GenerationSettings
+
+    prompts = [{"row_id": row["row_id"], "prompt": row["prompt"]} for row in rows]
+    settings = GenerationSettings(max_prompt_tokens=None, max_new_tokens=8)
+    judge = GroundTruthJudge(lambda prompt, response, **_: sum(map(ord, response)))
+    summary = GenerationEvaluation(trainer, prompts, settings, judge=judge).compare().summary
+    return {
+        "win_rate": summary["win_rate"]["half"]["rate"],
+        "mean_tokens": summary["generations"]["policy"]["mean_tokens"],
+    }
+
+
+def _facts(trainer) -> dict[str, Any]:
+    from trl_ext.models.packing import packing_of
+    from trl_ext.runs.engine import engine_in_force
+
+    accelerator, packing = trainer.accelerator, getattr(trainer, "packing", None)
+    plugin = accelerator.state.deepspeed_plugin
+    facts = {
+        "processes": accelerator.num_processes,
+        "engine": engine_in_force(trainer.args).name,
+        "in_force": accelerator.distributed_type.value,
+        "zero_stage": None if plugin is None else plugin.zero_stage,
+        "shards": sum(hasattr(parameter, "full_tensor") for parameter in trainer.model.parameters()),
+    }
+    if packing is not None:
+        facts |= {name: getattr(packing, name) for name in ("packed_tokens", "padded_tokens", "left_padded")}
+        reference = getattr(trainer, "ref_model", None)
+        facts["reference"] = reference is not None and packing_of(reference).packed_tokens > 0
+    return facts
+
+
+# ---- Several processes ----
+
+
+def launch(
+    engine: str | None,
+    command: list[str],
+    folder: Path,
+    *,
+    processes: int = 2,
+    cwd: Path = REPOSITORY,
+    settings: dict | None = None,
+) -> subprocess.CompletedProcess:
+    """Run a Python command as several processes, on the CPU in float32 unless `settings` say otherwise.
 
     Under torchrun, or under the configuration of `accelerate_configs` with the name of an engine.
     """
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
     if engine is not None:
         configuration = yaml.safe_load((REPOSITORY / "accelerate_configs" / f"{engine}.yaml").read_text())
-        configuration |= {"use_cpu": True, "mixed_precision": "no", "num_processes": processes, "main_process_port": 0}
+        configuration |= {"num_processes": processes, "main_process_port": 0, **(settings or ON_THE_CPU)}
         (folder / "accelerate.yaml").write_text(yaml.safe_dump(configuration))
         launcher = ["-m", "accelerate.commands.launch", "--config_file", str(folder / "accelerate.yaml")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -223,36 +366,58 @@ def in_processes(processes: int, *command: str, cwd: Path = REPOSITORY) -> None:
     assert launched.returncode == 0, launched.stderr[-8000:]
 
 
-def train_in_processes(
-    specs: list[dict], processes: int, folder: Path, module: str = "tests.support.train_once"
-) -> list[Run]:
-    """Train each specification in turn, by the `main` of a module, in one launch of several processes on the CPU."""
-    from safetensors import safe_open
+def train_under(
+    engine: str | None, specs: dict[str, dict], folder: Path, *, processes: int = 2, settings: dict | None = None
+) -> dict[str, Run]:
+    """Complete each specification in turn in one launch of several processes."""
+    from safetensors.torch import load_file
 
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "specs.json").write_text(json.dumps(specs))
-    in_processes(processes, "-m", module, str(folder / "specs.json"), str(folder))
-    runs = []
-    for index in range(len(specs)):
-        with safe_open(folder / f"{index}.safetensors", "pt") as file:
-            assert file.metadata()["processes"] == str(processes)
-            runs.append(Run({n: file.get_tensor(n) for n in file.keys()}, json.loads(file.metadata()["logs"])))  # noqa: SIM118
+    command = ["-m", "tests.support.train_once", str(folder / "specs.json"), str(folder)]
+    launched = launch(engine, command, folder, processes=processes, settings=settings)
+    assert launched.returncode == 0, launched.stderr[-8000:]
+    runs = {}
+    for name in specs:
+        parts: dict[str, dict] = {"start": {}, "parameters": {}, "scores": {}}
+        for key, tensor in load_file(folder / f"{name}.safetensors").items():
+            kind, _, own_name = key.partition("/")
+            parts[kind][own_name] = tensor
+        told = json.loads((folder / f"{name}.json").read_text())
+        runs[name] = Run(**{**parts, "scores": parts["scores"].get("pairs")}, **told, folder=folder / name)
+        assert runs[name].facts["processes"] == processes
     return runs
 
 
-def main(train=train) -> None:
+def train_in_processes(specs: list[dict], processes: int, folder: Path) -> list[Run]:
+    """Complete each specification in turn in one launch of several processes on the CPU."""
+    return list(
+        train_under(None, {str(i): spec for i, spec in enumerate(specs)}, folder, processes=processes).values()
+    )
+
+
+def main() -> None:
+    from accelerate import Accelerator
     from safetensors.torch import save_file
 
     from trl_ext.rollouts import end_processes
 
+    if "ACCELERATE_USE_DEEPSPEED" in os.environ:
+        import deepspeed
+
+        # Collectives by gloo alone: DeepSpeed else compiles its own for one machine's processes, which takes a minute.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     specs, folder = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
-    for index, spec in enumerate(specs):
-        with precision(spec.get("dtype", "float64")):
-            trainer = train(spec, str(folder / f"{index}-run"))
-        if trainer.accelerator.is_main_process:
-            run = result(trainer)
-            metadata = {"logs": json.dumps(run.logs), "processes": str(trainer.accelerator.num_processes)}
-            save_file(run.parameters, folder / f"{index}.safetensors", metadata=metadata)
-    end_processes(trainer.accelerator)
+    for name, spec in specs.items():
+        run = complete(spec, folder / name)
+        if os.environ.get("RANK", "0") == "0":
+            kinds = {"start": run.start, "parameters": run.parameters}
+            kinds |= {} if run.scores is None else {"scores": {"pairs": run.scores}}
+            tensors = {f"{kind}/{own}": tensor for kind, found in kinds.items() for own, tensor in found.items()}
+            save_file(tensors, folder / f"{name}.safetensors")
+            told = {"logs": run.logs, "evaluation": run.evaluation, "facts": run.facts}
+            (folder / f"{name}.json").write_text(json.dumps(told))
+    end_processes(Accelerator())
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ import logging
 import math
 from types import SimpleNamespace
 
-import httpx
 import pytest
 from datasets import Dataset, DatasetDict
 from transformers import AutoTokenizer
@@ -16,8 +15,6 @@ from tests.support.files import write_rows
 from tests.support.refusals import assert_refused
 from tests.support.rollout_once import DEFAULTS, OWN_RECIPES
 from trl_ext.models import resolve_model_path
-from trl_ext.resilience.training import _is_no_tied_head
-from trl_ext.runs import training_run
 from trl_ext.runs.loading import load_rows
 from trl_ext.runs.offline import OfflineArguments
 from trl_ext.runs.results import _show
@@ -89,10 +86,7 @@ REFUSED = {
         ({"weighting": ["wp"]}, "weighting 'wp'; did you mean 'wpo'?"),
         ({"weighting_kwargs": {"power": 2}}, "weighting option 'power': no weighting is on"),
         ({"weighting": ["confidence"], "weighting_kwargs": {"powr": 2}}, "'powr'", "did you mean 'power'?"),
-        ({"weighting": ["confidence"], "weighting_kwargs": {"floor": -0.1}}, "floor", "-0.1"),
         ({"label_smoothing": 0.1}, "'dpo' has no label smoothing", "use cdpo or robust_dpo"),
-        ({"label_smoothing": 0.5, "loss": "cdpo"}, "label_smoothing must lie in [0, 0.5)"),
-        ({"loss": "simpo", "loss_kwargs": {"gamma": 1.0, "gamma_beta_ratio": 0.5}}, "gamma or gamma_beta_ratio"),
     ],
     "AOTConfig": [{"loss": "dpo"}, ({"loss_type": ["aot"]}, "loss_type 'aot' selects loss aot_paired", "loss aot:")],
     "IPOConfig": [
@@ -105,7 +99,7 @@ REFUSED = {
         *singly(algorithm="grpo", advantage="group_centered", std_ddof=1, surrogate="cispo", kl_horizon=20),
         *singly(value_model="seperate", value_model_name_or_path="gpt2", lam=1.1, value_clip=0.0, resample_groups=1),
         *singly(value_coefficient=-1.0, use_vllm=True, torch_compile=True),
-        ({"ratio": "sequence", "aggregation": "sequence_mean"}, "PPO's ratio is that of each token"),
+        ({"ratio": "sequence", "aggregation": "sequence_mean"}, "--algorithm ppo and --ratio sequence"),
         ({"value_model": "separate"}, "needs value_model_name_or_path"),
         ({"kl_target": 6.0, "beta": 0.0}, "kl_target 6.0 has no coefficient to adapt"),
         # 0.2 x 40 = 8: the coefficient could become 0.
@@ -126,7 +120,6 @@ REFUSED = {
         ({"replay_capacity": 8, "replay_weight_cap": 0.5}, "replay_weight_cap must be at least 1"),
         ({"replay_capacity": 8, "sync_ref_model": True}, "sync_ref_model", "replay"),
         {"gradient_accumulation_steps": 2, "steps_per_generation": 1},
-        ({"loss": "sppo", "loss_kwargs": {"chosen_win_probability": "p"}}, "reads the column 'p'"),
     ],
     "KTOConfig": [
         *SHARED,
@@ -302,15 +295,11 @@ def test_identical_responses_are_said(capsys):
         assert ("responses are identical, all 12 of them" in capsys.readouterr().out) == told
 
 
-def test_alarms_without_a_cause_are_turned_off(tokenizer, caplog):
+def test_an_alarm_without_a_cause_is_turned_off(tokenizer, caplog):
     tokenizer.model_max_length = 4
     quiet_about_length(tokenizer)
     tokenizer("one two three four five six")
     assert "indexing errors" not in caplog.text
-    lines = {"['lm_head.weight']": False, "['lm_head.weight', 'other']": True}
-    for keys, kept in lines.items():
-        text = f"There were missing keys in the checkpoint model loaded: {keys}."
-        assert _is_no_tied_head(logging.makeLogRecord({"msg": text})) == kept
 
 
 def rows_of(path, *, train_split: str = "train_gen", **splits: str) -> SimpleNamespace:
@@ -355,13 +344,3 @@ def test_a_fraction_of_the_prompts_is_held_out(tmp_path, capsys):
         load_rows(given, 42)
     with pytest.raises(ValueError, match="eval_fraction must lie between 0 and 1, got 10"):
         OfflineArguments(eval_fraction=10)
-
-
-def test_a_hub_out_of_reach(monkeypatch):
-    def whoami(token):
-        raise httpx.ConnectError("Name or service not known")
-
-    monkeypatch.setattr(training_run, "whoami", whoami)
-    training_run.check_hub(SimpleNamespace(push_to_hub=False))
-    with pytest.raises(ValueError, match="--push_to_hub needs the hub.*Name or service not known.*leave it out"):
-        training_run.check_hub(SimpleNamespace(push_to_hub=True, hub_token=None))

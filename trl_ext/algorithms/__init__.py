@@ -10,12 +10,19 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from trl_ext.advantages import INPUTS, clip_advantages, function_of, options_of
+from trl_ext.advantages import (
+    ADVANTAGES,
+    INPUTS,
+    clip_advantages,
+    function_of,
+    greedy_baseline,
+    no_baseline,
+    options_of,
+)
 from trl_ext.losses.policy import SURROGATES
-from trl_ext.losses.policy_objective import PolicyLoss, check_setting, settings_of
+from trl_ext.losses.policy_objective import PolicyLoss, settings_of
 from trl_ext.registry import Algorithm, nearest, policy_algorithms
 from trl_ext.settings import ADVANTAGE_SETTINGS, LOSS_SETTINGS, SETTINGS
 
@@ -28,22 +35,14 @@ _SAMPLE = {"std_ddof": 1, "advantage_eps": 1e-6}
 _CLIP = {"surrogate": "clip", "epsilon": 0.2}
 _REINFORCE = {"surrogate": "reinforce", "ratio": "none"}
 _TOKENS = {"aggregation": "token_mean"}
-_NO_RATIO = {"ratio": (("none",), "it has no ratio")}
 _DR_GRPO = {
     "advantage": "group_centered",
     "aggregation": "constant",
-    "fixed": {
-        "advantage": (("group_centered", "leave_one_out"), "Dr.GRPO does not divide by the standard deviation"),
-        "aggregation": (("constant", "sum"), "Dr.GRPO does not normalise by a response's length"),
-    },
+    "fixed": {"advantage": ("group_centered", "leave_one_out"), "aggregation": ("constant", "sum")},
 }
 _GSPO = {
     "ratio": "sequence",
-    "fixed": {
-        "ratio": (("sequence",), "GSPO's ratio is that of the whole sequence"),
-        "aggregation": (("sequence_mean",), "GSPO counts each sequence once, whatever its length"),
-        "surrogate": (("clip",), "GSPO clips its ratio"),
-    },
+    "fixed": {"ratio": ("sequence",), "aggregation": ("sequence_mean",), "surrogate": ("clip",)},
 }
 _DAPO = {
     **_CLIP,
@@ -51,11 +50,7 @@ _DAPO = {
     **_TOKENS,
     "epsilon_high": 0.28,
     "group_size": 16,
-    "fixed": {
-        "surrogate": (("clip",), "DAPO clips, higher above than below"),
-        "ratio": (("token",), "DAPO's ratio is of each token"),
-        "aggregation": (("token_mean",), "DAPO averages over tokens"),
-    },
+    "fixed": {"surrogate": ("clip",), "ratio": ("token",), "aggregation": ("token_mean",)},
 }
 _BERKELEY = {**_CLIP, "advantage_clip": 5.0, "beta": 0.01, "kl_aggregation": "token_mean"}
 
@@ -65,70 +60,52 @@ def _add(name: str, summary: str, paper: str, *, surrogate: str, **settings: Any
     policy_algorithms.add(row)
 
 
-def _advantage(name: str, reason: str) -> dict[str, Any]:
-    """The advantage that defines an algorithm, and why no other may be used under its name."""
-    return {"advantage": name, "fixed": {"advantage": ((name,), reason)}}
-
-
-def _own_loss(name: str, surrogate: str, **settings: str) -> dict[str, Any]:
-    """The surrogate that defines an algorithm, and other settings that its name fixes."""
-    settings = {"surrogate": surrogate, **settings}
-    fixed = {flag: ((value,), f"{name} has {flag} {value}") for flag, value in settings.items()}
-    return {**settings, "fixed": fixed}
+def _defined_by(**settings: str) -> dict[str, Any]:
+    """Settings that define an algorithm, so that no other values may be used under its name."""
+    return {**settings, "fixed": {flag: (value,) for flag, value in settings.items()}}
 
 
 # fmt: off
 # The paper's KL coefficient; the paper uses groups of 64, later work 8 to 16. Nothing is fixed: start your own
 # combination from this row.
-_add("grpo", "Group-normalised rewards, clipped token ratio", "2402.03300", **_CLIP, **_POPULATION, beta=0.04,
-     title="DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models")
+_add("grpo", "Group-normalised rewards, clipped token ratio", "2402.03300", **_CLIP, **_POPULATION, beta=0.04)
 _add("dr_grpo", "GRPO without the standard deviation and without length normalisation", "2503.20783",
-     **_CLIP, **_DR_GRPO, title="Understanding R1-Zero-Like Training: A Critical Perspective", label="Dr. GRPO")
+     **_CLIP, **_DR_GRPO)
 _add("gspo", "One length-normalised ratio per sequence, clipped", "2507.18071", surrogate="clip", epsilon=3e-4,
-     epsilon_high=4e-4, **_POPULATION, **_GSPO, title="Group Sequence Policy Optimization")
+     epsilon_high=4e-4, **_POPULATION, **_GSPO)
 _add("rloo", "REINFORCE with the mean of the other responses as baseline", "2402.14740", **_REINFORCE,
-     **_advantage("leave_one_out", "RLOO is its leave-one-out baseline"), aggregation="sum", beta=0.03,
-     kl_estimator="k1", kl_in="reward", group_size=4,
-     title="Back to Basics: Revisiting REINFORCE Style Optimization for Learning from Human Feedback in LLMs")
+     **_defined_by(advantage="leave_one_out"), aggregation="sum", beta=0.03,
+     kl_estimator="k1", kl_in="reward", group_size=4)
 # PPO's KL coefficient, since the paper's was not checked.
 _add("remax", "REINFORCE with the greedy response's reward as baseline", "2310.10505", **_REINFORCE,
-     **_advantage("greedy_baseline", "ReMax is its greedy baseline"), aggregation="sum", beta=0.05,
-     kl_estimator="k1", kl_in="reward", group_size=1,
-     title="ReMax: A Simple, Effective, and Efficient Reinforcement Learning Method for Aligning "
-           "Large Language Models")
-_add("reinforce", "Rewards times log-probabilities", "Williams 1992; CS336", **_REINFORCE, advantage="no_baseline",
-     fixed={"advantage": (("no_baseline",), "plain REINFORCE has no baseline"), **_NO_RATIO})
-_add("reinforce_with_baseline", "Group-normalised rewards times log-probabilities", "CS336", **_REINFORCE, **_SAMPLE,
-     fixed=_NO_RATIO)
-_add("grpo_no_clip", "GRPO with an unclipped ratio", "CS336", surrogate="no_clip", **_SAMPLE,
-     fixed={"surrogate": (("no_clip",), "it is GRPO without the clip")})
+     **_defined_by(advantage="greedy_baseline"), aggregation="sum", beta=0.05,
+     kl_estimator="k1", kl_in="reward", group_size=1)
+_add("reinforce", "Rewards times log-probabilities", "Williams 1992; CS336", surrogate="reinforce",
+     **_defined_by(advantage="no_baseline", ratio="none"))
+_add("reinforce_with_baseline", "Group-normalised rewards times log-probabilities", "CS336", surrogate="reinforce",
+     **_SAMPLE, **_defined_by(ratio="none"))
+_add("grpo_no_clip", "GRPO with an unclipped ratio", "CS336", **_SAMPLE, **_defined_by(surrogate="no_clip"))
 _add("dapo", "GRPO with a higher upper clip and a mean over tokens; no KL", "2503.14476", **_DAPO)
 # The paper's share: 4,096 of 20,480 tokens. The rounds are those after which its recipe in verl stops.
 _add("dapo_full", "DAPO's loss with its dynamic sampling and its punishment of long responses", "2503.14476", **_DAPO,
-     rollout={"resample_groups": 10, "overlong_share": 0.2},
-     title="DAPO: An Open-Source LLM Reinforcement Learning System at Scale")
-_add("cispo", "Capped ratio as a weight; no token loses its gradient", "2506.13585, 2510.13786", surrogate="cispo",
-     ratio_cap=5.0, **_POPULATION, **_TOKENS,
-     fixed={"surrogate": (("cispo",), "CISPO is its capped weight"),
-            "ratio": (("token",), "CISPO weighs each token"),
-            "aggregation": (("token_mean",), "CISPO averages over tokens")})
+     rollout={"resample_groups": 10, "overlong_share": 0.2})
+_add("cispo", "Capped ratio as a weight; no token loses its gradient", "2506.13585, 2510.13786",
+     ratio_cap=5.0, **_POPULATION, **_defined_by(surrogate="cispo", ratio="token", aggregation="token_mean"))
 _add("gopo", "Ranks within the group in place of rewards", "2602.03876", **_CLIP, **_TOKENS,
-     **_advantage("group_rank", "GOPO takes ranks"), advantage_options={"scale": 2.0})
+     **_defined_by(advantage="group_rank"), advantage_options={"scale": 2.0})
 # Averaging over tokens, here and for OPO, keeps the estimator's weights equal across responses.
 _add("max_rl", "Rewards over their mean: likelihood of a right answer, for rewards of 0 and 1", "2602.02710", **_CLIP,
-     **_TOKENS, **_advantage("mean_normalized", "MaxRL divides by the mean"), advantage_eps=1e-6)
+     **_TOKENS, **_defined_by(advantage="mean_normalized"), advantage_eps=1e-6)
 _add("opo", "On-policy with the length-weighted optimal baseline", "2505.23585", **_REINFORCE, **_TOKENS,
-     **_advantage("length_weighted", "OPO is its length-weighted baseline"))
+     **_defined_by(advantage="length_weighted"))
 # The KL coefficient and eps are those of its implementation in OpenRLHF.
 _add("reinforce_plus_plus_baseline", "Group mean as baseline, then normalised over the batch", "2501.03262", **_CLIP,
-     **_TOKENS, **_advantage("batch_normalized", "REINFORCE++ normalises over the batch"), std_ddof=0,
+     **_TOKENS, **_defined_by(advantage="batch_normalized"), std_ddof=0,
      advantage_eps=1e-8, advantage_options={"std_of": "advantages"}, beta=0.01, kl_estimator="k2")
 _add("sapo", "A gate on the ratio that closes smoothly in place of the clip", "2511.20347", **_POPULATION,
-     **_own_loss("SAPO", "sapo", ratio="token", aggregation="sequence_mean"),
-     title="Soft Adaptive Policy Optimization")
+     **_defined_by(surrogate="sapo", ratio="token", aggregation="sequence_mean"))
 _add("gmpo", "Geometric mean of a response's clipped ratios", "2507.20673", **_POPULATION,
-     **_own_loss("GMPO", "gmpo", ratio="token", aggregation="sequence_mean"),
-     title="Geometric-Mean Policy Optimization")
+     **_defined_by(surrogate="gmpo", ratio="token", aggregation="sequence_mean"))
 _add("berkeley_grpo", "The course's GRPO: KL averaged by itself", "Berkeley course", **_BERKELEY, **_POPULATION)
 _add("berkeley_dr_grpo", "The course's Dr.GRPO: KL averaged by itself", "Berkeley course", **_BERKELEY, **_DR_GRPO)
 _add("berkeley_gspo", "The course's GSPO: clip 0.2, KL averaged by itself", "Berkeley course", **_BERKELEY,
@@ -145,12 +122,12 @@ class PolicyObjective(PolicyLoss):
         overrides: settings of `trl_ext.settings.SETTINGS` to replace; None keeps the algorithm's own.
 
     Attributes in addition to those of `PolicyLoss`: `algorithm` (the row), `advantage` (its name), `std_ddof`,
-    `advantage_eps`, `advantage_clip`, and `group_relative` (whether a group of one response has no signal).
+    `advantage_eps`, `advantage_clip`, and `group_relative` (whether a group of one response has no signal; None if
+    the advantage is your own).
 
     Raises:
         ValueError: an unknown name, a value out of range, settings that contradict the algorithm's name or one
-            another or that nothing would read, or an advantage function that does not return one advantage per
-            reward; the message names the flags and what to use instead.
+            another or that nothing would read; the message names the flags and what to use instead.
     """
 
     def __init__(self, algorithm: str | Algorithm, *, options: dict[str, Any] | None = None, **overrides: Any):
@@ -161,7 +138,8 @@ class PolicyObjective(PolicyLoss):
         given = {name: value for name, value in overrides.items() if value is not None}
         self._check_given(given)
         self._resolve_advantage(given)
-        self.group_relative = self._compares_responses()
+        baselines = (greedy_baseline, no_baseline)
+        self.group_relative = self._advantage not in baselines if self._advantage in ADVANTAGES.values() else None
         own = self.algorithm.function if self.algorithm.surrogate == "own" else None
         super().__init__(**self._loss_settings(given), options=dict(options or {}), function=own)
 
@@ -183,6 +161,11 @@ class PolicyObjective(PolicyLoss):
             if value is None:
                 raise ValueError(f"the advantage {self.advantage!r} needs {name}, and there are none")
         advantages = self._advantage(rewards, group_size, **known, **self._advantage_options)
+        if advantages.shape != rewards.shape:
+            raise ValueError(
+                f"the advantage {self.advantage!r} returned shape {list(advantages.shape)} for {len(rewards)} "
+                "rewards; it must return one advantage for each"
+            )
         return advantages if self.advantage_clip is None else clip_advantages(advantages, self.advantage_clip)
 
     @property
@@ -221,8 +204,8 @@ class PolicyObjective(PolicyLoss):
         # Report an unknown name before a contradiction.
         options_of(given.get("advantage", row.advantage))
         for flag in given.keys() & LOSS_SETTINGS.keys():
-            check_setting(flag, given[flag])
-        for flag, (permitted, reason) in row.fixed.items():
+            LOSS_SETTINGS[flag].check(flag, given[flag])
+        for flag, permitted in row.fixed.items():
             value = given.get(flag)
             if value is None or value in permitted:
                 continue
@@ -230,8 +213,8 @@ class PolicyObjective(PolicyLoss):
             # The setting that must accompany it in a possible combination.
             partner = {"reinforce": " --ratio none", "none": " --surrogate reinforce"}.get(shown, "")
             raise ValueError(
-                f"--algorithm {name} and --{flag} {shown} contradict each other: {reason}; use --{flag} "
-                f"{' or '.join(permitted)}, or --algorithm grpo --{flag} {shown}{partner}"
+                f'--algorithm {name} and --{flag} {shown} contradict each other: it is "{row.summary}"; use '
+                f"--{flag} {' or '.join(permitted)}, or --algorithm grpo --{flag} {shown}{partner}"
             )
         high = row.epsilon_high
         if high is not None and "epsilon_high" not in given and given.get("epsilon", 0) > high:
@@ -263,32 +246,6 @@ class PolicyObjective(PolicyLoss):
                     f"does not read {flag}; leave it out, or use --advantage group_normalized"
                 )
             setattr(self, flag, value)
-
-    def _compares_responses(self) -> bool:
-        """Whether a group of one has no signal, found by calling the function, so user functions work too."""
-        rewards = torch.tensor([1.0, 2.0, 4.0, 3.0])
-        made_up = {
-            "lengths": torch.tensor([3, 5, 2, 4]),
-            "components": rewards.unsqueeze(1),
-            "weights": torch.ones(1),
-        }
-        try:
-            advantages = self.advantages(rewards, 2, greedy_rewards=torch.zeros(2), **made_up)
-        except Exception as error:
-            raise ValueError(
-                f"the advantage {self.advantage!r} fails on groups of two made-up rewards: {error}"
-            ) from error
-        if not isinstance(advantages, Tensor) or advantages.shape != rewards.shape:
-            got = f"shape {list(advantages.shape)}" if isinstance(advantages, Tensor) else type(advantages).__name__
-            raise ValueError(
-                f"the advantage {self.advantage!r} returned {got} for 4 rewards; it must return one advantage for each"
-            )
-        try:
-            advantages = self.advantages(rewards, 1, greedy_rewards=torch.zeros(4), **made_up)
-            return not bool(advantages[advantages.isfinite()].any())
-        except Exception:
-            # For example, it divides by the number of other responses.
-            return True
 
     def _loss_settings(self, given: dict[str, Any]) -> dict[str, Any]:
         settings = {name: given.get(name, getattr(self.algorithm, name)) for name in LOSS_SETTINGS}

@@ -56,8 +56,8 @@ def _algorithm(row: Algorithm) -> str:
     settings = vars(row) if row.surrogate == "own" else PolicyObjective(row).to_dict()
     settings = {name: settings[name] for name in SETTINGS}
     settings |= {"num_generations": row.group_size, **row.rollout}
-    about = {"title": row.title, "paper": row.paper, **_options(row.advantage_options)}
-    fixed = [f"--{flag} is {' or '.join(values)}: {reason}" for flag, (values, reason) in row.fixed.items()]
+    about = {"paper": row.paper, **_options(row.advantage_options)}
+    fixed = [f"defined by --{flag} {' or '.join(values)}" for flag, values in row.fixed.items()]
     functions = [function_of(row.advantage), *RATIOS[row.ratio], row.function, aggregate]
     if row.beta and not row.takes_beta:
         functions.append(kl_estimate)
@@ -66,7 +66,7 @@ def _algorithm(row: Algorithm) -> str:
 
 
 def _loss(entry: PreferenceLoss) -> str:
-    row = {name: value for name, value in vars(entry).items() if name not in ("name", "function", "label")}
+    row = {name: value for name, value in vars(entry).items() if name not in ("name", "function")}
     row |= {"beta": entry.default_beta, **_options(entry.options)}
     return "\n".join([f"{entry.name}: a preference loss", *_lines(row), _source(entry.function)])
 

@@ -33,12 +33,9 @@ def strip(text: str, file: str) -> str:
 
 
 def write_assignment(source: Path, out: Path, *, solution: bool = False) -> tuple[Path, Path]:
-    """Write the starter, or the solved version, into `out`, and the grader next to it. Return both folders.
+    """Write the starter, or with `solution` the solved version, into `out`, and the grader next to it; both folders.
 
-    Args:
-        source: a folder with `assignment.yaml` and a package with markers, as those in `packages`.
-        out: the starter's folder.
-        solution: whether to keep the solutions, without their markers.
+    `source` is a folder with `assignment.yaml` and a package with markers, as those in `packages`.
 
     Raises:
         ValueError: a folder exists, the specification names an unknown function or recipe, or the hidden cases are

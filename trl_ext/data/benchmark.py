@@ -21,10 +21,7 @@ EMBEDDED = {"toy": "trl_ext.toy", "instructions": "trl_ext.instructions"}
 
 
 def load_benchmark(
-    name_or_path: str | os.PathLike = "toy",
-    *,
-    splits: str | Sequence[str] | None = None,
-    skip_bad_rows: bool = False,
+    name_or_path: str | os.PathLike = "toy", *, splits: str | Sequence[str] | None = None, skip_bad_rows: bool = False
 ) -> datasets.DatasetDict:
     """Load preference pairs and prompts, and check every row.
 
@@ -128,27 +125,21 @@ def _read_hub(name: str, wanted: list[str] | None) -> dict[str, RawSplit]:
             f"{name!r} is neither a benchmark of the library ({', '.join(EMBEDDED)}), nor a local file or folder, nor "
             "a hub data set that can be reached"
         ) from error
-    source_names = {_hub_split_name(split_name, source): split_name for split_name in source}
+    # `train`, `validation` and `test` are renamed according to their content.
+    source_names = {}
+    for split in source:
+        renamed = f"{split}_gen" if row_type(source[split].column_names) is PromptRow else f"{split}_prefs"
+        source_names[renamed if split in GENERIC_SPLITS and renamed not in source else split] = split
     names = [split for split in KNOWN_SPLITS if split in source_names] if wanted is None else wanted
     missing = [split for split in names if split not in source_names and split not in source]
     if missing or not names:
         problem = f"no split {missing[0]!r}" if missing else f"none of the splits {', '.join(KNOWN_SPLITS)}"
         raise ValueError(f"hub data set {name} has {problem}; its splits are {', '.join(source)}")
-    return {split: _read_hub_split(name, source_names.get(split, split), source) for split in names}
-
-
-def _hub_split_name(split_name: str, source: datasets.DatasetDict) -> str:
-    """Rename `train`, `validation` and `test` according to their content; keep other names."""
-    if split_name not in GENERIC_SPLITS:
-        return split_name
-    is_prompts = row_type(source[split_name].column_names) is PromptRow
-    renamed = split_name + ("_gen" if is_prompts else "_prefs")
-    return split_name if renamed in source else renamed
-
-
-def _read_hub_split(name: str, split_name: str, source: datasets.DatasetDict) -> RawSplit:
-    rows = list(enumerate(source[split_name]))
-    return RawSplit(source=f"{name}[{split_name}]", stem=split_name, unit="row", rows=rows)
+    stems = {split: source_names.get(split, split) for split in names}
+    return {
+        split: RawSplit(f"{name}[{stem}]", stem, unit="row", rows=list(enumerate(source[stem])))
+        for split, stem in stems.items()
+    }
 
 
 def _looks_like_path(name_or_path: str | os.PathLike) -> bool:

@@ -1,12 +1,10 @@
-"""Encode a prompt and a response for reward models, truncated separately, in training and in scoring."""
+"""Token ids of prompts and responses, tokenized and truncated separately, in training and in scoring."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
 from typing import Any
-
-from trl_ext.data.truncation import text_ids, truncate_pair
 
 Messages = list[dict[str, Any]]
 
@@ -39,7 +37,9 @@ def encode_turn(
         ValueError: the chat template does not render a conversation as its prompt followed by the response, or a limit
             is below 1.
     """
-    text = response if isinstance(response, str) else _text(response)
+    if not isinstance(response, str) and len(response) != 1:
+        raise ValueError(f"a response is one assistant message, got {len(response)} messages")
+    text = response if isinstance(response, str) else response[0]["content"]
     # The tokenizer warns about texts that are too long for the model, but they are cut here.
     warn_of_prompts, warn_of_responses = (
         {"verbose": limit is None} for limit in (max_prompt_tokens, max_response_tokens)
@@ -60,12 +60,6 @@ def encode_turn(
     return prompt_ids, response_ids
 
 
-def _text(response: Sequence[dict[str, Any]]) -> str:
-    if len(response) != 1:
-        raise ValueError(f"a response is one assistant message, got {len(response)} messages")
-    return response[0]["content"]
-
-
 def _render(tokenizer, prompt: Messages, response: Messages | str, text: str, options: dict) -> tuple[str, str]:
     """The prompt as rendered for generation, and the text that the full conversation adds to it."""
     message = {"role": "assistant", "content": text} if isinstance(response, str) else response[0]
@@ -83,3 +77,44 @@ def _end_of_turn(tokenizer, prompt: Messages, options: dict) -> str:
     """What the chat template puts after a response: the common end of two responses without a common letter."""
     turns = [_render(tokenizer, prompt, text, text, options)[1] for text in ("a", "b")]
     return os.path.commonprefix([turn[::-1] for turn in turns])[::-1]
+
+
+def truncate_pair(
+    prompt_ids: Sequence[int],
+    chosen_ids: Sequence[int],
+    rejected_ids: Sequence[int],
+    *,
+    max_prompt_tokens: int | None = None,
+    max_response_tokens: int | None = None,
+) -> tuple[list[int], list[int], list[int]]:
+    """Keep the end of the prompt and the start of each response.
+
+    The end of a prompt holds the question that the response answers. A response that is cut loses its
+    end-of-sequence token, so it does not teach the model to stop there. Both responses share one limit.
+
+    A limit of None keeps all tokens. Returns the three lists of token ids, copied.
+
+    Raises:
+        ValueError: a limit is below 1.
+    """
+    for name, limit in (("max_prompt_tokens", max_prompt_tokens), ("max_response_tokens", max_response_tokens)):
+        if limit is not None and limit < 1:
+            raise ValueError(f"{name} must be at least 1, got {limit}; pass None for no limit")
+    prompt = list(prompt_ids)
+    if max_prompt_tokens is not None:
+        prompt = prompt[-max_prompt_tokens:]
+    return prompt, list(chosen_ids[:max_response_tokens]), list(rejected_ids[:max_response_tokens])
+
+
+def text_ids(tokenizer, text: str, **options: Any) -> list[int]:
+    """Token ids of a text that another follows, without the end token that some tokenizers append to every text.
+
+    The tokens that the tokenizer puts before a text stay, and so does an end token that the text itself contains.
+    """
+    ids = tokenizer(text, **options)["input_ids"]
+    if ids[-1:] != [tokenizer.eos_token_id]:
+        return ids
+    own = tokenizer(text, add_special_tokens=False, **options)["input_ids"]
+    # Of an empty text, a single token is the beginning if it can be one.
+    appended = ids[-len(own) :] != own if own else len(ids) > 1 or tokenizer.bos_token_id != ids[-1]
+    return ids[:-1] if appended else ids

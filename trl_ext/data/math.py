@@ -1,4 +1,4 @@
-"""Math problems with known answers, embedded or from files, and their prompts and solutions."""
+"""Math problems with known answers, embedded or from files, their prompts and solutions, and prompt templates."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trl_ext.data.boxes import boxed_answer, last_boxed
-from trl_ext.data.rows import SHOWN_CHARACTERS, RawSplit, read_jsonl, split_file, text_field
-from trl_ext.data.templates import render
+from trl_ext.data.rows import RawSplit, read_jsonl, split_file, text_field
 from trl_ext.files import brief
+from trl_ext.names import nearest
 
 Row = dict[str, Any]
 SPLITS = ("train", "validation", "test")
@@ -22,7 +21,14 @@ _LAYOUTS = (
 )
 # GSM8K's calculator notes, as in `48/2 = <<48/2=24>>24`.
 _CALCULATION = re.compile(r"<<[^<>]*>>")
+_ESCAPE_OR_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+_SPACED_BOX = re.compile(r"\\boxed\s+\{")
+# Without braces, TeX boxes a single token, but authors mean the whole formula that follows.
+_BARE_BOX = re.compile(r"\\boxed(?![A-Za-z{])\s*([^\s$]+)")
 _FINAL_NUMBER = re.compile(r"-?[0-9]+(?:\.[0-9]+)?")
+# Templates are text files with a placeholder for the question.
+TEMPLATES = Path(__file__).parent / "prompt_templates"
+PLACEHOLDER = "{question}"
 
 
 def load_math(name_or_path: str | Path = "toy", split: str = "train") -> list[Row]:
@@ -128,10 +134,8 @@ def _path_of(path: Path, split: str) -> Path:
 def _checked(split: RawSplit) -> list[Row]:
     rows = split.check(_row)
     if split.problems:
-        # List the layouts once, and shorten the problems to make room for them.
         unknown = any(problem.message.startswith(_UNKNOWN) for problem in split.problems)
-        shown = split.describe(SHOWN_CHARACTERS // 2 if unknown else SHOWN_CHARACTERS)
-        raise ValueError(shown + f"; a row holds {_LAYOUTS}" * unknown)
+        raise ValueError(split.describe() + f"; a row holds {_LAYOUTS}" * unknown)
     if not rows:
         raise ValueError(f"{split.source}: empty; expected at least one problem")
     return rows
@@ -205,3 +209,66 @@ def _answer(raw: Mapping[str, Any], field: str) -> str:
     if _is_whole(value) or (isinstance(value, float) and math.isfinite(value)):
         return str(value)
     return text_field(raw, field)
+
+
+# ---- Prompt templates and boxes ----
+
+
+def template_names() -> list[str]:
+    """The names of the library's templates."""
+    return sorted(path.stem for path in TEMPLATES.glob("*.txt"))
+
+
+def load_prompt_template(name_or_path: str | Path) -> str:
+    """A template's text, without the newline that ends its file.
+
+    Args:
+        name_or_path: a name in `template_names()`, or the path of a text file that contains `{question}`.
+
+    Raises:
+        FileNotFoundError: it is neither a known name nor a file.
+        ValueError: the file has no `{question}`.
+    """
+    names = template_names()
+    path = TEMPLATES / f"{name_or_path}.txt" if str(name_or_path) in names else Path(name_or_path)
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"no prompt template {str(name_or_path)!r}: there is no such file, and the library has "
+            f"{', '.join(names)}{nearest(str(name_or_path), names)}"
+        )
+    template = path.read_text(encoding="utf-8").removesuffix("\n")
+    if PLACEHOLDER not in template:
+        raise ValueError(f"{path}: no {PLACEHOLDER} in this prompt template; write it where the question goes")
+    return template
+
+
+def render(template: str, question: str) -> str:
+    """Insert the question into the template; other braces in the template or the question are unchanged."""
+    return template.replace(PLACEHOLDER, question)
+
+
+def last_boxed(text: str) -> str | None:
+    """The content of the last `\\boxed{...}`; None if there is no box, or the last has no brace or is not closed."""
+    start = text.rfind("\\boxed")
+    if start < 0 or not text.startswith("{", start + len("\\boxed")):
+        return None
+    first = position = start + len("\\boxed{")
+    depth = 1
+    for match in _ESCAPE_OR_BRACE.finditer(text, position):
+        if match[0] in "{}":
+            depth += 1 if match[0] == "{" else -1
+        if depth == 0:
+            return text[first : match.start()]
+    return None
+
+
+def boxed_answer(solution: str) -> str | None:
+    """The boxed answer of a written solution: `last_boxed`, or for `\\boxed 5$` the text before `$` or a space.
+
+    Returns:
+        The answer, or None if there is none or it is empty.
+    """
+    solution = _SPACED_BOX.sub(r"\\boxed{", solution)
+    bare = _BARE_BOX.match(solution, max(solution.rfind("\\boxed"), 0))
+    answer = bare[1].rstrip(".,;") if bare else last_boxed(solution)
+    return answer.strip() or None if answer else None

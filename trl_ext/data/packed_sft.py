@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from trl_ext.data.math import load_prompt_template, render
 from trl_ext.data.rows import read_jsonl, text_field
-from trl_ext.data.templates import load_prompt_template, render
 
 # Documents per tokenizer call: enough to use its threads, few enough to limit the memory of intermediate objects.
 DOCUMENTS_PER_CALL = 1000
@@ -18,9 +18,8 @@ DOCUMENTS_PER_CALL = 1000
 def encode_documents(tokenizer, rows: list[dict[str, str]]) -> list[list[int]]:
     """Token ids of each example in the Alpaca template, followed by one end-of-text token.
 
-    Args:
-        tokenizer: a tokenizer of transformers; any tokens that it puts before a text precede each document.
-        rows: examples with the texts `prompt` and `response`.
+    `rows` have the texts `prompt` and `response`. Any tokens that the tokenizer puts before a text precede each
+    document.
 
     Raises:
         ValueError: the tokenizer has no end-of-text token.
@@ -58,7 +57,11 @@ class PackedSFTDataset(Dataset):
     def __init__(self, tokenizer, dataset_path: str | os.PathLike, seq_length: int, shuffle: bool):
         if seq_length < 1:
             raise ValueError(f"seq_length must be at least 1, got {seq_length}")
-        rows = _read_rows(dataset_path)
+        split = read_jsonl(dataset_path)
+        names = ("prompt", "response")
+        rows = split.check(lambda row: {name: text_field(row, name, may_be_empty=True) for name in names})
+        if split.problems:
+            raise ValueError(split.describe())
         if shuffle:
             rows = [rows[index] for index in torch.randperm(len(rows)).tolist()]
         pieces = [torch.empty(0, dtype=torch.long)]
@@ -85,22 +88,8 @@ class PackedSFTDataset(Dataset):
 
 
 def iterate_batches(dataset: Dataset, batch_size: int, shuffle: bool) -> DataLoader:
-    """Batches of one pass over the data set; the last one may be smaller.
+    """Batches of one pass over a data set such as `PackedSFTDataset`; the last one may be smaller.
 
-    Args:
-        dataset: a data set whose items are dicts of tensors of the same shape, such as `PackedSFTDataset`.
-        batch_size: items per batch, B.
-        shuffle: whether each pass visits the items in a new order.
-
-    Returns:
-        An iterable with a length, over dicts of tensors of shape [B, ...].
+    An iterable with a length, over dicts of tensors of shape [B, ...]. With `shuffle`, each pass has a new order.
     """
     return DataLoader(dataset, batch_size=batch_size, shuffle=shuffle)
-
-
-def _read_rows(path: str | os.PathLike) -> list[dict[str, str]]:
-    split = read_jsonl(path)
-    rows = split.check(lambda row: {name: text_field(row, name, may_be_empty=True) for name in ("prompt", "response")})
-    if split.problems:
-        raise ValueError(split.describe())
-    return rows

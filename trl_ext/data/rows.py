@@ -78,13 +78,13 @@ class RawSplit:
         self.problems.sort(key=lambda problem: problem.position)
         return checked
 
-    def describe(self, limit: int = SHOWN_CHARACTERS) -> str:
+    def describe(self) -> str:
         """One line with the source, the number of problems and the first few of them."""
         lines = []
         for position, message, row_id in self.problems:
             place = f"{self.unit} {position}" + (f", row_id {brief(row_id)}" if row_id is not None else "")
             lines.append(f"{place}: {message}")
-        return f"{self.source}: {len(lines)} bad row{'s' * (len(lines) > 1)}: {first_few(lines, limit)}"
+        return f"{self.source}: {len(lines)} bad row{'s' * (len(lines) > 1)}: {first_few(lines)}"
 
 
 def read_jsonl(path: str | Path) -> RawSplit:
@@ -102,8 +102,15 @@ def read_jsonl(path: str | Path) -> RawSplit:
             for number, line in enumerate(file, start=1):
                 if not split.rows and not split.problems and line.strip() in ("[", "[{"):
                     raise ValueError(f"{path}: a JSON array; give JSON lines, one object per line without commas")
-                if line.strip():
-                    _add_row(split, number, line)
+                if not line.strip():
+                    continue
+                try:
+                    row = parse_json(line)
+                    if not isinstance(row, dict):
+                        raise ValueError(f"bad JSON: expected an object, got {type(row).__name__}")
+                    split.rows.append((number, row))
+                except ValueError as error:
+                    split.problems.append(Problem(number, str(error)))
         except (UnicodeDecodeError, gzip.BadGzipFile, EOFError) as error:
             raise ValueError(f"{path}: cannot be read as JSON lines in UTF-8: {error}") from None
     return split
@@ -127,17 +134,6 @@ def read_json_rows(path: str | Path) -> list[tuple[int, dict[str, Any]]]:
     if not rows or not all(isinstance(row, dict) for _, row in rows):
         raise ValueError(f"{path}: must hold rows, and at least one")
     return rows
-
-
-def _add_row(split: RawSplit, number: int, line: str) -> None:
-    try:
-        row = parse_json(line)
-        if not isinstance(row, dict):
-            raise ValueError(f"bad JSON: expected an object, got {type(row).__name__}")
-    except ValueError as error:
-        split.problems.append(Problem(number, str(error)))
-    else:
-        split.rows.append((number, row))
 
 
 def split_file(folder: Path, split: str) -> Path:
@@ -277,8 +273,8 @@ def _to_dataset(source: str, rows: list[dict[str, Any]], format_columns: tuple[s
         elif name == "rubric" and types == {list}:
             columns[name] = [[_criterion(one) for one in value] for value in values]
             continue
-        elif types not in ({str}, {bool}, {float}, {int, float}) and not (types == {int} and _fit_64_bits(values)):
-            reason = "only the column rubric may hold lists; others hold strings, booleans or 64-bit numbers"
+        elif types not in ({str}, {bool}, {int}, {float}, {int, float}):
+            reason = "only the column rubric may hold lists; others hold strings, booleans or numbers"
         else:
             columns[name] = [float(value) for value in values] if float in types else values
             continue
@@ -291,7 +287,3 @@ def _criterion(one: Any) -> dict[str, Any]:
     text, weight = (one.get("criterion"), one.get("weight")) if isinstance(one, dict) else (one, None)
     weight = 1.0 if weight is None else float(weight) if isinstance(weight, (int, float)) else math.nan
     return {"criterion": text if isinstance(text, str) else None, "weight": weight}
-
-
-def _fit_64_bits(values: list[int]) -> bool:
-    return min(values) >= -(2**63) and max(values) < 2**63

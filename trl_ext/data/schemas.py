@@ -7,7 +7,6 @@ strings throughout when the source is TRL's plain (non-chat) format. `UnpairedRo
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any
 
@@ -55,13 +54,6 @@ class _Row(BaseModel):
             return row
         # JSON and the hub write a missing field as null.
         return cls._columns({name: value for name, value in row.items() if value is not None})
-
-    @model_validator(mode="after")
-    def _check_extra_fields(self):
-        for name, value in (self.model_extra or {}).items():
-            if isinstance(value, float) and not math.isfinite(value):
-                raise ValueError(f"{name}: is {value}, not a finite number")
-        return self
 
 
 class PromptRow(_Row):

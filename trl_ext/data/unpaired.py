@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import TYPE_CHECKING
 
@@ -16,14 +17,12 @@ def pairs_to_unpaired(dataset: Dataset, *, seed: int = 0) -> Dataset:
     (with four pairs or more): KTO estimates a divergence from each prompt with its neighbour's response, in batches
     of consecutive rows, so that every batch contains both labels.
 
-    Args:
-        dataset: a data set with columns `prompt`, `chosen` and `rejected`; both rows keep the other columns.
-        seed: seed of the shuffling.
+    Both rows keep the columns besides `chosen` and `rejected`; `seed` is that of the shuffling.
 
     Raises:
         ValueError: a column is missing, or there are no pairs.
     """
-    from datasets import Dataset
+    from datasets import concatenate_datasets
 
     for column in ("prompt", "chosen", "rejected"):
         if column not in dataset.column_names:
@@ -37,13 +36,12 @@ def pairs_to_unpaired(dataset: Dataset, *, seed: int = 0) -> Dataset:
     order = random.Random(seed).sample(range(count), count)
     # Half the data set away from the chosen response of the same pair.
     half = count // 2
-    rows = []
-    for position, index in enumerate(order):
-        rows.append(_half(dataset[index], "chosen", label=True))
-        rows.append(_half(dataset[order[(position + half) % count]], "rejected", label=False))
-    return Dataset.from_list(rows)
+    sides = [_side(dataset, side) for side in ("chosen", "rejected")]
+    places = [(index, count + order[(position + half) % count]) for position, index in enumerate(order)]
+    return concatenate_datasets(sides).select(itertools.chain(*places))
 
 
-def _half(row: dict, side: str, *, label: bool) -> dict:
-    kept = {name: value for name, value in row.items() if name not in ("chosen", "rejected")}
-    return {**kept, "completion": row[side], "label": label}
+def _side(dataset: Dataset, side: str) -> Dataset:
+    others = {"chosen", "rejected", "completion", "label"} - {side}
+    rows = dataset.remove_columns([name for name in dataset.column_names if name in others])
+    return rows.rename_column(side, "completion").add_column("label", [side == "chosen"] * len(rows))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from itertools import chain
+from itertools import chain, pairwise
 
 import torch
 from transformers import AutoConfig
@@ -212,7 +212,7 @@ def template_of_another_model(patient: Patient) -> Finding | str | None:
 
 
 @check("start-off-reference", "warning", "trainer steps", "preference policy")
-def start_off_reference(patient: Patient) -> str | None:
+def start_off_reference(patient: Patient) -> Finding | str | None:
     """Load both from the same files with the same precision; a reference of an earlier stage may be intended."""
     if not patient.logs and patient.reference is None:
         return None
@@ -220,6 +220,11 @@ def start_off_reference(patient: Patient) -> str | None:
         policy, reference = (_losses(model, _responses(patient)) for model in (patient.model, patient.reference))
         gap = (policy - reference).abs().mean().item()
         return f"policy and reference differ by {gap:.2f} nats for each token before training" if gap > 0.1 else None
+    values = patient.logged("kl") if patient.kind == "policy" else []
+    # A single rare token can make the estimate of one step large; a NaN is not below the limit either.
+    if any(not (one <= 10 or other <= 10) for one, other in pairwise(values)):
+        remedy = "Lower the learning rate, or compare policy and reference if it is this large in the first step."
+        return Finding("the KL to the reference was above 10 nats in consecutive steps", remedy, "error")
     first, loss = patient.first_step, patient.setting("loss")
     has_reference = loss not in preference_losses or preference_losses[loss].needs_reference
     if first.get("kl", 0.0) > 0.02:

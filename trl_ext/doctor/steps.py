@@ -108,17 +108,6 @@ def loss_is_zero(patient: Patient) -> str | None:
     return "a loss of 0 and no clipped ratio in the first step are normal" if normal else None
 
 
-@check("kl-explodes", "error", "steps", "policy")
-def kl_explodes(patient: Patient) -> str | None:
-    """Lower the learning rate, or compare policy and reference if it is this large in the first step."""
-    values = patient.logged("kl")
-    # A single rare token can make the estimate of one step large; a NaN is not below the limit either.
-    twice = any(not (one <= 10 or other <= 10) for one, other in itertools.pairwise(values))
-    return (
-        f"the KL to the reference is above 10 nats in consecutive steps (the last: {values[-1]:g})" if twice else None
-    )
-
-
 @check("reference-moves", "error", "trainer steps", "preference policy other")
 def reference_moves(patient: Patient) -> str | None:
     """Leave ref_model out, or load it a second time, and keep its weights out of the optimizer."""

@@ -4,15 +4,17 @@ from trl_ext.losses.kl import kl_estimate
 from trl_ext.losses.masking import aggregate, masked_mean, masked_normalize, masked_sum
 from trl_ext.losses.objective import PreferenceObjective, confidence, wpo
 from trl_ext.losses.policy import (
+    PolicyScores,
     cispo,
     clipped_surrogate,
     gmpo,
     reinforce,
     sapo,
+    sequence_log_ratio,
+    token_log_ratio,
     unclipped_surrogate,
 )
 from trl_ext.losses.policy_objective import PolicyLoss
-from trl_ext.losses.policy_scores import PolicyScores, sequence_log_ratio, token_log_ratio
 from trl_ext.losses.preference import (
     PreferenceScores,
     aot,

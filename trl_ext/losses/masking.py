@@ -27,14 +27,9 @@ def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
 
 
 def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Mean of `values` where `mask` is 1; NaN if the mask selects nothing.
+    """Mean of `values` where `mask` is 1; NaN if the mask selects nothing. The arguments are those of `masked_sum`.
 
     `aggregate` is the reduction that counts an empty row as 0.
-
-    Args:
-        values: any shape.
-        mask: a shape that broadcasts with that of `values`.
-        dim: the dimension to reduce; None for all of them.
     """
     values, counts = torch.broadcast_tensors(values, mask != 0)
     count = counts.sum() if dim is None else counts.sum(dim)
@@ -42,13 +37,7 @@ def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
 
 
 def masked_normalize(values: Tensor, mask: Tensor, constant: float, dim: int | None = None) -> Tensor:
-    """Sum of `values` where `mask` is 1, divided by `constant` whatever the number of tokens.
-
-    Args:
-        values: any shape.
-        mask: a shape that broadcasts with that of `values`.
-        constant: the divisor of the sum.
-        dim: the dimension to reduce; None for all of them.
+    """`masked_sum`, divided by `constant` whatever the number of tokens.
 
     Raises:
         ValueError: `constant` is not positive.

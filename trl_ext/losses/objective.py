@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -42,8 +41,7 @@ class PreferenceObjective:
         columns: dataset columns passed to the loss and the weightings.
 
     Raises:
-        ValueError: an unknown name or option, a beta that is not positive, or a loss that does not return one value
-            per pair; the message says which and what to do.
+        ValueError: an unknown name or option, or a beta that is not positive; the message says which and what to do.
     """
 
     def __init__(
@@ -75,14 +73,15 @@ class PreferenceObjective:
             if weighting.column_option
         ]
         self.columns = tuple(dict.fromkeys([*self.loss.columns, *of_weightings, *columns]))
-        self._dry_run()
 
     def raw_weights(self, scores: PreferenceScores) -> Tensor:
         """Product of the weights to be divided by their mean over the optimizer batch. [B]."""
         weights = torch.ones_like(scores.chosen)
+        # Their mean must be known before the batch is trained on, so they read the columns alone.
+        columns = PreferenceScores(None, None, columns=scores.columns)
         for weighting, options in self.weightings:
             if weighting.normalize:
-                weights = weights * weighting.function(scores, **options)
+                weights = weights * weighting.function(columns, **options)
         return weights
 
     def __call__(self, scores: PreferenceScores, *, mean_raw_weight: Tensor | float | None = None) -> Tensor:
@@ -91,9 +90,18 @@ class PreferenceObjective:
         Args:
             scores: the scores of B pairs.
             mean_raw_weight: mean of `raw_weights` over the optimizer batch; None if `scores` is that whole batch.
+
+        Raises:
+            ValueError: the loss does not return one value per pair.
         """
         beta = {"beta": self.beta} if self.loss.takes_beta else {}
-        losses = self.loss.function(scores, **beta, **self.loss_options)
+        try:
+            losses = self.loss.function(scores, **beta, **self.loss_options)
+        except KeyError as error:
+            raise ValueError(
+                f"the preference loss {self.loss.name!r} reads the column {error.args[0]!r}: "
+                f"register it with columns=({error.args[0]!r},), or name the column in loss_columns"
+            ) from error
         if not isinstance(losses, Tensor) or losses.shape != scores.chosen.shape:
             got = f"shape {list(losses.shape)}" if isinstance(losses, Tensor) else f"a {type(losses).__name__}"
             raise ValueError(
@@ -130,49 +138,6 @@ class PreferenceObjective:
             entry.check_options(own)
             resolved.append((entry, own))
         return resolved
-
-    def _dry_run(self) -> None:
-        """Evaluate the objective once on made-up scores, so that a wrong option or shape shows before training."""
-        size = 8
-        values = torch.linspace(-3.0, -1.0, size)
-        reference = {"ref_chosen": values - 0.1, "ref_rejected": values - 0.2} if self.needs_reference else {}
-        scores = PreferenceScores(
-            chosen=values.clone().requires_grad_(),
-            rejected=values.flip(0).clone().requires_grad_(),
-            chosen_length=torch.tensor([4, 7, 2, 9, 5, 3, 8, 6]),
-            rejected_length=torch.tensor([5, 3, 8, 6, 4, 7, 2, 9]),
-            columns={column: torch.linspace(0.1, 1.0, size) for column in self.columns},
-            chosen_policy_weight=torch.full((size,), 0.5),
-            rejected_policy_weight=torch.full((size,), 0.5),
-            **reference,
-        )
-        try:
-            with torch.enable_grad():
-                losses = self(scores)
-        except KeyError as error:
-            raise ValueError(
-                f"the preference loss {self.loss.name!r} reads the column {error.args[0]!r}: "
-                f"register it with columns=({error.args[0]!r},), or name the column in loss_columns"
-            ) from error
-        except ValueError:
-            raise
-        except Exception as error:
-            problem = f"{type(error).__name__}: {error}"
-            raise ValueError(
-                f"the preference loss {self.loss.name!r} fails on {size} made-up pairs: {problem}"
-            ) from error
-        # A loss may not support every made-up pair, but it must support some.
-        if not bool(losses.isfinite().any()):
-            raise ValueError(f"the preference loss {self.loss.name!r} returns {losses.tolist()} for made-up pairs")
-        if not losses.requires_grad:
-            raise ValueError(
-                f"the preference loss {self.loss.name!r} has no gradient: it must be computed from "
-                "scores.chosen or scores.rejected with torch operations"
-            )
-        # The mean of these weights must be known before the batch is trained on.
-        swapped = replace(scores, chosen=scores.rejected, rejected=scores.chosen)
-        if not torch.equal(self.raw_weights(scores), self.raw_weights(swapped)):
-            raise ValueError("a weighting that is normalised may read scores.columns only, and this one reads scores")
 
     def describe(self) -> str:
         """One line that names the loss, its beta and its options, for logs and reports."""

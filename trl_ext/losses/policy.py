@@ -8,12 +8,87 @@ returned unreduced; at ratio 1 its gradient is `-advantage` times that of the lo
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from trl_ext.losses.kl import MAX_EXPONENT
 from trl_ext.losses.masking import masked_sum
-from trl_ext.losses.policy_scores import bounded_ratio, column
+
+
+@dataclass
+class PolicyScores:
+    """The inputs of a policy loss for B responses.
+
+    Attributes:
+        log_probs: token log-probabilities under the policy, with gradient, in nats, [B, T].
+        old_log_probs: the same when the responses were sampled, without gradient, [B, T]; None only if the algorithm
+            has no ratio.
+        mask: 1 where a token counts, [B, T].
+        advantages: [B, 1] or [B, T]; [B] is treated as [B, 1].
+        ratio: the unit of `log_ratio`: each `token`, the whole `sequence`, or `none`.
+        sampler_log_probs: `old_log_probs` as the sampler itself recorded them, [B, T]: NaN where it did not, or None.
+        ref_log_probs: token log-probabilities under the reference, [B, T], or None.
+    """
+
+    log_probs: Tensor
+    old_log_probs: Tensor | None
+    mask: Tensor
+    advantages: Tensor
+    ratio: str = "token"
+    sampler_log_probs: Tensor | None = None
+    ref_log_probs: Tensor | None = None
+
+    def __post_init__(self):
+        self.advantages = column(self.advantages)
+
+    @property
+    def log_ratio(self) -> Tensor:
+        """Log of new over old probability: [B, T] for `token`, [B, 1] for `sequence`.
+
+        Raises:
+            ValueError: the algorithm has no ratio.
+        """
+        if self.ratio == "none" or self.old_log_probs is None:
+            raise ValueError(
+                "this algorithm has no importance ratio: register it with ratio='token' or ratio='sequence' to read "
+                "scores.log_ratio"
+            )
+        if self.ratio == "sequence":
+            return sequence_log_ratio(self.log_probs, self.old_log_probs, self.mask)
+        return token_log_ratio(self.log_probs, self.old_log_probs)
+
+    @property
+    def behaviour_log_probs(self) -> Tensor:
+        """`sampler_log_probs` where recorded, and `old_log_probs` elsewhere. [B, T]."""
+        if self.sampler_log_probs is None:
+            return self.old_log_probs
+        return torch.where(self.sampler_log_probs.isnan(), self.old_log_probs, self.sampler_log_probs)
+
+
+def token_log_ratio(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
+    """Log of each token's new over old probability. [B, T]."""
+    return log_probs - old_log_probs
+
+
+def sequence_log_ratio(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> Tensor:
+    """Mean of the token log-ratios of each response, the log of GSPO's ratio; 0 for an empty response. [B, 1].
+
+    Zheng et al. 2025, arXiv 2507.18071, equation 7.
+    """
+    total = masked_sum(log_probs - old_log_probs, mask, dim=-1)
+    return (total / (mask != 0).sum(-1).clamp(min=1)).unsqueeze(-1)
+
+
+def column(advantages: Tensor) -> Tensor:
+    """Advantages of shape [B] as [B, 1]; others unchanged."""
+    return advantages.unsqueeze(1) if advantages.dim() == 1 else advantages
+
+
+def bounded_ratio(log_ratio: Tensor) -> Tensor:
+    """`exp(log_ratio)` with the exponent clamped at 20 against overflow. Clamped values have no gradient."""
+    return log_ratio.clamp(max=MAX_EXPONENT).exp()
 
 
 def clipped_surrogate(
@@ -31,8 +106,6 @@ def clipped_surrogate(
     clamped and has no gradient either; trainers log the share of such tokens as `log_ratio/clamped`.
 
     Args:
-        log_ratio: [B, T] or [B, 1].
-        advantages: [B], [B, 1] or [B, T].
         clip_low, clip_high: how far the ratio may fall and rise. Unequal ones: DAPO, arXiv 2503.14476.
         dual_clip: if the advantage is negative, the loss is at most this many times `-advantage`; above 1
             (Ye et al. 2019, arXiv 1912.09729).
@@ -59,12 +132,7 @@ def unclipped_surrogate(log_ratio: Tensor, advantages: Tensor) -> Tensor:
 def cispo(log_ratio: Tensor, log_probs: Tensor, advantages: Tensor, *, ratio_cap: float = 5.0) -> Tensor:
     """CISPO: `-min(ratio, ratio_cap) A log_prob`, with no gradient through the capped ratio; no token is dropped.
 
-    Args:
-        log_ratio: [B, T] or [B, 1].
-        log_probs: [B, T].
-        advantages: [B], [B, 1] or [B, T].
-        ratio_cap: the cap itself, not its distance from 1.
-
+    `ratio_cap` is the cap itself, not its distance from 1.
     MiniMax 2025, arXiv 2506.13585, equation 4; cap of about 5: arXiv 2510.13786.
     """
     weights = bounded_ratio(log_ratio.detach()).clamp(max=ratio_cap)

@@ -2,34 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from trl_ext.losses.kl import KL_ESTIMATORS, MAX_EXPONENT, kl_estimate
-from trl_ext.losses.masking import AGGREGATIONS, aggregate, masked_sum
-from trl_ext.losses.policy import SURROGATES
-from trl_ext.losses.policy_scores import PolicyScores, bounded_ratio
-from trl_ext.names import check_choice
+from trl_ext.losses.kl import MAX_EXPONENT, kl_estimate
+from trl_ext.losses.masking import aggregate, masked_sum
+from trl_ext.losses.policy import SURROGATES, PolicyScores, bounded_ratio
 from trl_ext.registry import Entry
 from trl_ext.settings import LOSS_SETTINGS, LossFields
-
-# Setting -> its values, each of which is a function or a branch of one.
-KINDS: dict[str, Iterable[str]] = {
-    "surrogate": SURROGATES,
-    "aggregation": AGGREGATIONS,
-    "kl_estimator": KL_ESTIMATORS,
-}
-
-
-def check_setting(name: str, value: Any) -> None:
-    """Raise ValueError, naming the flag and its values, for an unknown or out-of-range value of a loss setting."""
-    if name in KINDS:
-        check_choice(name, value, KINDS[name])
-    LOSS_SETTINGS[name].check(name, value)
 
 
 def settings_of(function: Callable) -> dict[str, Any]:
@@ -59,7 +43,7 @@ class PolicyLoss(LossFields):
     def __post_init__(self):
         if self.function is None:
             self.surrogate = self.surrogate or "clip"
-            check_setting("surrogate", self.surrogate)
+            LOSS_SETTINGS["surrogate"].check("surrogate", self.surrogate)
             self.function = SURROGATES[self.surrogate]
         else:
             self.surrogate = "own"
@@ -68,23 +52,17 @@ class PolicyLoss(LossFields):
             if getattr(self, name) is None:
                 setattr(self, name, setting.default)
             elif name != "surrogate":
-                check_setting(name, getattr(self, name))
+                setting.check(name, getattr(self, name))
         self.kl_aggregation = None if self.kl_aggregation == "inside" else self.kl_aggregation
-        self._check_what_is_read()
-        self._check_ratio()
-        if of_kl and not self.beta:
-            reason = f"without a beta there is no KL term; use --beta above 0, or leave {of_kl[0]} out"
-            self._refuse(of_kl[0], "beta", reason)
-        if self.needs_reference:
-            self._check_kl()
+        for one, other, reason in self._contradictions(of_kl):
+            flags = " and ".join(f"--{flag} {getattr(self, flag)}" for flag in (one, other))
+            raise ValueError(f"{flags} contradict each other: {reason}")
         self._check_options()
         if self.epsilon_high is None:
             self.epsilon_high = self.epsilon
         for name, default in self._read.items():
             if getattr(self, name) is None:
                 setattr(self, name, default)
-        if self.surrogate == "own":
-            self._dry_run()
 
     @property
     def needs_reference(self) -> bool:
@@ -200,62 +178,52 @@ class PolicyLoss(LossFields):
 
     # ---- Checks ----
 
-    def _refuse(self, one: str, other: str, reason: str) -> None:
-        flags = " and ".join(f"--{flag} {getattr(self, flag)}" for flag in (one, other))
-        raise ValueError(f"{flags} contradict each other: {reason}")
-
-    def _check_what_is_read(self) -> None:
+    def _contradictions(self, of_kl: list[str]) -> Iterator[tuple[str, str, str]]:
+        """Two settings that contradict each other, why, and what to use instead; `of_kl` names those of a KL term."""
+        own, reads_ratio = self.surrogate == "own", self._reads_ratio
         for name, setting in LOSS_SETTINGS.items():
-            if not setting.option or getattr(self, name) is None or name in self._read:
-                continue
-            instead = "give your function an option for it"
-            if self.surrogate != "own":
+            if setting.option and getattr(self, name) is not None and name not in self._read:
                 readers = [known for known, function in SURROGATES.items() if name in settings_of(function)]
-                instead = f"use --surrogate {readers[0]}"
-            self._refuse(name, "surrogate", f"this surrogate does not read {name}; leave it out, or {instead}")
+                instead = "give your function an option for it" if own else f"use --surrogate {readers[0]}"
+                yield name, "surrogate", f"this surrogate does not read {name}; leave it out, or {instead}"
         if self.loss_constant is not None and self.aggregation != "constant":
             reason = "only a constant aggregation divides by it; leave it out, or use --aggregation constant"
-            self._refuse("loss_constant", "aggregation", reason)
-
-    def _check_ratio(self) -> None:
+            yield "loss_constant", "aggregation", reason
         if self._takes_beta and (not self.beta or self.kl_in != "loss"):
             reason = "it compares with the reference itself, times a beta above 0; leave settings of a KL term out"
-            self._refuse("kl_in" if self.beta else "beta", "surrogate", reason)
-        if self.surrogate != "own" and not self._reads_ratio and self.ratio != "none":
+            yield "kl_in" if self.beta else "beta", "surrogate", reason
+        if not own and not reads_ratio and self.ratio != "none":
             reason = "it has no importance ratio; use --ratio none, or --surrogate no_clip for a ratio without a clip"
-            self._refuse("surrogate", "ratio", reason)
-        if self.ratio == "none" and self._reads_ratio:
+            yield "surrogate", "ratio", reason
+        if self.ratio == "none" and reads_ratio:
             reason = "this surrogate is of the importance ratio; use --ratio token, or --surrogate reinforce"
-            self._refuse("ratio", "surrogate", reason)
+            yield "ratio", "surrogate", reason
         if self.surrogate == "gmpo" and self.ratio != "token":
-            reason = "this surrogate is of the token's ratio; use --ratio token, or --surrogate clip"
-            self._refuse("ratio", "surrogate", reason)
-        if self.ratio == "sequence" and self.aggregation == "token_mean":
-            reason = (
-                "one ratio per response, counted once per token, would weight responses by their length; "
-                "use --aggregation sequence_mean, or --ratio token"
+            yield (
+                "ratio",
+                "surrogate",
+                "this surrogate is of the token's ratio; use --ratio token, or --surrogate clip",
             )
-            self._refuse("ratio", "aggregation", reason)
-
-    def _check_kl(self) -> None:
-        if self.kl_in == "reward":
-            if self.kl_estimator != "k1":
-                reason = (
-                    f"a detached {self.kl_estimator} in the reward follows the gradient of no divergence; "
-                    "use --kl_estimator k1, or --kl_in loss"
-                )
-                self._refuse("kl_in", "kl_estimator", reason)
-            for flag in ("kl_ratio_correction", "kl_aggregation"):
-                if getattr(self, flag):
-                    self._refuse("kl_in", flag, "it concerns a KL term in the loss; leave it out, or use --kl_in loss")
-        if not self.kl_ratio_correction:
+        if self.ratio == "sequence" and self.aggregation == "token_mean":
+            reason = "one ratio per response, counted once per token, would weight responses by their length; "
+            yield "ratio", "aggregation", reason + "use --aggregation sequence_mean, or --ratio token"
+        if not self.beta:
+            for name in of_kl:
+                reason = f"without a beta there is no KL term; use --beta above 0, or leave {name} out"
+                yield name, "beta", reason
             return
-        if self.ratio == "none":
+        if self.kl_in == "reward" and self.kl_estimator != "k1":
+            reason = f"a detached {self.kl_estimator} in the reward follows the gradient of no divergence; "
+            yield "kl_in", "kl_estimator", reason + "use --kl_estimator k1, or --kl_in loss"
+        for name in ("kl_ratio_correction", "kl_aggregation"):
+            if self.kl_in == "reward" and getattr(self, name):
+                yield "kl_in", name, "it concerns a KL term in the loss; leave it out, or use --kl_in loss"
+        if self.kl_ratio_correction and self.ratio == "none":
             reason = "there is no ratio to correct with; use --ratio token, or leave the correction out"
-            self._refuse("kl_ratio_correction", "ratio", reason)
-        if self.kl_estimator == "k2":
+            yield "kl_ratio_correction", "ratio", reason
+        if self.kl_ratio_correction and self.kl_estimator == "k2":
             reason = "k2 has the reverse KL's gradient without it, and not with it; use --kl_estimator k3 or k1"
-            self._refuse("kl_ratio_correction", "kl_estimator", reason)
+            yield "kl_ratio_correction", "kl_estimator", reason
 
     def _check_options(self) -> None:
         for name in self._read:
@@ -278,36 +246,6 @@ class PolicyLoss(LossFields):
                 "without reducing them"
             )
         return losses
-
-    def _dry_run(self) -> None:
-        """Evaluate the function once on made-up scores, so that a wrong shape or option shows before training."""
-        old = torch.linspace(-2.5, -0.2, 12).reshape(3, 4)
-        log_probs = (old + torch.linspace(-0.3, 0.3, 12).flip(0).reshape(3, 4)).requires_grad_()
-        mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 1, 1, 0]])
-        advantages = torch.tensor([[1.0], [-0.5], [0.25]])
-        old_log_probs, reference = None if self.ratio == "none" else old, old if self._takes_beta else None
-        scores = PolicyScores(log_probs, old_log_probs, mask, advantages, self.ratio, ref_log_probs=reference)
-        name = self._function_name
-        try:
-            with torch.enable_grad():
-                losses = self._surrogate_losses(scores)
-        except ValueError:
-            raise
-        except Exception as error:
-            problem = f"{type(error).__name__}: {error}"
-            raise ValueError(f"the policy algorithm {name!r} fails on made-up responses: {problem}") from error
-        if not losses.requires_grad:
-            raise ValueError(
-                f"the policy algorithm {name!r} has no gradient: it must be computed from scores.log_probs or "
-                "scores.log_ratio with torch operations"
-            )
-        total = aggregate(losses, mask, "sum")
-        (gradient,) = torch.autograd.grad(total, log_probs, allow_unused=True)
-        if gradient is None or not bool(total.isfinite()) or not bool(gradient.isfinite().all()):
-            raise ValueError(
-                f"the policy algorithm {name!r} returns losses {losses.tolist()} for made-up responses: they and "
-                "their gradient must be finite"
-            )
 
 
 def _blank(values: Tensor | None, padding: Tensor) -> Tensor | None:

@@ -14,13 +14,6 @@ from torch.nn.functional import logsigmoid
 
 from trl_ext.registry import preference_loss
 
-# The papers that define two losses each.
-_AOT = {"paper": "2406.05882", "title": "Distributional Preference Alignment of LLMs via Optimal Transport"}
-_APO = {
-    "paper": "2408.06266",
-    "title": "Anchored Preference Optimization and Contrastive Revisions: Addressing Underspecification in Alignment",
-}
-
 
 @dataclass
 class PreferenceScores:
@@ -99,15 +92,13 @@ def _check_label_smoothing(label_smoothing: float) -> None:
         )
 
 
-@preference_loss(
-    "dpo", paper="2305.18290", title="Direct Preference Optimization: Your Language Model is Secretly a Reward Model"
-)
+@preference_loss("dpo", paper="2305.18290")
 def dpo(scores: PreferenceScores, *, beta: float = 0.1) -> Tensor:
     """DPO: `l(beta margin)`. Rafailov et al. 2023, arXiv 2305.18290, equation 7."""
     return -logsigmoid(beta * scores.margin)
 
 
-@preference_loss("cdpo", label="Conservative DPO")
+@preference_loss("cdpo")
 def cdpo(scores: PreferenceScores, *, beta: float = 0.1, label_smoothing: float = 0.1) -> Tensor:
     """Conservative DPO: `(1-e) l(beta margin) + e l(-beta margin)`, minimal at `margin = logit(1-e) / beta`.
 
@@ -119,12 +110,7 @@ def cdpo(scores: PreferenceScores, *, beta: float = 0.1, label_smoothing: float 
     return -(1 - label_smoothing) * logsigmoid(logits) - label_smoothing * logsigmoid(-logits)
 
 
-@preference_loss(
-    "robust_dpo",
-    paper="2403.00409",
-    title="Provably Robust DPO: Aligning Language Models with Noisy Feedback",
-    label="Robust DPO",
-)
+@preference_loss("robust_dpo", paper="2403.00409")
 def robust_dpo(scores: PreferenceScores, *, beta: float = 0.1, label_smoothing: float = 0.1) -> Tensor:
     """Robust DPO: an unbiased estimate of the DPO loss under labels flipped with probability e.
 
@@ -137,9 +123,7 @@ def robust_dpo(scores: PreferenceScores, *, beta: float = 0.1, label_smoothing: 
     return ((1 - label_smoothing) * kept - label_smoothing * flipped) / (1 - 2 * label_smoothing)
 
 
-@preference_loss(
-    "ipo", paper="2310.12036", title="A General Theoretical Paradigm to Understand Learning from Human Preferences"
-)
+@preference_loss("ipo", paper="2310.12036")
 def ipo(scores: PreferenceScores, *, beta: float = 0.1, length_normalized: bool = False) -> Tensor:
     """IPO: squared distance of the margin from `1 / (2 beta)`. Azar et al. 2023, arXiv 2310.12036, equation 17.
 
@@ -153,18 +137,13 @@ def ipo(scores: PreferenceScores, *, beta: float = 0.1, length_normalized: bool 
     return (scores.margin - 1 / (2 * beta)).square()
 
 
-@preference_loss("hinge", paper="2309.06657", title="Statistical Rejection Sampling Improves Preference Optimization")
+@preference_loss("hinge", paper="2309.06657")
 def hinge(scores: PreferenceScores, *, beta: float = 0.05) -> Tensor:
     """Hinge on the margin: `max(0, 1 - beta margin)`. Liu et al. 2023 (RSO), arXiv 2309.06657."""
     return torch.relu(1 - beta * scores.margin)
 
 
-@preference_loss(
-    "dpop",
-    paper="2402.13228",
-    title="Smaug: Fixing Failure Modes of Preference Optimisation with DPO-Positive",
-    label="DPO-Positive",
-)
+@preference_loss("dpop", paper="2402.13228")
 def dpop(scores: PreferenceScores, *, beta: float = 0.3, penalty: float = 50.0) -> Tensor:
     """DPO-Positive: DPO whose margin loses `penalty * max(0, -h_w)`, which keeps chosen responses likely.
 
@@ -174,7 +153,7 @@ def dpop(scores: PreferenceScores, *, beta: float = 0.3, penalty: float = 50.0) 
     return -logsigmoid(beta * (scores.margin - penalty * torch.relu(-scores.chosen_log_ratio)))
 
 
-@preference_loss("apo_zero", **_APO, label="APO-zero")
+@preference_loss("apo_zero", paper="2408.06266")
 def apo_zero(scores: PreferenceScores, *, beta: float = 0.1) -> Tensor:
     """APO-zero: `1 - sigmoid(beta h_w) + sigmoid(beta h_l)`; for chosen responses better than the model's own.
 
@@ -183,7 +162,7 @@ def apo_zero(scores: PreferenceScores, *, beta: float = 0.1) -> Tensor:
     return 1 - torch.sigmoid(beta * scores.chosen_log_ratio) + torch.sigmoid(beta * scores.rejected_log_ratio)
 
 
-@preference_loss("apo_down", **_APO, label="APO-down")
+@preference_loss("apo_down", paper="2408.06266")
 def apo_down(scores: PreferenceScores, *, beta: float = 0.1) -> Tensor:
     """APO-down: `sigmoid(beta h_w) + 1 - sigmoid(beta margin)`; for chosen responses worse than the model's own.
 
@@ -192,9 +171,7 @@ def apo_down(scores: PreferenceScores, *, beta: float = 0.1) -> Tensor:
     return torch.sigmoid(beta * scores.chosen_log_ratio) + 1 - torch.sigmoid(beta * scores.margin)
 
 
-@preference_loss(
-    "nca", paper="2402.05369", title="Noise Contrastive Alignment of Language Models with Explicit Rewards"
-)
+@preference_loss("nca", paper="2402.05369")
 def nca(scores: PreferenceScores, *, beta: float = 0.01) -> Tensor:
     """NCA for pairs: `l(beta h_w) + l(-beta h_w)/2 + l(-beta h_l)/2`, which bounds `h_w` at `log 2 / beta`.
 
@@ -204,7 +181,7 @@ def nca(scores: PreferenceScores, *, beta: float = 0.01) -> Tensor:
     return -logsigmoid(chosen) - 0.5 * logsigmoid(-chosen) - 0.5 * logsigmoid(-rejected)
 
 
-@preference_loss("sppo", paper="2405.00675", title="Self-Play Preference Optimization for Language Model Alignment")
+@preference_loss("sppo", paper="2405.00675")
 def sppo(
     scores: PreferenceScores,
     *,
@@ -228,7 +205,7 @@ def sppo(
     return 0.5 * (chosen.square() + rejected.square())
 
 
-@preference_loss("aot", batch_coupled=True, **_AOT)
+@preference_loss("aot", batch_coupled=True, paper="2406.05882")
 def aot(scores: PreferenceScores, *, beta: float = 0.01) -> Tensor:
     """AOT: the chosen log-ratios should dominate the rejected ones as distributions, quantile by quantile.
 
@@ -241,7 +218,7 @@ def aot(scores: PreferenceScores, *, beta: float = 0.01) -> Tensor:
     return -logsigmoid(beta * (chosen - _of_equal_rank(chosen, rejected)))
 
 
-@preference_loss("aot_paired", batch_coupled=True, **_AOT, label="AOT (paired)")
+@preference_loss("aot_paired", batch_coupled=True, paper="2406.05882")
 def aot_paired(scores: PreferenceScores, *, beta: float = 0.01) -> Tensor:
     """AOT on paired data: the policy's margins should dominate the reference's, quantile by quantile.
 
@@ -260,18 +237,9 @@ def _of_equal_rank(values: Tensor, others: Tensor) -> Tensor:
     return others.sort(stable=True).values[rank]
 
 
-@preference_loss(
-    "simpo",
-    needs_reference=False,
-    paper="2405.14734",
-    title="SimPO: Simple Preference Optimization with a Reference-Free Reward",
-)
+@preference_loss("simpo", needs_reference=False, paper="2405.14734")
 def simpo(
-    scores: PreferenceScores,
-    *,
-    beta: float = 2.0,
-    gamma_beta_ratio: float | None = None,
-    gamma: float | None = None,
+    scores: PreferenceScores, *, beta: float = 2.0, gamma_beta_ratio: float | None = None, gamma: float | None = None
 ) -> Tensor:
     """SimPO: `l(beta (mean chosen - mean rejected) - gamma)`, reference-free. Meng et al. 2024, arXiv 2405.14734.
 
@@ -284,7 +252,7 @@ def simpo(
     return -logsigmoid(beta * (scores.chosen_mean - scores.rejected_mean) - gamma)
 
 
-@preference_loss("repo", needs_reference=False, paper="2503.07426", title="RePO: ReLU-based Preference Optimization")
+@preference_loss("repo", needs_reference=False, paper="2503.07426")
 def repo(scores: PreferenceScores, *, gamma: float = 0.6, beta: float = 1.0) -> Tensor:
     """ReLU-based preference optimisation: `max(0, gamma - (mean chosen - mean rejected))`.
 
@@ -294,12 +262,7 @@ def repo(scores: PreferenceScores, *, gamma: float = 0.6, beta: float = 1.0) -> 
     return torch.relu(gamma - (scores.chosen_mean - scores.rejected_mean))
 
 
-@preference_loss(
-    "cpo",
-    needs_reference=False,
-    paper="2401.08417",
-    title="Contrastive Preference Optimization: Pushing the Boundaries of LLM Performance in Machine Translation",
-)
+@preference_loss("cpo", needs_reference=False, paper="2401.08417")
 def cpo(scores: PreferenceScores, *, beta: float = 0.1, nll_weight: float = 1.0) -> Tensor:
     """CPO: `l(beta (chosen - rejected))` plus `nll_weight` times the chosen response's mean token loss.
 
@@ -309,12 +272,7 @@ def cpo(scores: PreferenceScores, *, beta: float = 0.1, nll_weight: float = 1.0)
     return -logsigmoid(beta * (scores.chosen - scores.rejected)) - nll_weight * scores.chosen_mean
 
 
-@preference_loss(
-    "orpo",
-    needs_reference=False,
-    paper="2403.07691",
-    title="ORPO: Monolithic Preference Optimization without Reference Model",
-)
+@preference_loss("orpo", needs_reference=False, paper="2403.07691")
 def orpo(scores: PreferenceScores, *, beta: float = 0.1) -> Tensor:
     """ORPO: the chosen response's mean token loss plus `beta` (the paper's lambda) times a log-odds-ratio loss.
 

@@ -63,10 +63,7 @@ def moments(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Number, mean and sum of squared deviations of the values where the mask is 1; float64 scalars.
 
-    Args:
-        values: any shape.
-        mask: 1 where a value counts, the same shape.
-        reduce: sums a tensor over all processes; None for a single process.
+    `reduce` sums a tensor over all processes; None for a single process.
     """
     reduce = reduce or (lambda tensor: tensor)
     wide = values.detach().double()
@@ -81,8 +78,7 @@ def whiten(
     """`(values - mean) / (std + 1e-8)` over the tokens that count, with the sample's standard deviation.
 
     Args:
-        values: [B, T].
-        mask: 1 where a token counts, [B, T].
+        values, mask: [B, T]; the mask is 1 where a token counts.
         shift_mean: False to add the mean back to the values, as for rewards.
         reduce: sums a tensor over all processes, for the statistics of the global batch; None for a single process.
 

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any
-
-import pyarrow.compute as compute
 
 from trl_ext.models.gguf import gguf_folder, is_smollm2, smollm2_file
 from trl_ext.names import nearest
@@ -33,7 +29,7 @@ def resolve_model_path(name_or_path: str) -> str:
     Raises:
         FileNotFoundError: the name looks like a path, and no such folder exists or it holds no `config.json`; or
             the package of smollm2 is not installed.
-        ImportError, ValueError: a GGUF file cannot be read.
+        ImportError: a GGUF file cannot be read without the package gguf.
     """
     if name_or_path == "toy":
         return str(MODEL_DIR)
@@ -53,7 +49,7 @@ def resolve_model_path(name_or_path: str) -> str:
     if _looks_like_path(name_or_path):
         raise FileNotFoundError(
             f"no model folder {name_or_path!r}: give a folder, a GGUF file, a hub name such as "
-            f"Qwen/Qwen2.5-1.5B-Instruct, toy or smollm2{_siblings(path)}"
+            f"Qwen/Qwen2.5-1.5B-Instruct, toy or smollm2"
         )
     return name_or_path
 
@@ -79,15 +75,6 @@ def _looks_like_path(name: str) -> bool:
     path = Path(name)
     is_no_hub_name = name.startswith((".", "/", "~", "runs/")) or name.endswith(("/", ".gguf")) or name.count("/") > 1
     return is_no_hub_name or path.exists() or ("/" in name and path.parent.is_dir())
-
-
-def _siblings(path: Path) -> str:
-    """List the saved models in the parent folder, to help the user find the right one."""
-    if not path.parent.is_dir():
-        return ""
-    files = ("config.json", "adapter_config.json")
-    names = sorted(child.name for child in path.parent.iterdir() if any((child / file).is_file() for file in files))
-    return f"; {path.parent} holds {', '.join(names[:5])}{' and others' if len(names) > 5 else ''}" if names else ""
 
 
 def load_policy(name_or_path: str | Path, *, dtype: str = "auto", device: str | None = None) -> tuple[Any, Any]:
@@ -126,14 +113,13 @@ def load_policy(name_or_path: str | Path, *, dtype: str = "auto", device: str | 
     return model.requires_grad_(False).eval().to(device), tokenizer
 
 
-def check_vocabulary(model, tokenizer, dataset: Any = None) -> None:
-    """Reject tokens for which a model has no embedding.
+def check_vocabulary(model, tokenizer) -> None:
+    """Reject special tokens for which a model has no embedding.
 
     Args:
         model: a model with input embeddings.
         tokenizer: its begin, end and padding tokens are checked. It may have others that the model lacks and that no
             text contains, as Gemma 3 has a token of images.
-        dataset: rows to check as well: those of token ids, or else the prompts.
 
     Raises:
         ValueError: the message names the largest token and what to do.
@@ -142,33 +128,14 @@ def check_vocabulary(model, tokenizer, dataset: Any = None) -> None:
     tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
     if size is None or len(tokenizer) <= size:
         return
-    special = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id]
-    largest = max(chain((one for one in special if one is not None), *_token_rows(tokenizer, dataset)), default=0)
+    special = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
+    largest = max((token for token in special if token is not None), default=0)
     if largest >= size:
         raise ValueError(
             f"the tokenizer's token {tokenizer.convert_ids_to_tokens(largest)!r} is number {largest}, and the model "
             f"has embeddings for {size} tokens: use the tokenizer that was saved with the model, or call "
             f"model.resize_token_embeddings({len(tokenizer)}) first"
         )
-
-
-def _token_rows(tokenizer, dataset: Any) -> Iterator[Sequence[int]]:
-    from datasets import Dataset
-
-    columns = dataset.column_names if isinstance(dataset, Dataset) else []
-    encoded = [name for name in columns if name.endswith("_ids")]
-    if encoded:
-        for batch in dataset.select_columns(encoded).with_format("arrow").iter(10_000):
-            yield from ([compute.max(compute.list_flatten(batch[name])).as_py() or 0] for name in encoded)
-    elif "prompt" in columns:
-        for batch in dataset.select_columns(["prompt"]).iter(1000):
-            texts = [
-                prompt
-                if isinstance(prompt, str)
-                else tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-                for prompt in batch["prompt"]
-            ]
-            yield from tokenizer(texts)["input_ids"]
 
 
 def find_policy(name_or_path: str | Path, *, dtype: str = "auto") -> tuple[str, str, bool]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,14 +15,7 @@ HEADS = ("score", "classifier")
 # Saved with the weights of a reward model: the token limits that it was trained with.
 LIMITS_FILE = "reward_model.json"
 
-# LoRA settings that leave the base's weights and its forward pass as they are.
-PLAIN_SETTINGS = {
-    *("task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
-    *("inference_mode", "r", "target_modules", "exclude_modules", "lora_alpha", "lora_dropout", "fan_in_fan_out"),
-    *("use_rslora", "use_dora", "lora_bias", "layers_to_transform", "layers_pattern", "rank_pattern"),
-    *("alpha_pattern", "modules_to_save", "ensure_weight_tying", "eva_config", "runtime_config"),
-}
-# Initialisations that do the same; the others move a part of the base's weights into the adapter.
+# LoRA initialisations that leave the base's weights alone; the others move a part of them into the adapter.
 HARMLESS_INITIALISATIONS = (True, False, "gaussian", "orthogonal", "eva")
 
 
@@ -111,7 +103,7 @@ def head_of(folder: Path, shapes: dict[str, tuple[int, ...]]) -> str:
 
 def adapter_obstacle(adapter: RewardAdapter) -> str | None:
     """Why this reward adapter cannot share a base with other adapters, in one line; None if it can."""
-    setting = _unusual_setting(adapter.config)
+    setting = _changes_base(adapter.config)
     if setting:
         return f"the adapter cannot share a base with {setting}"
     others = [name for name in adapter.shapes if ".lora_" not in name and name != adapter.head]
@@ -134,7 +126,7 @@ def policy_obstacle(model) -> str | None:
     for name, config in model.peft_config.items():
         if not isinstance(config, LoraConfig):
             return f"the policy's adapter {name!r} is {config.peft_type.value}, not LoRA"
-        setting = _unusual_setting(config)
+        setting = _changes_base(config)
         if setting:
             return f"the policy's adapter {name!r} may change its base with {setting}"
     if len(model.active_adapters) != 1:
@@ -148,14 +140,12 @@ def policy_obstacle(model) -> str | None:
     return None
 
 
-def _unusual_setting(config: LoraConfig) -> str | None:
-    """A setting with which an adapter may change its base or need a forward pass of its own; None without one."""
-    default = LoraConfig()
-    for name in (field.name for field in dataclasses.fields(config) if field.name not in PLAIN_SETTINGS):
-        value = getattr(config, name)
-        harmless = name == "init_lora_weights" and value in HARMLESS_INITIALISATIONS
-        if value and value != getattr(default, name) and not harmless:
-            return f"{name}={value!r}"
+def _changes_base(config: LoraConfig) -> str | None:
+    """A setting with which an adapter changes its base; None without one."""
+    if config.bias != "none":
+        return f"bias={config.bias!r}"
+    if config.init_lora_weights not in HARMLESS_INITIALISATIONS:
+        return f"init_lora_weights={config.init_lora_weights!r}"
     return None
 
 

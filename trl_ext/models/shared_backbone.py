@@ -231,14 +231,13 @@ def preserved_random_state():
 
 @contextmanager
 def _restored(model) -> Iterator[None]:
-    """Restore the active adapter, whether it is disabled, gradients and training modes on exit."""
+    """Restore the active adapter, whether it is disabled, and which parameters have gradients on exit."""
     layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
     if any(layer.merged for layer in layers):
         raise ValueError("an adapter is merged into the base: unmerge it before another one is used")
     active = model.active_adapters if isinstance(model, PeftModel) else []
     disabled = any(layer.disable_adapters for layer in layers)
     gradients = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-    modes = [(module, module.training) for module in model.modules()]
     try:
         yield
     finally:
@@ -249,8 +248,6 @@ def _restored(model) -> Iterator[None]:
         # PEFT's switches turn gradients on and off as well.
         for parameter, requires_grad in gradients:
             parameter.requires_grad_(requires_grad)
-        for module, training in modes:
-            module.training = training
 
 
 def _has_float32_adapter(model: PeftModel) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from trl_ext.data.truncation import text_ids
+from trl_ext.data.conversation import text_ids
 
 
 def tokenize_prompt_and_output(prompt_strs: Sequence[str], output_strs: Sequence[str], tokenizer) -> dict[str, Tensor]:

@@ -1,7 +1,7 @@
 """Checkpoint folders: written completely or not at all, checked before a resume, and deleted in a safe order.
 
-A checkpoint is written inside `checkpoint.partial`, sealed by a list of its files with their sizes, flushed to the
-disk, and then renamed. The check compares names and sizes; it does not read weights.
+A checkpoint is written inside `checkpoint.partial`, sealed by a list of its files with their sizes, and then renamed.
+The check compares names and sizes; it does not read weights.
 """
 
 from __future__ import annotations
@@ -57,12 +57,10 @@ def check_checkpoint(checkpoint: str | Path) -> None:
         FileNotFoundError: it has no trainer_state.json, or there is no such folder.
         ValueError: it is incomplete; the message names the file.
     """
-    checkpoint = Path(checkpoint)
-    if not (checkpoint / STATE_FILE).is_file():
-        raise FileNotFoundError(f"{str(checkpoint)!r} is no checkpoint: it has no {STATE_FILE}")
-    fault = fault_of(checkpoint)
+    fault = fault_of(Path(checkpoint))
     if fault is not None:
-        raise ValueError(f"the checkpoint {checkpoint} cannot be resumed from: {fault}; name an earlier one")
+        kind = ValueError if (Path(checkpoint) / STATE_FILE).is_file() else FileNotFoundError
+        raise kind(f"the checkpoint {checkpoint} cannot be resumed from: {fault}; name an earlier one")
 
 
 def fault_of(checkpoint: Path) -> str | None:
@@ -74,11 +72,7 @@ def fault_of(checkpoint: Path) -> str | None:
         return f"it has no {STATE_FILE}, so it was not finished"
     listed = checkpoint / FILES_FILE
     if listed.is_file():
-        try:
-            sizes = dict(json.loads(listed.read_text(encoding="utf-8")))
-        except (ValueError, TypeError):
-            return f"{FILES_FILE} is damaged"
-        for name, size in sizes.items():
+        for name, size in json.loads(listed.read_text(encoding="utf-8")).items():
             path = checkpoint / name
             if not path.is_file():
                 return f"{name} is missing"
@@ -113,11 +107,9 @@ def written_whole(partial: Path, final: Path, accelerator, *, saves: bool) -> It
 
 
 def seal(folder: Path) -> None:
-    """List the files of a finished checkpoint with their sizes, and flush everything to the disk."""
+    """List the files of a finished checkpoint with their sizes."""
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != FILES_FILE)
     write_json(folder / FILES_FILE, {str(path.relative_to(folder)): path.stat().st_size for path in files})
-    for path in [*files, folder / FILES_FILE, *(path for path in folder.rglob("*") if path.is_dir()), folder]:
-        _flush(path)
 
 
 def move_into_place(partial: Path, final: Path) -> None:
@@ -132,7 +124,6 @@ def move_into_place(partial: Path, final: Path) -> None:
     if final.exists():
         os.rename(final, partial.with_name(f"{partial.name}.replaced"))
     os.rename(whole, final)
-    _flush(final.parent)
     shutil.rmtree(partial.parent, ignore_errors=True)
 
 
@@ -154,18 +145,3 @@ def delete_old(newest: Path, limit: int | None, *, best: str | None = None, in_u
         going.mkdir(exist_ok=True)
         os.rename(checkpoint, going / checkpoint.name)
     shutil.rmtree(going, ignore_errors=True)
-
-
-def _flush(path: Path) -> None:
-    is_folder = path.is_dir()
-    try:
-        # Windows flushes only files that are open for writing.
-        handle = os.open(path, os.O_RDONLY if is_folder else os.O_RDWR)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-    except OSError:
-        # Some file systems cannot flush folders, and Windows cannot open them.
-        if not is_folder:
-            raise

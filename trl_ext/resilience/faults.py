@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import errno
-import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from trl_ext.processes import world_size
-from trl_ext.resilience.checkpoints import PARTIAL_FOLDER, last_checkpoint
+from trl_ext.resilience.checkpoints import last_checkpoint
 
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# Messages of writers that keep no error number: safetensors and tokenizers, and torch's zip writer.
-_DISK_TEXT = re.compile(
-    r"\(os error (28|27|122)\)|PytorchStreamWriter failed|inline_container\.cc.*unexpected pos", re.IGNORECASE
-)
 # The file of Gloo's sources that its messages begin with; it raises no type of its own.
 _GLOO_TEXT = "gloo/transport"
 
@@ -35,12 +30,13 @@ def plain_faults(output_dir: str | None = None) -> Iterator[None]:
     except Exception as error:
         if is_lost_process(error):
             raise TrainingFault(
-                "another process of this run has ended, and this one cannot go on without it: see its own message "
+                "another process of this run has ended, and this one cannot continue without it: see its own message "
                 "above (one that was killed, as for want of memory, leaves none). "
                 f"{_way_on(output_dir)} ({_first_line(error)})"
             ) from error
-        if is_disk_full(error):
-            raise TrainingFault(disk_message(error, output_dir)) from error
+        if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
+            what = f"the disk is full: {error.filename or 'a file'} could not be written"
+            raise TrainingFault(disk_message(what, error, output_dir)) from error
         raise
 
 
@@ -50,13 +46,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     from accelerate.utils.memory import should_reduce_batch_size
 
     return isinstance(error, torch.OutOfMemoryError) or should_reduce_batch_size(error)
-
-
-def is_disk_full(error: BaseException) -> bool:
-    """Whether a file could not be written because of a full disk, a quota or a file size limit."""
-    if isinstance(error, OSError) and error.errno is not None:
-        return error.errno in _DISK_ERRORS
-    return _DISK_TEXT.search(str(error)) is not None
 
 
 def is_lost_process(error: BaseException) -> bool:
@@ -69,24 +58,13 @@ def is_lost_process(error: BaseException) -> bool:
     return world_size() > 1 and (isinstance(error, distributed) or of_gloo)
 
 
-def disk_message(error: BaseException, output_dir: str | None) -> str:
-    """The message for a full disk: what could not be written, and how many MiB were free there."""
+def disk_message(what: str, error: BaseException, output_dir: str | None) -> str:
+    """The message for what could not be written: how many MiB were free there, and how to continue."""
     where = Path(output_dir or ".")
-    # safetensors names no file, and removes the one that it has begun; other writers leave theirs, the newest. Files
-    # of one clock tick are equally new, so a file of torch is searched among those of torch.
-    files = [path for path in (where / PARTIAL_FOLDER).rglob("*") if path.is_file()]
-    if re.search("PytorchStreamWriter|inline_container", str(error)):
-        files = [path for path in files if path.suffix == ".pt"] or files
-    if type(error).__name__ == "SafetensorError" or not files:
-        newest = "model.safetensors"
-    else:
-        newest = max(files, key=lambda path: path.stat().st_mtime_ns)
-    what = getattr(error, "filename", None) or newest
     existing = next(folder for folder in (where, *where.absolute().parents) if folder.exists())
     return (
-        f"the disk is full: {what} could not be written, and {shutil.disk_usage(existing).free / 2**20:.1f} MiB were "
-        "free there. Make room; a lower --save_total_limit keeps fewer checkpoints. "
-        f"{_way_on(output_dir)} ({_first_line(error)})"
+        f"{what}, and {shutil.disk_usage(existing).free / 2**20:.1f} MiB were free there. Make room; a lower "
+        f"--save_total_limit keeps fewer checkpoints. {_way_on(output_dir)} ({_first_line(error)})"
     )
 
 

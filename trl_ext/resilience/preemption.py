@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 
 import torch
 from transformers import TrainerCallback
@@ -16,8 +15,6 @@ from trl_ext.rollouts import end_processes
 REQUEUE = 75
 # Windows has no SIGUSR1.
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name))
-# torchrun forwards a signal that the cluster or the terminal has already sent to every process.
-_SAME_NOTICE_SECONDS = 1.0
 
 
 class Preemption(TrainerCallback):
@@ -26,14 +23,11 @@ class Preemption(TrainerCallback):
     In training, it first finishes the current optimizer step, and all updates of a policy's rollout, since a
     checkpoint does not contain the rollout. Then every process saves, in full even with `save_only_model`, and stops
     at the same step, whichever of them received the signal. The same command with `--resume_from_checkpoint` continues
-    exactly. If a signal comes too late for a checkpoint of the last step, the program saves its model. A second
-    SIGTERM or Ctrl-C, a second or more after the first, ends the process at once, and so does a signal outside of
-    training, where there is nothing to save. Rounds of expert iteration are not saved halfway: they start again from
-    their responses.
+    exactly. If a signal comes too late for a checkpoint of the last step, the program saves its model. Further signals
+    change nothing. Outside of training, where there is nothing to save, a signal ends the process at once. Rounds of
+    expert iteration are not saved halfway: they start again from their responses.
 
-    SLURM sends SIGTERM on preemption. On request it sends SIGUSR1 earlier to job steps: `--signal=USR1@300`. Under
-    torchrun, SIGUSR1 must reach the worker processes, and torchrun kills them 30 seconds after a SIGTERM. torchrun and
-    `accelerate launch` exit with 1 themselves: requeue on any failure, or on the printed line.
+    torchrun kills its workers 30 seconds after a SIGTERM, and exits with 1 itself, as `accelerate launch` does.
 
     Create it in the main thread, and add it to the trainer after its other callbacks.
 
@@ -46,9 +40,7 @@ class Preemption(TrainerCallback):
         # Steps between the points where the run may end.
         self.period = getattr(trainer.args, "updates_per_rollout", 1)
         self._training = False
-        # The first signal, and when the first that is not a SIGUSR1 came.
         self._asked: signal.Signals | None = None
-        self._told_at: float | None = None
         self._process = os.getpid()
         for number in SIGNALS:
             # Ignored under nohup, or by a shell for what runs in its background.
@@ -62,23 +54,14 @@ class Preemption(TrainerCallback):
                 os._exit(128 + number)
             return
         if not self._training:
-            self._end_at_once(number, frame, "outside of training, where there is nothing to save")
+            if number == signal.SIGINT:
+                # Raises KeyboardInterrupt, on which half-written files are removed.
+                signal.default_int_handler(number, frame)
+            self._say(number, "outside of training, where there is nothing to save")
+            os._exit(REQUEUE)
         if number == signal.SIGINT and self._asked is None and is_main_process():
-            os.write(1, b"\ninterrupted: ending after this step; another Ctrl-C ends the run at once, unsaved\n")
+            os.write(1, b"\ninterrupted: ending after this step (Ctrl-\\ ends the run at once, unsaved)\n")
         self._asked = self._asked or signal.Signals(number)
-        if number in (signal.SIGTERM, signal.SIGINT):
-            now = time.monotonic()
-            if self._told_at is None:
-                self._told_at = now
-            elif now - self._told_at >= _SAME_NOTICE_SECONDS:
-                self._end_at_once(number, frame, "again, and ended without a checkpoint")
-
-    def _end_at_once(self, number: int, frame, what: str) -> None:
-        if number == signal.SIGINT:
-            # Raises KeyboardInterrupt, on which half-written files are removed.
-            signal.default_int_handler(number, frame)
-        self._say(number, what)
-        os._exit(REQUEUE)
 
     def on_train_begin(self, args, state, control, **kwargs):
         self._training = True

@@ -59,29 +59,26 @@ class RewardGuard:
 
     def wrap(self, function: Callable) -> Callable:
         """The function with faults handled; asynchronous if the function is."""
-        if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
 
-            async def guarded(**arguments: Any) -> list[float | None]:
-                return await self._score(self._await, function, arguments)
-        else:
+        async def scored(**arguments: Any) -> list[float | None]:
+            return await self._score(function, arguments)
 
-            def guarded(**arguments: Any) -> list[float | None]:
-                return _run_at_once(self._score(self._call, function, arguments))
+        def scored_at_once(**arguments: Any) -> list[float | None]:
+            return _run_at_once(self._score(function, arguments))
 
+        is_coroutine = inspect.iscoroutinefunction
+        guarded = scored if is_coroutine(function) or is_coroutine(type(function).__call__) else scored_at_once
         guarded.__name__ = function_name(function)
         return guarded
 
-    async def _score(self, call: Callable, function: Callable, arguments: dict[str, Any]) -> list[float | None]:
+    async def _score(self, function: Callable, arguments: dict[str, Any]) -> list[float | None]:
         name, rows = function_name(function), _rows(arguments)
-        rewards, error = await call(function, arguments)
+        rewards, error = await self._call(function, arguments)
         if error is not None:
-            if (
-                self.on_error == "raise"
-                and not isinstance(error, Stalled)
-                and not getattr(function, "scores_groups", 0)
-            ):
+            one_by_one = not isinstance(error, Stalled) and not getattr(function, "scores_groups", False)
+            if self.on_error == "raise" and one_by_one:
                 for row in rows:
-                    _, fault = await call(function, row)
+                    _, fault = await self._call(function, row)
                     if fault is not None:
                         self._report(function, [row], fault)
                 raise RewardError(
@@ -99,19 +96,17 @@ class RewardGuard:
         return values
 
     async def _call(self, function: Callable, arguments: dict[str, Any]) -> tuple[Any, BaseException | None]:
+        clock = None
         try:
             with time_limit(self.limit):
-                return function(**arguments), None
+                result = function(**arguments)
+            if inspect.isawaitable(result):
+                clock = asyncio.timeout(self.limit)
+                async with clock:
+                    result = await result
+            return result, None
         except (Exception, Stalled) as error:
-            return None, error
-
-    async def _await(self, function: Callable, arguments: dict[str, Any]) -> tuple[Any, BaseException | None]:
-        clock = asyncio.timeout(self.limit)
-        try:
-            async with clock:
-                return await function(**arguments), None
-        except Exception as error:
-            return None, Stalled() if clock.expired() else error
+            return None, Stalled() if clock is not None and clock.expired() else error
 
     def _values(self, name: str, rewards: Any, rows: list[dict[str, Any]]) -> list[float | None]:
         """The return value of a function, checked to be a number or None for each response."""

@@ -15,7 +15,6 @@ skipping updates.
 from __future__ import annotations
 
 import json
-import logging
 import shutil
 from collections.abc import Sized
 from operator import attrgetter
@@ -24,24 +23,23 @@ from typing import Any, ClassVar
 
 import torch
 from accelerate.utils import broadcast_object_list, set_seed
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from trl_ext.files import write_text
 from trl_ext.models.batches import temporarily
 from trl_ext.models.loading import check_vocabulary
-from trl_ext.processes import begin_warnings
+from trl_ext.processes import begin_warnings, warn_once_per_run
 from trl_ext.resilience import checkpoints
 from trl_ext.resilience.faults import (
     TrainingFault,
     disk_message,
-    is_disk_full,
+    is_lost_process,
     is_out_of_memory,
     memory_message,
     plain_faults,
 )
 from trl_ext.resilience.guards import UpdateGuard
-
-logger = logging.getLogger(__name__)
 
 REFERENCE_FILE = "reference.safetensors"
 
@@ -51,7 +49,7 @@ class ResilientTraining:
 
     Updates that are not finite are skipped on all processes and counted (`skipped_updates`).
 
-    A checkpoint gets its name only when every process has written its part and everything has reached the disk.
+    A checkpoint gets its name only when every process has written its part.
     `save_total_limit` deletes older ones after that, but never the best one nor the one that the run was resumed from.
     `train(resume_from_checkpoint=True)` uses the last complete one, with a warning for each incomplete one.
 
@@ -63,7 +61,7 @@ class ResilientTraining:
 
     Raises:
         ValueError: `auto_find_batch_size` is set, which would let transformers change the optimizer batch; the
-            training data makes no batch; or the model lacks embeddings of the tokenizer's tokens.
+            training data makes no batch; or the model lacks embeddings of the tokenizer's special tokens.
     """
 
     carried_over: ClassVar[tuple[str, ...]] = (
@@ -84,12 +82,11 @@ class ResilientTraining:
         super().__init__(*args, **kwargs)
         if self.args.auto_find_batch_size:
             raise ValueError(
-                "auto_find_batch_size cannot be used: transformers would shrink the optimizer batch and go on from "
-                "parameters that have been trained. Lower per_device_train_batch_size and raise "
-                "gradient_accumulation_steps by the same factor, or use gradient_checkpointing"
+                "auto_find_batch_size cannot be used, as it changes the optimizer batch: lower "
+                "per_device_train_batch_size and raise gradient_accumulation_steps by the same factor"
             )
         self._require_a_batch()
-        check_vocabulary(self.model, self.processing_class, self.train_dataset)
+        check_vocabulary(self.model, self.processing_class)
         self.update_guard = UpdateGuard(self, self.args.max_skipped_updates)
         self.add_callback(self.update_guard)
 
@@ -104,9 +101,6 @@ class ResilientTraining:
         """
         begin_warnings()
         self.interrupted, self._progress = False, None
-        tied = getattr(self.model.config.get_text_config(), "tie_word_embeddings", False)
-        log = logging.getLogger("transformers.trainer")
-        (log.addFilter if tied else log.removeFilter)(_is_no_tied_head)
         checkpoint = self._checkpoint_to_resume(resume_from_checkpoint)
         if checkpoint is not None:
             self.check_optimizer_batch(checkpoint)
@@ -131,7 +125,7 @@ class ResilientTraining:
         if rows < needed:
             raise ValueError(
                 f"the training data has {rows} rows, and dataloader_drop_last leaves out a batch of fewer than "
-                f"{needed}: give more rows or a smaller per_device_train_batch_size, or leave dataloader_drop_last out"
+                f"{needed}: give more rows or a smaller per_device_train_batch_size"
                 if rows
                 else "the training data has no rows"
             )
@@ -189,10 +183,12 @@ class ResilientTraining:
         output_dir = Path(self._get_output_dir(trial))
         try:
             self._write_checkpoint(output_dir, model, trial)
-        except Exception as error:
-            if not is_disk_full(error):
+        # Each writer has an error of its own for a full disk, and most of them keep no error number.
+        except (OSError, RuntimeError, SafetensorError) as error:
+            if is_lost_process(error) or is_out_of_memory(error):
                 raise
-            message = disk_message(error, str(output_dir))
+            what = f"the checkpoint of step {self.state.global_step} could not be written"
+            message = disk_message(what, error, str(output_dir))
             if self.args.should_save:
                 # An incomplete checkpoint is of no use and takes up space.
                 shutil.rmtree(output_dir / checkpoints.PARTIAL_FOLDER, ignore_errors=True)
@@ -251,12 +247,12 @@ class ResilientTraining:
         if not path.is_file():
             path = checkpoint / _progress_file(0)
         if not path.is_file():
-            self._warn(f"{checkpoint} has no {path.name}: metrics gathered since its last log, and counts, begin anew")
+            warn_once_per_run(f"{checkpoint} has no {path.name}: metrics since its last log, and counts, begin anew")
             return None
         progress = json.loads(path.read_text(encoding="utf-8"))
-        before, now = progress.get("processes", self.args.world_size), self.args.world_size
+        before, now = progress["processes"], self.args.world_size
         if before != now:
-            self._warn(
+            warn_once_per_run(
                 f"{checkpoint} was written by {before} processes, and {now} go on from it: random numbers differ from "
                 "those of an unbroken run, and so do the metrics of the window that it lies in"
             )
@@ -285,7 +281,7 @@ class ResilientTraining:
         for mode, metrics in progress["metrics"].items():
             self._metrics[mode].clear()
             self._metrics[mode].update(metrics)
-        self.model.train(progress.get("training", True))
+        self.model.train(progress["training"])
         self._set_counts(progress["carried_over"])
         self._load_reference(self._resumed_from)
 
@@ -293,10 +289,9 @@ class ResilientTraining:
         return {name: attrgetter(name)(self) for name in self.carried_over}
 
     def _set_counts(self, counts: dict[str, Any]) -> None:
-        # An older checkpoint may have other counts.
-        for name, value in ((name, counts[name]) for name in self.carried_over if name in counts):
+        for name in self.carried_over:
             owner, _, attribute = name.rpartition(".")
-            setattr(attrgetter(owner)(self) if owner else self, attribute, value)
+            setattr(attrgetter(owner)(self) if owner else self, attribute, counts[name])
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any):
         self._train_sampler = super()._get_train_sampler(*args, **kwargs)
@@ -331,12 +326,6 @@ class ResilientTraining:
         with temporarily(self.args, **hidden):
             return super()._finalize_training(*args, **kwargs)
 
-    def _evaluate(self, trial, ignore_keys_for_eval, skip_scheduler: bool = False):
-        if skip_scheduler and self.state.global_step:
-            # `eval_on_start` applies only at the start, which a resumed run has passed.
-            return {}
-        return super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler=skip_scheduler)
-
     # ---- A reference model that follows the policy ----
 
     def _moving_reference(self):
@@ -347,7 +336,7 @@ class ResilientTraining:
         if reference is None:
             return
         if self.is_fsdp_enabled or getattr(self.accelerator.state.deepspeed_plugin, "zero_stage", 0) == 3:
-            self._warn("sync_ref_model: a sharded reference model is not part of a checkpoint")
+            warn_once_per_run("sync_ref_model: a sharded reference model is not part of a checkpoint")
         elif self.args.should_save:
             tensors = self.accelerator.unwrap_model(reference).named_parameters()
             save_file({name: tensor.detach().contiguous() for name, tensor in tensors}, folder / REFERENCE_FILE)
@@ -359,15 +348,6 @@ class ResilientTraining:
             with torch.no_grad():
                 for name, tensor in self.accelerator.unwrap_model(reference).named_parameters():
                     tensor.copy_(saved[name])
-
-    def _warn(self, message: str) -> None:
-        if self.is_world_process_zero():
-            logger.warning(message)
-
-
-def _is_no_tied_head(record: logging.LogRecord) -> bool:
-    """False for the warning that a checkpoint lacks the head of a model whose head is its embedding."""
-    return "checkpoint model loaded: ['lm_head.weight']" not in record.getMessage()
 
 
 def _progress_file(process_index: int) -> str:

@@ -10,10 +10,9 @@ __all__, __getattr__, __dir__ = lazy_names(
     {
         ".answers": "is_correct",
         ".ensemble": "RewardEnsemble combine",
-        ".parsers": "gsm8k_truth parse_gsm8k_response parse_mmlu_response",
-        ".reward_model": "RewardModel",
+        ".parsers": "parse_gsm8k_response parse_mmlu_response",
+        ".reward_model": "RewardModel share_or_load",
         ".shaping": "ShapedReward parse_shaping",
-        ".sharing": "share_or_load",
         ".verified": "VerifiedReward verified_reward countdown_reward gsm8k_reward question_only_reward "
         "r1_zero_reward",
     },

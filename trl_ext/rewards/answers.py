@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from fractions import Fraction
 from numbers import Real
 
-from trl_ext.data.boxes import last_boxed
+from trl_ext.data.math import last_boxed
 from trl_ext.rewards.expression import FUNCTIONS, depths, nesting, values_agree, values_differ
 from trl_ext.rewards.math_worker import require_math_verify, verify_in_worker
 from trl_ext.rewards.normalization import Answer, clean, without_exponent
@@ -234,19 +234,15 @@ def _groups_match(answer: str, truth: str) -> bool:
 def _brackets_and_parts(text: str) -> tuple[str, list[str]]:
     """The brackets around a list and its parts; brackets that only group, as in `(B)` or `(x+1)`, are dropped."""
     text = text.strip()
-    if text and text[0] in PAIRS and text[-1] in PAIRS.values() and _closes_at_the_end(text):
+    # Whether the first bracket is closed by the last character.
+    *before, last = depths(text, "([⦃", ")]⦄") or [-1]
+    if text and text[0] in PAIRS and text[-1] in PAIRS.values() and last == 0 and 0 not in before:
         inside = _split(text[1:-1])
         if len(inside) > 1 or text[0] != "(":
             return text[0] + text[-1], inside
         if text[-1] == ")":
             return "", inside
     return "", _split(text)
-
-
-def _closes_at_the_end(text: str) -> bool:
-    """Whether the first bracket is closed by the last character."""
-    *before, last = depths(text, "([⦃", ")]⦄")
-    return last == 0 and 0 not in before
 
 
 def _split(text: str) -> list[str]:

@@ -115,21 +115,15 @@ class RewardEnsemble:
         self.__name__ = "ensemble"
 
     def calibrate(
-        self,
-        prompts: Sequence,
-        completions: Sequence,
-        finished: Sequence[bool] | None = None,
-        **columns: Any,
+        self, prompts: Sequence, completions: Sequence, finished: Sequence[bool] | None = None, **columns: Any
     ) -> RewardEnsemble:
         """Shift and scale every member to mean 0 and population standard deviation 1 on these completions.
 
         Replaces any earlier calibration. `columns` are passed on to the members.
 
         Raises:
-            ValueError: there are fewer than two completions, a member cannot score one, or a member scores all alike.
+            ValueError: a member cannot score a completion, or scores all alike.
         """
-        if len(completions) < 2:
-            raise ValueError(f"calibration needs at least 2 completions, got {len(completions)}")
         raw = self._raw_scores(prompts, completions, finished, **columns).double()
         for name, scores in zip(self.names, raw, strict=True):
             bad = (~scores.isfinite()).nonzero().flatten().tolist()

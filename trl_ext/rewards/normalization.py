@@ -110,7 +110,9 @@ def clean(text: str) -> Answer:
         text, variable = reversed_label.groups()
     text, unit = _without_unit(text)
     text = TEXT_COMMAND.sub(r" \1 ", text).strip()
-    return Answer(_without_separators(text), unit, variable)
+    # Turn conjunctions into commas, remove commas inside numbers, and write out `3 million`.
+    parts = re.split(r"\s*,?\s+(?:or|and)\s+", text)
+    return Answer(",".join(_plain_number(part.strip()) for part in parts), unit, variable)
 
 
 def plain_digits(text: str) -> str:
@@ -209,12 +211,6 @@ def _one_spelling(unit: str) -> str:
     if not words or any(word not in UNITS for word in words):
         return ""
     return "/".join(UNITS[word] for word in words) + power
-
-
-def _without_separators(text: str) -> str:
-    """Turn conjunctions into commas, remove commas inside numbers, and write out `3 million`."""
-    parts = re.split(r"\s*,?\s+(?:or|and)\s+", text)
-    return ",".join(_plain_number(part.strip()) for part in parts)
 
 
 def without_exponent(text: str) -> str:

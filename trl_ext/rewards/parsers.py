@@ -34,7 +34,7 @@ ANOTHER_CHOICE = re.compile(
     re.IGNORECASE,
 )
 REFUSED_CHOICE = re.compile(
-    rf"(?:\b(?:[Nn]ot|[Nn]either|nor|than|except)|n't)\s+(?:be\s+)?{OPEN}[A-Z]\b\)?|\(?\b[A-Z]\)?\s+is\s+(?:not|wrong|incorrect|false)\b",
+    rf"(?:\b(?:[Nn]ot|[Nn]either|nor|than|except)|n't)\s+(?:be\s+)?{OPEN}[A-Z]\b\)?|\(?\b[A-Z]\)?\s+is\s+(?:not|wrong|incorrect|false)\b"
 )
 MAX_CHOICE_CHARACTERS = 20_000
 MAX_EQUATION_CHARACTERS = 300
@@ -53,19 +53,6 @@ def parse_gsm8k_response(model_output: str) -> str | None:
         return None
     sign, number, exponent = last[0].groups()
     return "-" * bool(sign) + number.replace(",", "") + (f"e{exponent}" if exponent else "")
-
-
-def gsm8k_truth(answer: str) -> str:
-    """The final number of a GSM8K solution, after its last `####`, without thousands separators.
-
-    Raises:
-        ValueError: there is no such number.
-    """
-    _, marker, final = answer.rpartition("####")
-    number = final.strip().removeprefix("$").replace(",", "")
-    if not marker or not re.fullmatch(r"-?[0-9]+(?:\.[0-9]+)?", number):
-        raise ValueError(f"no number after '####' at the end of the solution {answer[-60:]!r}; mend the data")
-    return number
 
 
 def parse_mmlu_response(mmlu_example: Mapping[str, Any], model_output: str) -> str | None:

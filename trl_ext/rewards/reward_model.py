@@ -1,8 +1,10 @@
-"""Use a saved reward model as a reward function, on its own copy or on a base shared with other models."""
+"""Saved reward models as reward functions, each on a copy of its own or on a base shared with others."""
 
 from __future__ import annotations
 
+import json
 import logging
+from collections import defaultdict
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -13,10 +15,17 @@ from torch import Tensor
 
 from trl_ext.data import encode_turn
 from trl_ext.data.conversation import Messages
-from trl_ext.models import packing_of, score_sequences, share_prefixes
+from trl_ext.models import packing_of, resolve_model_path, score_sequences, share_prefixes
 from trl_ext.models.loading import check_vocabulary, with_adapter
+from trl_ext.models.reward_adapter import (
+    LIMITS_FILE,
+    RewardAdapter,
+    adapter_obstacle,
+    head_of,
+    read_reward_adapter,
+    tensor_shapes,
+)
 from trl_ext.models.shared_backbone import SharedBackbone, load_classifier, preserved_random_state
-from trl_ext.rewards.checks import find_reward_model, read_limits, require_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +80,9 @@ class RewardModel:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
         self.name = name or telling_name(str(folder_or_hub_name))
         self.__name__ = self.name
-        self.limits = read_limits(self.folder)
+        limits = self.folder / LIMITS_FILE
+        saved = json.loads(limits.read_text(encoding="utf-8")) if limits.is_file() else {}
+        self.limits = {name: saved.get(name, 512) for name in ("max_prompt_tokens", "max_response_tokens")}
         self.batch_size = batch_size
         self.dtype = DTYPES[dtype]
         self.packing = packing
@@ -173,8 +184,15 @@ class RewardModel:
         Raises:
             ValueError: the lengths differ, or a completion cannot be encoded.
         """
-        if finished is not None and not all(finished):
-            self._say_whether_ends_show()
+        ends_do_not_show = self.pad_token_id == self.tokenizer.eos_token_id
+        if finished is not None and not all(finished) and ends_do_not_show and not self._said_that_ends_do_not_show:
+            self._said_that_ends_do_not_show = True
+            logger.warning(
+                "reward model %s: its padding token is the end-of-turn token, so scores are read before it, and a "
+                "completion that was cut scores as if it had ended; in training and best-of-n, missing_eos_penalty "
+                "lowers its reward; said once",
+                self.name,
+            )
         sequences = self._encode(prompts, completions, finished)
         options = {"batch_size": self.batch_size, "pad_token_id": self.pad_token_id, "progress": progress}
         if self.backbone is not None:
@@ -184,16 +202,6 @@ class RewardModel:
     def __call__(self, prompts, completions, finished: Sequence[bool] | None = None, **kwargs: Any) -> list[float]:
         """TRL's reward signature; other columns and hooks that it passes are not used."""
         return self.score(prompts, completions, finished=finished).tolist()
-
-    def _say_whether_ends_show(self) -> None:
-        if self.pad_token_id == self.tokenizer.eos_token_id and not self._said_that_ends_do_not_show:
-            self._said_that_ends_do_not_show = True
-            logger.warning(
-                "reward model %s: its padding token is the end-of-turn token, so scores are read before it, and a "
-                "completion that was cut scores as if it had ended; in training and best-of-n, missing_eos_penalty "
-                "lowers its reward; said once",
-                self.name,
-            )
 
     def _encode(self, prompts, completions, finished) -> list[list[int]]:
         for argument, values in (("prompts", prompts), ("finished", finished)):
@@ -217,3 +225,148 @@ def telling_name(path: str) -> str:
     *parents, last = [part for part in Path(path).absolute().parts if part not in ("/", "\\")] or ["reward"]
     says_little = last in ("best", "last", "final", "model", "adapter") or last.startswith("checkpoint-")
     return f"{parents[-1]}-{last}" if says_little and parents else last
+
+
+# Files that a reward model is loaded from. Pickled weights are not downloaded.
+HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+
+
+def find_reward_model(folder_or_hub_name: str | Path, *, base: str | None = None) -> tuple[Path, RewardAdapter | None]:
+    """The folder of a reward model, and its adapter; None for a full model.
+
+    A hub name is downloaded, or taken from the hub's cache. No weights are read.
+
+    Raises:
+        FileNotFoundError: the folder does not exist or holds no model.
+        ValueError: the model is not a reward model with one label.
+    """
+    folder = _local_folder(str(folder_or_hub_name))
+    if (folder / "adapter_config.json").is_file():
+        return folder, read_reward_adapter(folder, base=base)
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(f"{folder}: neither config.json nor adapter_config.json: no saved model")
+    if base is not None:
+        raise ValueError(f"{folder}: base={base} is for adapters, and this is a full model")
+    shapes = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        shapes |= tensor_shapes(path)
+    if not shapes:
+        raise FileNotFoundError(f"{folder}: no *.safetensors with weights; save the model again (save_pretrained)")
+    head_of(folder, shapes)
+    return folder, None
+
+
+def require_tokenizer(folder: Path, adapter: RewardAdapter | None) -> str:
+    """The folder or hub name of the reward model's tokenizer: its own, otherwise its base's."""
+    candidates = [str(folder)] if adapter is None else [str(folder), adapter.base]
+    for name in candidates:
+        # A base on the hub is checked when it is loaded.
+        if not Path(name).is_dir() or (Path(name) / "tokenizer_config.json").is_file():
+            return name
+    raise FileNotFoundError(
+        f"{folder}: no tokenizer_config.json here{' or at its base' if adapter else ''}; save the tokenizer there"
+    )
+
+
+def _local_folder(name: str) -> Path:
+    if Path(name).is_dir():
+        return Path(name)
+    try:
+        name = resolve_model_path(name)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{error}; recipes/reward_model.py trains a reward model") from None
+    if Path(name).is_dir():
+        return Path(name)
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=HUB_FILES))
+    except (OSError, ValueError) as error:
+        raise FileNotFoundError(
+            f"no reward model {name!r}: there is no such folder, and the hub has none of that name within reach"
+        ) from error
+
+
+# ---- Sharing a base ----
+
+
+def share_or_load(
+    models: Sequence[RewardModel],
+    policy=None,
+    mode: Literal["auto", "always", "never"] = "auto",
+    *,
+    policy_reason: str | None = None,
+    device=None,
+) -> list[str]:
+    """Load reward models with as few copies of their bases as possible.
+
+    Adapters go onto the policy's backbone if they can. Otherwise, adapters with the same base share a frozen copy of
+    it. Every other model gets its own copy.
+
+    Args:
+        models: the reward models; those that already share a backbone keep it.
+        policy: the policy under training, unwrapped; None if there is none to share with.
+        mode: `auto`; `never` to give every model its own copy; `always` to raise if a model cannot use the policy's
+            backbone.
+        policy_reason: why the policy's backbone cannot be used, if the caller knows (a sharded engine).
+        device: the device for copies; None for this process's GPU, or the CPU without one.
+
+    Returns:
+        For each model, a line that says where it was placed and, if not on the policy's backbone, why.
+
+    Raises:
+        ValueError: `mode` is `always` and a model cannot use the policy's backbone.
+    """
+    if mode not in ("auto", "always", "never"):
+        raise ValueError(f"mode must be auto, always or never, got {mode!r}")
+    reasons: dict[int, str] = {}
+    lines: dict[int, str] = {}
+    backbone = None
+    for index, model in enumerate(models):
+        if model.backbone is not None:
+            lines[index] = "where it was, on a shared backbone"
+        elif mode == "never":
+            reasons[index] = "sharing is switched off"
+        elif model.adapter is None:
+            reasons[index] = "it is a full model, not an adapter"
+        elif policy is None or policy_reason is not None:
+            reasons[index] = policy_reason or "there is no policy"
+        else:
+            try:
+                backbone = backbone or SharedBackbone(policy)
+                model.share(backbone)
+                lines[index] = f"on the policy's backbone, {model.base_name_or_path}"
+            except ValueError as error:
+                reasons[index] = str(error)
+        if mode == "always" and index in reasons:
+            raise ValueError(f"reward model {model.name} cannot sit on the policy's backbone: {reasons[index]}")
+    if mode == "auto":
+        lines |= _share_frozen(models, reasons, device)
+    for index, reason in reasons.items():
+        if index not in lines:
+            models[index].load(device)
+            lines[index] = f"a copy of its own: {reason}"
+    return [f"{model.name}: {lines[index]}" for index, model in enumerate(models)]
+
+
+def _share_frozen(models: Sequence[RewardModel], reasons: dict[int, str], device) -> dict[int, str]:
+    """Put adapters with the same base onto one frozen copy; return a line for each adapter placed."""
+    by_base = defaultdict(list)
+    for index in reasons:
+        model = models[index]
+        if model.adapter is not None and adapter_obstacle(model.adapter) is None:
+            by_base[model.base_name_or_path, model.dtype].append(index)
+    lines = {}
+    for (base, dtype), indices in by_base.items():
+        if len(indices) < 2:
+            continue
+        packed = all(models[index].packing == "auto" for index in indices)
+        backbone = SharedBackbone.load(base, dtype=dtype, device=device, packed=packed)
+        for index in indices:
+            try:
+                models[index].share(backbone)
+            except ValueError as error:
+                reasons[index] = f"{reasons[index]}; and {error}"
+            else:
+                lines[index] = f"on one frozen copy of {base} with others: {reasons[index]}"
+    return lines

@@ -180,8 +180,7 @@ class ShapedReward:
         steps: steps of this module, or their settings: see `parse_shaping`.
 
     Attributes:
-        of_batch: whether a response's reward depends on other responses scored with it or before it.
-        scores_groups: the same, as trainers ask it: they do not score the rows of a failed batch one by one.
+        scores_groups: whether a response's reward depends on other responses scored with it or before it.
         unshaped: the inner rewards of the latest call, [N], NaN where there is none; None after a call that failed.
 
     Raises:
@@ -195,7 +194,7 @@ class ShapedReward:
         self.steps = [step if isinstance(step, Step) else build_step(step) for step in steps]
         if not self.steps:
             raise ValueError("reward shaping needs at least one step")
-        self.of_batch = self.scores_groups = any(step.of_batch for step in self.steps)
+        self.scores_groups = any(step.of_batch for step in self.steps)
         self.inner_name = getattr(reward, "__name__", type(reward).__name__)
         self.__name__ = "+".join([self.inner_name, *(step.kind for step in self.steps)])
         self.unshaped: Tensor | None = None
@@ -306,11 +305,7 @@ def parse_shaping(text: str) -> list[Step]:
 
 
 def build_step(entry: Any, where: str = "reward_shaping") -> Step:
-    """Build a step from its name or its settings; `where` begins messages.
-
-    Raises:
-        ValueError: a kind or setting is unknown, a setting is missing, or a value is out of range.
-    """
+    """Build a step from its name or its settings; `where` begins the message of a ValueError."""
     entry = {"kind": entry} if isinstance(entry, str) else entry
     kind = entry.get("kind") if isinstance(entry, dict) else None
     if kind not in STEPS:

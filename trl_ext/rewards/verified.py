@@ -40,13 +40,8 @@ def r1_zero_reward(response: str, ground_truth: Truth, fast: bool = True) -> dic
 def question_only_reward(response: str, ground_truth: Truth, fast: bool = True) -> dict[str, float]:
     """The reward of a response whose answer is in its last `\\boxed{...}`.
 
-    Returns `format_reward`, `answer_reward` and `reward`, each 0 or 1; `reward` equals `answer_reward`. The form is
-    correct if that box is closed. `\\fbox{}` and `\\boxed 5` do not count as boxes.
-
-    Args:
-        response: the text after the prompt.
-        ground_truth: text, a number, `\\boxed{...}`, or a list of alternatives.
-        fast: False to ask math-verify about answers that `is_correct` cannot confirm by itself.
+    The form is correct if that box is closed. `\\fbox{}` and `\\boxed 5` do not count as boxes. Arguments and result
+    are those of `r1_zero_reward`.
     """
     answer = last_boxed(response)
     return _graded(answer is not None, answer, ground_truth, fast)
@@ -55,13 +50,8 @@ def question_only_reward(response: str, ground_truth: Truth, fast: bool = True) 
 def gsm8k_reward(response: str, ground_truth: Truth, fast: bool = True) -> dict[str, float]:
     """The reward of a response whose answer is its last number.
 
-    Returns `format_reward`, `answer_reward` and `reward`, each 0 or 1. The form is correct if there is a number, and
-    `reward` equals `answer_reward`. This is the grading of GSM8K (https://arxiv.org/abs/2110.14168).
-
-    Args:
-        response: the text after the prompt.
-        ground_truth: text, a number, or a list of alternatives.
-        fast: False to ask math-verify about answers that `is_correct` cannot confirm by itself.
+    The form is correct if there is a number. This is the grading of GSM8K (https://arxiv.org/abs/2110.14168).
+    Arguments and result are those of `r1_zero_reward`.
     """
     answer = parse_gsm8k_response(response)
     return _graded(answer is not None, answer, ground_truth, fast)
@@ -70,9 +60,8 @@ def gsm8k_reward(response: str, ground_truth: Truth, fast: bool = True) -> dict[
 def countdown_reward(response: str, numbers: Sequence[int], target: float) -> dict[str, float]:
     """The reward of a response in tags, `... </think> <answer> 2 * 3 + 4 </answer>`, that makes the target.
 
-    Returns `format_reward`, `answer_reward` and `reward`, each 0 or 1. The form is strict, as in `r1_zero_reward`. The
-    answer is a formula of `+ - * /` and brackets that uses each number exactly once; `= target` may follow it, and it
-    may be in a `\\boxed`. `reward` equals `answer_reward`.
+    Form and result are those of `r1_zero_reward`. The answer is a formula of `+ - * /` and brackets that uses each
+    number exactly once; `= target` may follow it, and it may be in a `\\boxed`.
 
     Raises:
         ValueError: the numbers or the target are not numeric.

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trl_ext.rollouts.generation import Generation
-from trl_ext.rollouts.saved_rows import SAVE_EVERY, Engine, sample_rows
+from trl_ext.rollouts.graded import SAVE_EVERY, Engine, sample_rows
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -111,7 +111,7 @@ def best_of_n(
         raise ValueError(f"n must be at least 1, got {n}")
     if empty not in EMPTY_CHOICES:
         raise ValueError(f"empty must be one of {', '.join(EMPTY_CHOICES)}, got {empty!r}")
-    if getattr(reward, "of_batch", False):
+    if getattr(reward, "scores_groups", False):
         raise ValueError(
             "the reward depends on what is scored with a response, so it cannot rank responses of different batches: "
             "leave center and whiten out of its shaping"
@@ -174,7 +174,17 @@ def demonstrations(
         for rank, sample in enumerate(_ranked(samples)[:most], start=1):
             if keep == "threshold" and sample["reward"] < threshold:
                 break
-            found.append(_demonstration(prompt, sample, rank, len(samples), provenance or {}))
+            text, plain = sample["response_text"], isinstance(prompt["prompt"], str)
+            row = {
+                "row_id": prompt["row_id"] if rank == 1 else f"{prompt['row_id']}:{rank}",
+                "prompt": prompt["prompt"],
+                "completion": text if plain else [{"role": "assistant", "content": text}],
+                "reward": sample["reward"],
+                "rank": rank,
+                "sample": sample["sample"],
+                "best_of": len(samples),
+            }
+            found.append({**row, **(provenance or {})})
     return found
 
 
@@ -185,20 +195,6 @@ def _ranked(samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     for sample in sorted(usable, key=lambda sample: -sample["reward"]):
         once.setdefault(sample["response_text"], sample)
     return list(once.values())
-
-
-def _demonstration(prompt, sample, rank: int, of: int, provenance: Mapping[str, Any]) -> dict[str, Any]:
-    text = sample["response_text"]
-    return {
-        "row_id": prompt["row_id"] if rank == 1 else f"{prompt['row_id']}:{rank}",
-        "prompt": prompt["prompt"],
-        "completion": text if isinstance(prompt["prompt"], str) else [{"role": "assistant", "content": text}],
-        "reward": sample["reward"],
-        "rank": rank,
-        "sample": sample["sample"],
-        "best_of": of,
-        **provenance,
-    }
 
 
 def _scored(items: list, generations: Sequence[Generation], reward: Reward, empty: str) -> list[dict[str, Any]]:

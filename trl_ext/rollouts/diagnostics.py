@@ -99,7 +99,11 @@ def diagnose_generations(
     if finished is None and token_ids is not None and max_new_tokens is not None:
         finished = [len(ids) < max_new_tokens for ids in tokens]
     data = "".join(responses).encode("utf-8", errors="replace")
-    reasons = _collapse_reasons(unique, dominant)
+    reasons = ["no response has a token"] if unique is None else []
+    if unique is not None and unique < MIN_UNIQUE_TOKEN_RATIO:
+        reasons.append(f"mean unique-token ratio {unique:.3f} is below {MIN_UNIQUE_TOKEN_RATIO}")
+    if dominant is not None and dominant > MAX_DOMINANT_TOKEN_FRACTION:
+        reasons.append(f"mean dominant-token fraction {dominant:.3f} is above {MAX_DOMINANT_TOKEN_FRACTION}")
     return GenerationDiagnostics(
         n=len(responses),
         mean_tokens=sum(map(len, tokens)) / len(tokens),
@@ -118,23 +122,9 @@ def diagnose_generations(
 
 
 def distinct_ngram_ratio(texts: Sequence[Tokens], n: int) -> float | None:
-    """Distinct n-grams / n-grams over all texts together, no n-gram crossing from one text to the next.
-
-    None if no text has `n` tokens.
-    """
+    """Distinct n-grams / n-grams within the texts, over all of them together; None if no text has `n` tokens."""
     ngrams = [tuple(text[start : start + n]) for text in texts for start in range(len(text) - n + 1)]
     return len(set(ngrams)) / len(ngrams) if ngrams else None
-
-
-def _collapse_reasons(unique: float | None, dominant: float | None) -> list[str]:
-    if unique is None or dominant is None:
-        return ["no response has a token"]
-    reasons = []
-    if unique < MIN_UNIQUE_TOKEN_RATIO:
-        reasons.append(f"mean unique-token ratio {unique:.3f} is below {MIN_UNIQUE_TOKEN_RATIO}")
-    if dominant > MAX_DOMINANT_TOKEN_FRACTION:
-        reasons.append(f"mean dominant-token fraction {dominant:.3f} is above {MAX_DOMINANT_TOKEN_FRACTION}")
-    return reasons
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -11,8 +13,9 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, StoppingCriteriaList
 
-from trl_ext.data.truncation import text_ids
-from trl_ext.models.batches import in_batches, pad_rows, temporarily
+from trl_ext.data.conversation import text_ids
+from trl_ext.models import token_entropy
+from trl_ext.models.batches import in_batches, pad_rows, response_logits, temporarily
 from trl_ext.models.packing.hook import unwrapped
 from trl_ext.processes import warn_once_per_run
 from trl_ext.rollouts.sampler import sampled_fast
@@ -84,14 +87,11 @@ def generate_responses(
         max_new_tokens: maximum length of a response, in tokens.
         max_prompt_tokens: longer prompts lose their beginning; None for no limit.
         temperature: 0 for greedy decoding.
-        top_p: nucleus sampling.
         top_k: the number of most likely tokens to sample from; 0 for all.
         repetition_penalty: values above 1 make tokens of the prompt and the response less likely to repeat
             (Keskar et al. 2019, arXiv 1909.05858); 1 for none.
         no_repeat_ngram_size: n-grams of this length, including the prompt's, occur at most once; 0 for no limit.
         stop: strings that end a response; the string remains in the response.
-        batch_size: prompts per batch.
-        seed: seed of the sampling.
         fast: False leaves sampling to transformers.
         progress: label of the progress bar; None for no bar.
 
@@ -111,7 +111,15 @@ def generate_responses(
     stop = check_stop(stop, tokenizer)
     sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k} if temperature > 0 else {}
     repetition = {"repetition_penalty": repetition_penalty, "no_repeat_ngram_size": no_repeat_ngram_size}
-    config, end_ids = _generation_config(model, tokenizer, max_new_tokens, **sampling, **repetition)
+    end_ids = end_token_ids(model, tokenizer)
+    config = GenerationConfig(
+        max_new_tokens=max_new_tokens,
+        eos_token_id=sorted(end_ids),
+        pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(end_ids, default=0),
+        do_sample=temperature > 0,
+        **sampling,
+        **repetition,
+    )
     prompt_ids = [prompt_tokens(tokenizer, prompt, max_prompt_tokens) for prompt in prompts]
     for index, ids in enumerate(prompt_ids):
         if not ids:
@@ -184,18 +192,6 @@ def end_token_ids(model, tokenizer) -> set[int]:
     return {tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])} - {None}
 
 
-def _generation_config(model, tokenizer, max_new_tokens, **settings) -> tuple[GenerationConfig, set[int]]:
-    end_ids = end_token_ids(model, tokenizer)
-    config = GenerationConfig(
-        max_new_tokens=max_new_tokens,
-        eos_token_id=sorted(end_ids),
-        pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(end_ids, default=0),
-        do_sample="temperature" in settings,
-        **settings,
-    )
-    return config, end_ids
-
-
 def prompt_tokens(tokenizer, prompt: list[dict] | str, max_prompt_tokens: int | None) -> list[int]:
     """Token ids of a prompt: messages go through the chat template, and long prompts lose their beginning."""
     # The tokenizer warns about texts that are too long for the model, but the prompt is cut here.
@@ -242,3 +238,153 @@ def _finish(
     finished = end is not None or stopped is not None
     response, text = stopped or (response, tokenizer.decode(response, skip_special_tokens=True))
     return Generation(prompt_ids, response, text, finished, log_probs and log_probs[: len(response)])
+
+
+# ---- Engines with fixed settings ----
+
+
+ANSWER_END = "</answer>"
+
+
+@dataclass(frozen=True)
+class SamplingSettings:
+    """Sampling settings as for `generate_responses`; the defaults are those of the reasoning course.
+
+    vLLM forms its own batches, whatever `batch_size` is, and does not support `no_repeat_ngram_size`.
+    """
+
+    max_new_tokens: int = 1024
+    temperature: float = 1.0
+    top_p: float = 1.0
+    stop: tuple[str, ...] = (ANSWER_END,)
+    max_prompt_tokens: int | None = None
+    batch_size: int = 32
+    top_k: int = 0
+    repetition_penalty: float = 1.0
+    no_repeat_ngram_size: int = 0
+
+    def __post_init__(self):
+        check_stop(self.stop)
+        for name, least in (("max_new_tokens", 1), ("batch_size", 1), ("top_k", 0), ("no_repeat_ngram_size", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        if not self.repetition_penalty > 0:
+            raise ValueError(f"repetition_penalty must be above 0, got {self.repetition_penalty}; 1 is none")
+        if self.temperature < 0:
+            raise ValueError(f"temperature must not be negative, got {self.temperature}; 0 is greedy decoding")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
+
+
+class TransformersEngine:
+    """Samples with a transformers model; call it with prompts and a seed to get one `Generation` per prompt."""
+
+    def __init__(self, model, tokenizer, settings: SamplingSettings):
+        self.model, self.tokenizer, self.settings = model, tokenizer, settings
+
+    def __call__(
+        self, prompts: Sequence[list[dict] | str], *, seed: int = 0, progress: str | None = None
+    ) -> list[Generation]:
+        settings = dataclasses.asdict(self.settings)
+        return generate_responses(self.model, self.tokenizer, prompts, **settings, seed=seed, progress=progress)
+
+
+class VLLMEngine:
+    """Samples with vLLM, from the same prompt token ids as transformers; called like `TransformersEngine`.
+
+    Args:
+        model_path: a folder or hub name.
+        tokenizer: the model's tokenizer.
+        settings: sampling settings.
+        options: arguments for `vllm.LLM`, such as `gpu_memory_utilization`.
+
+    Raises:
+        ImportError: vLLM is not installed; the message names the extra.
+        ValueError: vLLM does not support a setting.
+    """
+
+    def __init__(self, model_path: str, tokenizer, settings: SamplingSettings, **options: Any):
+        try:
+            import vllm
+        except ImportError as error:
+            raise ImportError("sampling with vLLM needs its package: pip install 'trl_ext[vllm]'") from error
+        if settings.no_repeat_ngram_size:
+            raise ValueError("vLLM has no no_repeat_ngram_size: leave it at 0, or sample with transformers")
+        from vllm.platforms import current_platform
+
+        if current_platform.is_cpu():
+            # vLLM cannot split the prefill of a request with a seed on a CPU ("CPU Generator does not use offset").
+            options.setdefault("enable_chunked_prefill", False)
+        self.tokenizer, self.settings = tokenizer, settings
+        self._sampling = vllm.SamplingParams
+        self._model = vllm.LLM(model=model_path, **options)
+
+    def __call__(
+        self, prompts: Sequence[list[dict] | str], *, seed: int = 0, progress: str | None = None
+    ) -> list[Generation]:
+        settings = self.settings
+        prompt_ids = [prompt_tokens(self.tokenizer, prompt, settings.max_prompt_tokens) for prompt in prompts]
+        # One seed per request: equal prompts get different responses, whatever else is in the batch.
+        sampling = [
+            self._sampling(
+                max_tokens=settings.max_new_tokens,
+                temperature=settings.temperature,
+                top_p=settings.top_p,
+                top_k=settings.top_k or -1,
+                repetition_penalty=settings.repetition_penalty,
+                stop=list(settings.stop) or None,
+                include_stop_str_in_output=True,
+                seed=seed * 1_000_003 + index,
+            )
+            for index in range(len(prompts))
+        ]
+        requests = [{"prompt_token_ids": ids} for ids in prompt_ids]
+        # With a disabled bar, vLLM divides by the time that it does not measure.
+        shown = progress is not None and not os.environ.get("TQDM_DISABLE")
+        outputs = self._model.generate(requests, sampling, use_tqdm=shown)
+        results = []
+        for ids, output in zip(prompt_ids, outputs, strict=True):
+            sample = output.outputs[0]
+            results.append(Generation(ids, list(sample.token_ids), sample.text, sample.finish_reason == "stop"))
+        return results
+
+
+# ---- Entropy ----
+
+
+@torch.no_grad()
+def response_entropies(
+    model,
+    generations: Sequence[Generation],
+    *,
+    batch_size: int = 8,
+    pad_token_id: int = 0,
+    progress: str | None = None,
+) -> list[float | None]:
+    """Mean entropy over the tokens of each response, in nats, under the model at temperature 1.
+
+    One number per response; None for a response without tokens. The model is temporarily put into evaluation mode, and
+    `pad_token_id` may be any id of the vocabulary, since padding is masked out.
+    """
+
+    def of_batch(numbers: list[int]) -> list[float | None]:
+        rows = [row for row in numbers if generations[row].response_ids]
+        found = iter(_entropies(model, [generations[row] for row in rows], pad_token_id) if rows else ())
+        return [next(found) if generations[row].response_ids else None for row in numbers]
+
+    order = sorted(range(len(generations)), key=lambda i: -len(_tokens(generations[i])))
+    return in_batches(model, of_batch, order, batch_size=batch_size, progress=progress)
+
+
+def _tokens(generation: Generation) -> list[int]:
+    return [*generation.prompt_ids, *generation.response_ids]
+
+
+def _entropies(model, rows: Sequence[Generation], pad_token_id: int) -> list[float]:
+    input_ids, attention_mask = pad_rows([_tokens(row) for row in rows], pad_token_id, "left")
+    kept = max(len(row.response_ids) for row in rows)
+    logits = response_logits(model, input_ids.to(model.device), attention_mask.to(model.device), kept)
+    # Row by row: float32 logits of the whole batch would be the largest tensor.
+    return [
+        token_entropy(logits[place, kept - len(row.response_ids) :]).mean().item() for place, row in enumerate(rows)
+    ]

@@ -1,17 +1,110 @@
-"""Sample and grade responses to problems; an interrupted run can be continued."""
+"""Sample responses in parts, which are saved, and grade them; an interrupted run can be continued."""
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trl_ext.files import write_text
+from trl_ext.processes import map_over_ranks
 from trl_ext.rewards.verified import Grader, category_of
 from trl_ext.rollouts.generation import Generation
-from trl_ext.rollouts.saved_rows import SAVE_EVERY, Engine, Prompt, sample_rows
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+
+Prompt = list[dict[str, Any]] | str
+Engine = Callable[..., list[Generation]]
+# A row with `row_id`, its prompt, and the number of the response to it.
+Item = tuple[Mapping[str, Any], Prompt, int]
+Row = dict[str, Any]
+SAVE_EVERY = 256
+
+
+def sample_rows(
+    items: Sequence[Item],
+    engine: Engine,
+    finish: Callable[[list[Item], list[Generation]], list[Row]],
+    *,
+    seed: int,
+    path: str | Path | None,
+    save_every: int,
+    accelerator: Accelerator | None,
+    progress: str | None,
+) -> list[Row]:
+    """Sample a response for each item; each part of `save_every` responses is appended to a file.
+
+    `finish` turns items and their generations into rows with `row_id` and `sample`. Rows of an earlier call are kept,
+    up to the last complete part. The other arguments are those of `evaluate_reasoning`.
+
+    Raises:
+        ValueError: a line of the file is damaged, or its rows are not in this order.
+    """
+    done = [] if path is None else _kept_on_all_ranks(Path(path), items, save_every, accelerator)
+    for start in range(len(done), len(items), save_every):
+        label = None if progress is None else f"{progress}, {start} of {len(items)} done"
+
+        def sample_part(part: list[Item], start=start, label=label) -> list[Row]:
+            prompts = [prompt for _, prompt, _ in part]
+            return finish(part, engine(prompts, seed=_part_seed(seed, start, accelerator), progress=label))
+
+        rows = map_over_ranks(sample_part, items[start : start + save_every], accelerator)
+        if path is not None and (accelerator is None or accelerator.is_main_process):
+            _append(Path(path), rows)
+        done += rows
+    return done
+
+
+def _part_seed(seed: int, start: int, accelerator: Accelerator | None) -> int:
+    """The seed of one part of the work on one process. Under FSDP all processes share it, as they do the same work."""
+    alone = accelerator is None or str(accelerator.distributed_type).endswith("FSDP")
+    return seed + 1_000_003 * (start + (0 if alone else accelerator.process_index))
+
+
+def _append(path: Path, rows: Sequence[Row]) -> None:
+    """Append the rows of a part and wait until they are on disk."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab") as file:
+        file.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _kept_on_all_ranks(path: Path, items: Sequence[Item], save_every: int, accelerator) -> list[Row]:
+    """The saved rows, which the first process reads."""
+    kept = [_kept(path, items, save_every) if accelerator is None or accelerator.is_main_process else None]
+    if accelerator is not None and accelerator.num_processes > 1:
+        from accelerate.utils import broadcast_object_list
+
+        broadcast_object_list(kept)
+    return kept[0]
+
+
+def _kept(path: Path, items: Sequence[Item], save_every: int) -> list[Row]:
+    """The saved rows up to the last complete part; what follows is cut off from the file."""
+    if not path.is_file():
+        return []
+    # Text after the last newline is a line whose writing was interrupted.
+    lines = path.read_bytes().split(b"\n")[:-1]
+    whole = len(lines) if len(lines) == len(items) else len(lines) // save_every * save_every
+    order = [(item["row_id"], sample) for item, _, sample in items]
+    rows = []
+    for number, line in enumerate(lines[:whole], start=1):
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{path}: line {number} is damaged ({error}): remove the file to begin again") from error
+        if number > len(order) or (row.get("row_id"), row.get("sample")) != order[number - 1]:
+            raise ValueError(
+                f"{path}: line {number} is row_id {row.get('row_id')}, sample {row.get('sample')}, and not "
+                "what this evaluation has in its place: the file is of another one; remove it or choose another"
+            )
+        rows.append(row)
+    write_text(path, "".join(line.decode() + "\n" for line in lines[:whole]))
+    return rows
 
 
 def evaluate_reasoning(
@@ -41,10 +134,7 @@ def evaluate_reasoning(
             `TransformersEngine` or `VLLMEngine`.
         grade: `f(response, row)`, such as a function created by `grader`. If it has a method
             `parsed_answer(response)`, rows include the answer.
-        samples: responses to each problem.
-        seed: seed of the sampling.
         path: JSON lines file to append to; None keeps all rows in memory.
-        save_every: responses between saves.
         entropies: computes the mean entropy of each response, for the field `entropy`; None to leave it out.
         accelerator: for a run with several processes, which divide the work. Each must call this function and gets
             all rows.

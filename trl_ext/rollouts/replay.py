@@ -13,13 +13,13 @@ import math
 import random
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from trl_ext.files import replacing
+from trl_ext.files import write_text
 
 WEIGHT_CHOICES = ("none", "sequence", "length_normalized")
 
@@ -48,11 +48,6 @@ class SampledPair:
     rejected_reward: float
     version: int
     reward_version: str
-
-
-# Fields that a file holds as token ids, and as numbers.
-_FIELDS = [field.name for field in fields(SampledPair)]
-_ARRAYS, _NUMBERS = _FIELDS[:3], _FIELDS[3:9]
 
 
 class ReplayBuffer:
@@ -92,43 +87,17 @@ class ReplayBuffer:
         return [self.pairs[index] for index in numbers.sample(range(len(self.pairs)), min(count, len(self.pairs)))]
 
     def save(self, path: str | Path) -> None:
-        """Write the pairs to a safetensors file, atomically."""
-        from safetensors.torch import save_file
-
-        ids = [getattr(pair, name) for pair in self.pairs for name in _ARRAYS]
-        versions = sorted({pair.reward_version for pair in self.pairs})
-        tensors = {
-            "ids": torch.tensor([token for row in ids for token in row], dtype=torch.int32),
-            "lengths": torch.tensor([len(row) for row in ids], dtype=torch.int64),
-            "numbers": torch.tensor(
-                [[getattr(pair, name) for name in _NUMBERS] for pair in self.pairs], dtype=torch.float64
-            ),
-            "versions": torch.tensor(
-                [[pair.version, versions.index(pair.reward_version)] for pair in self.pairs], dtype=torch.int64
-            ),
-        }
-        with replacing(path) as temporary:
-            save_file(tensors, temporary, metadata={"reward_versions": json.dumps(versions)})
+        """Write the pairs to a JSON file, atomically."""
+        rows = [{name: [*v] if isinstance(v, array) else v for name, v in vars(pair).items()} for pair in self.pairs]
+        write_text(path, json.dumps(rows))
 
     def load(self, path: str | Path) -> None:
         """Replace the pairs with those in a file written by `save`, keeping the most recent up to the capacity."""
-        from safetensors import safe_open
-
-        with safe_open(path, "pt") as file:
-            ids, lengths, numbers, versions = map(file.get_tensor, ("ids", "lengths", "numbers", "versions"))
-            reward_versions = json.loads(file.metadata()["reward_versions"])
-        rows = [array("i", row.tolist()) for row in ids.split(lengths.tolist())] if len(lengths) else []
+        rows = json.loads(Path(path).read_text(encoding="utf-8"))[-self.capacity :]
         self.pairs = [
-            SampledPair(
-                **dict(zip(_ARRAYS, rows[3 * index : 3 * index + 3], strict=True)),
-                **dict(zip(_NUMBERS, row, strict=True)),
-                version=version,
-                reward_version=reward_versions[labelled_by],
-            )
-            for index, (row, (version, labelled_by)) in enumerate(
-                zip(numbers.tolist(), versions.tolist(), strict=True)
-            )
-        ][-self.capacity :]
+            SampledPair(**{name: array("i", v) if isinstance(v, list) else v for name, v in row.items()})
+            for row in rows
+        ]
 
 
 def replayed_count(fresh: int, fraction: float) -> int:

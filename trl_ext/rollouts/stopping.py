@@ -52,13 +52,7 @@ def cut_at_stop(tokenizer, tokens: list[int], stop: Sequence[str]) -> tuple[list
 
     The text is shorter than the tokens if the last token extends beyond the string.
 
-    Args:
-        tokenizer: the tokenizer of the tokens.
-        tokens: tokens of a response, possibly followed by padding.
-        stop: stop strings, none empty.
-
-    Returns:
-        Tokens and text; None if the response contains no stop string.
+    Padding may follow the tokens of the response. None if it contains no stop string.
     """
 
     def decoded(count: int) -> str:

@@ -1,5 +1,6 @@
 """The command-line application behind `recipes/`: arguments, run folders, training drivers and results.
 
+What a user can correct is a ValueError, an OSError or an ImportError of one line, which the recipes print.
 Importing this package sets default environment variables, because the libraries read them only once, on import.
 """
 

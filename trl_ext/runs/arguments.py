@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tqdm.auto import tqdm
+from transformers.hf_argparser import HfArg
 from trl import ModelConfig, TrlParser
 
 from trl_ext.files import brief, read_yaml
@@ -48,9 +49,9 @@ def one_line_errors(kinds: tuple[type[Exception], ...] = MENDABLE) -> Iterator[N
 class ModelArguments(ModelConfig):
     """TRL's model arguments, with the embedded model as the default."""
 
-    model_name_or_path: str | None = dataclasses.field(
+    model_name_or_path: str | None = HfArg(
         default="toy",
-        metadata={"help": "toy, smollm2, a folder, a GGUF file, or a hub model such as Qwen/Qwen2.5-1.5B-Instruct."},
+        help="toy, smollm2, a folder, a GGUF file, or a hub model such as Qwen/Qwen2.5-1.5B-Instruct.",
     )
 
 
@@ -64,14 +65,7 @@ def parse_arguments(
 ) -> tuple[Any, ...]:
     """Instances of the dataclasses from `--config FILE.yaml` and from the flags, which override the file.
 
-    Args:
-        dataclass_types: dataclasses whose fields become flags and keys.
-        default_config: file used without `--config` for the embedded model, whatever the data.
-        description: text for `--help`.
-
-    Raises:
-        ValueError: an unknown flag or key (with the nearest valid one), or a value of the wrong type.
-        FileNotFoundError: the configuration file does not exist.
+    Without `--config`, the embedded model uses `default_config`, whatever the data.
     """
     parser, arguments = _Parser(dataclass_types, description), sys.argv[1:]
     if {"-h", "--help"} & {*arguments}:
@@ -103,17 +97,7 @@ def parse_arguments(
 
 
 def check_arguments(dataclass_types: Sequence[type], arguments: Sequence[str]) -> None:
-    """Reject unknown names and values of the wrong type, without creating an instance.
-
-    Instances query the machine's devices and may occupy them.
-
-    Args:
-        dataclass_types: as for `parse_arguments`.
-        arguments: those of a command line, which may include `--config`.
-
-    Raises:
-        ValueError, FileNotFoundError: see `parse_arguments`.
-    """
+    """Reject what `parse_arguments` rejects, without an instance, which might occupy the machine's devices."""
     parser = _Parser(dataclass_types)
     parser.refuse_unknown(arguments)
     given, _ = parser.parse_known_args(arguments)
@@ -125,8 +109,7 @@ def check_arguments(dataclass_types: Sequence[type], arguments: Sequence[str]) -
 class _Parser(TrlParser):
     """A parser that raises errors instead of printing all usage, and reads -1e-3 as a number.
 
-    Attributes:
-        flags: the action of each flag, by its name.
+    `flags` has the action of each flag by its name.
     """
 
     def __init__(self, dataclass_types: Sequence[type], description: str | None = None):
@@ -154,12 +137,7 @@ class _Parser(TrlParser):
             raise ValueError(f"unknown flag --{name}{nearest(name, list(self.flags))}")
 
     def take_defaults(self, path: Path) -> dict[str, Any]:
-        """Set the values of a YAML file as defaults and return them.
-
-        Raises:
-            FileNotFoundError: the file does not exist.
-            ValueError: a key is unknown, or a value does not fit its flag.
-        """
+        """Set the values of a YAML file as defaults and return them."""
         if not path.is_file():
             raise FileNotFoundError(f"no configuration file {str(path)!r}")
         config = read_yaml(path)
@@ -194,22 +172,22 @@ def _short_help(parser: _Parser, dataclass_types: Sequence[type], default_config
     shown = {name for group in names.values() for name in group}
     usual = [name for name in dict.fromkeys((*_USUAL, *of_file)) if name in parser.flags.keys() - shown]
     names["the run"] = [*usual, *names["the run"], "config"]
-    short = argparse.ArgumentParser(
-        usage="%(prog)s [--config FILE.yaml] [--flag value ...]",
-        description=parser.description,
-        epilog=f"Values are those without flags{' for the embedded model' if of_file else ''}; --help_all lists every "
-        "flag of TRL and transformers, too.",
-        add_help=False,
-        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=36),
-    )
+    formatter = argparse.HelpFormatter(parser.prog, max_help_position=36)
+    formatter.add_usage("%(prog)s [--config FILE.yaml] [--flag value ...]", [], [])
+    formatter.add_text(parser.description)
     for title, group in names.items():
-        section = short.add_argument_group(f"flags of {title}") if group else None
+        formatter.start_section(f"flags of {title}")
         for name in group:
-            action = parser.flags[name]
-            value = action.default if isinstance(action.default, (list, tuple)) else [action.default]
-            text = " ".join(map(str, value)) if action.default not in (None, argparse.SUPPRESS) else "VALUE"
-            section.add_argument(f"--{name}", help=action.help, metavar=text)
-    return short.format_help()
+            default = parser.flags[name].default
+            value = default if isinstance(default, (list, tuple)) else [default]
+            text = " ".join(map(str, value)) if default not in (None, argparse.SUPPRESS) else "VALUE"
+            formatter.add_argument(argparse.Action([f"--{name}"], name, help=parser.flags[name].help, metavar=text))
+        formatter.end_section()
+    of_model = " for the embedded model" if of_file else ""
+    formatter.add_text(
+        f"Values are those without flags{of_model}; --help_all lists every flag of TRL and transformers."
+    )
+    return formatter.format_help()
 
 
 def _as_default(path: Path, key: str, value: Any, action: Any) -> Any:

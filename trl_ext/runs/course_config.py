@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+from transformers.hf_argparser import HfArg
 
 from trl_ext.advantages import options_of
 from trl_ext.algorithms import algorithms
@@ -31,49 +33,38 @@ class CourseConfig(PolicyConfig):
     By default, the course's own algorithms use the sample standard deviation (`std_ddof` 1, `advantage_eps` 1e-6) and
     no KL term (`beta` 0). All others use the values of their papers. `train_batch_size` is given in the course's sense
     and kept in `responses_per_update`; the attribute then has its transformers meaning, the responses in one pass.
-
-    Raises:
-        ValueError: as for `PolicyConfig`; sizes do not divide; or two names of one setting have different values.
     """
 
-    algorithm: str = field(
+    algorithm: str = HfArg(
         default="grpo",
-        metadata={
-            "help": "grpo, dr_grpo, reinforce_with_baseline, no_baseline (the same as reinforce), grpo_no_clip, all "
-            "five with the sample's standard deviation (std_ddof 1, advantage_eps 1e-6) and beta 0 unless these are "
-            "given, or any other that python -m trl_ext.algorithms lists, or your own as file.py:function."
-        },
+        help="grpo, dr_grpo, reinforce_with_baseline, no_baseline (the same as reinforce), grpo_no_clip, all "
+        "five with the sample's standard deviation (std_ddof 1, advantage_eps 1e-6) and beta 0 unless these are "
+        "given, or any other that python -m trl_ext.algorithms lists, or your own as file.py:function.",
     )
-    rollout_batch_size: int | None = field(
-        default=None, metadata={"help": "Responses per rollout, over all processes: generation_batch_size."}
+    rollout_batch_size: int | None = HfArg(
+        default=None, help="Responses per rollout, over all processes: generation_batch_size."
     )
-    train_batch_size: int | None = field(
+    train_batch_size: int | None = HfArg(
         default=None,
-        metadata={
-            "help": "Responses per update, over all processes; on-policy where it is rollout_batch_size. It is dealt "
-            "out over gradient_accumulation_steps passes of per_device_train_batch_size."
-        },
+        help="Responses per update, over all processes; on-policy where it is rollout_batch_size. It is dealt "
+        "out over gradient_accumulation_steps passes of per_device_train_batch_size.",
     )
-    epochs_per_rollout_batch: int | None = field(
-        default=None, metadata={"help": "How often each rollout is gone through: num_iterations."}
+    epochs_per_rollout_batch: int | None = HfArg(
+        default=None, help="How often each rollout is gone through: num_iterations."
     )
-    group_size: int | None = field(default=None, metadata={"help": "Responses per prompt: num_generations."})
-    n_grpo_steps: int | None = field(
-        default=None, metadata={"help": "Rollouts in all: max_steps is so many times the updates of a rollout."}
+    group_size: int | None = HfArg(default=None, help="Responses per prompt: num_generations.")
+    n_grpo_steps: int | None = HfArg(
+        default=None, help="Rollouts in all: max_steps is so many times the updates of a rollout."
     )
-    use_std_normalization: bool | None = field(
+    use_std_normalization: bool | None = HfArg(
         default=None,
-        metadata={
-            "help": "Whether the rewards of a group are divided by their standard deviation: advantage "
-            "group_normalized or group_centered. Default: the algorithm's own."
-        },
+        help="Whether the rewards of a group are divided by their standard deviation: advantage "
+        "group_normalized or group_centered. Default: the algorithm's own.",
     )
-    length_normalization: str | None = field(
+    length_normalization: str | None = HfArg(
         default=None,
-        metadata={
-            "help": "masked_mean (over each response: aggregation sequence_mean) or masked_normalize (the sum over a "
-            "constant: aggregation constant). Default: the algorithm's own."
-        },
+        help="masked_mean (over each response: aggregation sequence_mean) or masked_normalize (the sum over a "
+        "constant: aggregation constant). Default: the algorithm's own.",
     )
 
     def __post_init__(self):
@@ -99,11 +90,7 @@ class CourseConfig(PolicyConfig):
         self._give_generation_limits()
 
     def _same(self, word: str, name: str, value) -> None:
-        """Set a TRL argument from the course's name for it.
-
-        Raises:
-            ValueError: the argument was also given, with another value.
-        """
+        """Set a TRL argument from the course's name for it."""
         if value is None:
             return
         given, default = getattr(self, name), type(self).__dataclass_fields__[name].default

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from transformers.hf_argparser import HfArg
 
 from trl_ext.processes import is_main_process, warn_once_per_run
 
@@ -12,14 +15,12 @@ from trl_ext.processes import is_main_process, warn_once_per_run
 class LaunchArguments:
     """How a run is launched."""
 
-    allow_engine_fallback: bool = field(
-        default=False,
-        metadata={"help": "Train on where FSDP was asked for and accelerate puts DDP or nothing in its place."},
+    allow_engine_fallback: bool = HfArg(
+        default=False, help="Train on where FSDP was asked for and accelerate puts DDP or nothing in its place."
     )
 
-    doctor: str = field(
-        default="on",
-        metadata={"help": "Examine data, model and configuration before training, without a step; off to leave it."},
+    doctor: str = HfArg(
+        default="on", help="Examine data, model and configuration before training, without a step; off to leave it."
     )
 
     def __post_init__(self):
@@ -29,23 +30,11 @@ class LaunchArguments:
             raise ValueError(f"doctor must be on or off, got {self.doctor!r}")
 
 
-@dataclass(frozen=True)
-class Engine:
-    """How the processes of a run share the work.
-
-    Attributes:
-        name: none, DDP, DataParallel, FSDP1, FSDP2, or ZeRO-0 to ZeRO-3, as it will actually run.
-        asked: the engine that the launcher or the configuration requested.
-        processes: their number.
-        device: this process's device, such as cuda:0.
-        mixed_precision: no, bf16 or fp16.
-    """
+class Engine(NamedTuple):
+    """The engine that will run, and the requested one: none, DDP, DataParallel, FSDP1, FSDP2, or ZeRO-0 to ZeRO-3."""
 
     name: str
     asked: str
-    processes: int
-    device: str
-    mixed_precision: str
 
 
 def engine_in_force(args) -> Engine:
@@ -61,12 +50,11 @@ def engine_in_force(args) -> Engine:
         # Accelerate enables FSDP only for processes on accelerators, and then changes their kind.
         shards = kind == "FSDP" or (kind.startswith("MULTI_") and kind not in ("MULTI_CPU", "MULTI_NEURON"))
         name = asked if shards else plain
-    precision = "bf16" if args.bf16 else "fp16" if args.fp16 else "no"
-    return Engine(name, asked, args.world_size, str(args.device), precision)
+    return Engine(name, asked)
 
 
-def check_engine(engine: Engine, *, allow_fallback: bool) -> str | None:
-    """A warning if the engine is not the requested one, else None.
+def check_engine(engine: Engine, device: str, *, allow_fallback: bool) -> None:
+    """Warn if the engine is not the requested one and a fallback is allowed.
 
     Raises:
         ValueError: FSDP was requested and accelerate silently uses something else; or one process sees several GPUs,
@@ -78,8 +66,8 @@ def check_engine(engine: Engine, *, allow_fallback: bool) -> str | None:
             "accelerate_configs/multi_gpu.yaml --num_processes N`, or choose one GPU with CUDA_VISIBLE_DEVICES=0"
         )
     if engine.name == engine.asked:
-        return None
-    place = "a CPU" if engine.device.startswith("cpu") else "one process without a launcher"
+        return
+    place = "a CPU" if device.startswith("cpu") else "one process without a launcher"
     instead = {"none": "nothing is sharded", "DDP": "DDP trains instead, with all weights in every process"}
     found = f"{engine.asked} was asked for, and on {place} {instead[engine.name]}"
     if not allow_fallback:
@@ -87,22 +75,15 @@ def check_engine(engine: Engine, *, allow_fallback: bool) -> str | None:
             f"{found}: launch with accelerate_configs/multi_gpu.yaml or cpu.yaml, use zero2.yaml or zero3.yaml, which "
             "shard on a CPU as well, or give --allow_engine_fallback"
         )
-    return found
-
-
-def check_launch(launch: LaunchArguments, training) -> None:
-    """Raise an error if the engine is not the requested one, or print a warning if a fallback is allowed."""
-    fallback = check_engine(engine_in_force(training), allow_fallback=launch.allow_engine_fallback)
-    if fallback is not None:
-        warn_once_per_run(fallback)
+    warn_once_per_run(found)
 
 
 def print_batch(training) -> None:
     """Print what one update is computed on."""
-    engine = engine_in_force(training)
     rows, accumulation = training.train_batch_size, training.gradient_accumulation_steps
+    processes = training.world_size
     if is_main_process():
         print(
-            f"batch of {rows * accumulation * engine.processes} = {rows} per device x {accumulation} accumulated x "
-            f"{engine.processes} process{'es' if engine.processes > 1 else ''} (engine: {engine.name})"
+            f"batch of {rows * accumulation * processes} = {rows} per device x {accumulation} accumulated x "
+            f"{processes} process{'es' if processes > 1 else ''} (engine: {engine_in_force(training).name})"
         )

@@ -32,14 +32,7 @@ RESULT_FILES = (
 
 
 def open_run_folder(output_dir: str, *, overwrite: bool, resume_from_checkpoint: str | None) -> str | None:
-    """Check that a run may write into its folder; return the checkpoint to resume from, if any.
-
-    Raises:
-        FileExistsError: the folder holds an earlier run, and neither flag is given.
-        OSError: the folder cannot be created or written to.
-        FileNotFoundError: there is no checkpoint to resume from.
-        ValueError: both flags are given.
-    """
+    """Check that a run may write into its folder; return the checkpoint to resume from, if any."""
     folder = Path(output_dir)
     if overwrite and resume_from_checkpoint:
         raise ValueError("give --overwrite_output_dir or --resume_from_checkpoint, not both")
@@ -147,38 +140,34 @@ def _plain(value: Any) -> Any:
     return value.to_dict() if hasattr(value, "to_dict") else str(value)
 
 
-# Settings that may change when a run is resumed; the trainer checks that the optimizer batch stays the same.
-_MAY_CHANGE = frozenset(
-    # What is reported, and where.
-    ("output_dir", "run_name", "report_to", "project", "trackio_space_id", "trackio_bucket_id")
-    + ("trackio_static_space_id", "disable_tqdm", "include_num_input_tokens_seen", "skip_memory_metrics", "debug")
-    + ("push_to_hub", "hub_model_id", "hub_strategy", "hub_private_repo", "hub_always_push", "hub_revision")
-    + ("logging_steps", "logging_strategy", "logging_first_step", "logging_nan_inf_filter")
-    + ("log_level", "log_level_replica", "log_on_each_node", "log_completions", "log_unique_prompts")
-    + ("log_multimodal", "log_completions_hub_repo", "num_completions_to_print")
-    # When it is saved and evaluated.
-    + ("save_steps", "save_strategy", "save_total_limit", "save_only_model", "save_on_each_node", "max_hours")
-    + ("eval_steps", "eval_strategy", "eval_on_start", "eval_delay", "eval_split", "eval_every", "eval_packing")
-    + ("eval_accumulation_steps", "eval_do_concat_batches", "eval_use_gather_object", "batch_eval_metrics")
-    + ("do_train", "do_eval", "do_predict", "prediction_loss_only", "bf16_full_eval", "fp16_full_eval")
-    + ("num_eval_prompts", "num_kl_prompts", "num_generation_prompts", "generation_eval_every")
-    + ("generation_eval_batch_size", "per_device_eval_batch_size")
-    # How an optimizer batch is split, and how memory is saved.
-    + ("per_device_train_batch_size", "gradient_accumulation_steps", "gradient_checkpointing")
-    + ("gradient_checkpointing_kwargs", "activation_checkpointing", "activation_checkpointing_kwargs")
-    + ("activation_offloading", "torch_empty_cache_steps")
-    # The device, its precision, and the engine.
-    + ("bf16", "fp16", "tf32", "dtype", "deepspeed", "fsdp", "fsdp_config", "local_rank", "packing", "fast_rollouts")
-    + ("torch_compile", "torch_compile_backend", "torch_compile_mode", "ddp_backend", "ddp_broadcast_buffers")
-    + ("ddp_bucket_cap_mb", "ddp_find_unused_parameters", "ddp_static_graph", "ddp_timeout", "dataset_num_proc")
-    + ("dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers")
-    + ("dataloader_prefetch_factor", "dataloader_multiprocessing_context")
-    + ("use_vllm", "vllm_mode", "vllm_model_impl", "vllm_enable_sleep_mode", "vllm_gpu_memory_utilization")
-    + ("vllm_group_port", "vllm_max_model_length", "vllm_server_base_url", "vllm_server_host", "vllm_server_port")
-    + ("vllm_server_timeout", "vllm_tensor_parallel_size")
-    # What happens on a fault.
-    + ("reward_timeout", "reward_errors", "max_skipped_updates")
-)
+# Settings that may change when a run is resumed: what is reported, when it is saved and evaluated, how an optimizer
+# batch is split (the trainer checks that it stays the same), the device and the engine, and what happens on a fault.
+_MAY_CHANGE_NAMES = """
+output_dir run_name report_to project trackio_space_id trackio_bucket_id trackio_static_space_id disable_tqdm debug
+include_num_input_tokens_seen skip_memory_metrics push_to_hub hub_model_id hub_strategy hub_private_repo
+hub_always_push hub_revision logging_steps logging_strategy logging_first_step logging_nan_inf_filter log_level
+log_level_replica log_on_each_node log_completions log_unique_prompts log_multimodal log_completions_hub_repo
+num_completions_to_print
+
+save_steps save_strategy save_total_limit save_only_model save_on_each_node max_hours eval_steps eval_strategy
+eval_on_start eval_delay eval_split eval_every eval_packing eval_accumulation_steps eval_do_concat_batches
+eval_use_gather_object batch_eval_metrics do_train do_eval do_predict prediction_loss_only bf16_full_eval
+fp16_full_eval num_eval_prompts num_kl_prompts num_generation_prompts generation_eval_every
+generation_eval_batch_size per_device_eval_batch_size
+
+per_device_train_batch_size gradient_accumulation_steps gradient_checkpointing gradient_checkpointing_kwargs
+activation_checkpointing activation_checkpointing_kwargs activation_offloading torch_empty_cache_steps
+
+bf16 fp16 tf32 dtype deepspeed fsdp fsdp_config local_rank packing fast_rollouts torch_compile torch_compile_backend
+torch_compile_mode ddp_backend ddp_broadcast_buffers ddp_bucket_cap_mb ddp_find_unused_parameters ddp_static_graph
+ddp_timeout dataset_num_proc dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers
+dataloader_prefetch_factor dataloader_multiprocessing_context use_vllm vllm_mode vllm_model_impl
+vllm_enable_sleep_mode vllm_gpu_memory_utilization vllm_group_port vllm_max_model_length vllm_server_base_url
+vllm_server_host vllm_server_port vllm_server_timeout vllm_tensor_parallel_size
+
+reward_timeout reward_errors max_skipped_updates
+"""
+_MAY_CHANGE = frozenset(_MAY_CHANGE_NAMES.split())
 # Settings that determine the run's length, on which the learning-rate schedule depends.
 _LENGTHS = ("max_steps", "num_train_epochs", "n_steps", "n_grpo_steps")
 
@@ -186,13 +175,7 @@ _LENGTHS = ("max_steps", "num_train_epochs", "n_steps", "n_grpo_steps")
 def changed_settings(config: Path, resolved: str, may_change: Collection[str]) -> dict[str, tuple[Any, Any]]:
     """Settings that differ from an earlier config.yaml: name -> (earlier value, present value).
 
-    Args:
-        config: the earlier file.
-        resolved: the present settings, as `config_text` returns them.
-        may_change: names that are not compared.
-
-    Raises:
-        ValueError: the file is damaged.
+    `resolved` are the present ones, as `config_text` returns them; names in `may_change` are not compared.
     """
     earlier, now = read_yaml(config), yaml.safe_load(resolved)
     if not isinstance(earlier, dict):
@@ -205,15 +188,7 @@ def changed_settings(config: Path, resolved: str, may_change: Collection[str]) -
 
 
 def check_same_settings(config: Path, resolved: str) -> None:
-    """Refuse to resume a training run with settings other than its original ones.
-
-    Args:
-        config: the run's config.yaml; nothing is checked if it does not exist.
-        resolved: the present settings, as `config_text` returns them.
-
-    Raises:
-        ValueError: the file is damaged, or settings that affect training differ; the message names the first one.
-    """
+    """Refuse to resume a training run with settings other than those in its config.yaml, if it exists."""
     if not config.is_file():
         return
     # Packing leaves out padding, but SFT's, which is TRL's and has strategies, changes what a batch holds.

@@ -6,10 +6,12 @@ import json
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from httpx import HTTPError
+from transformers.hf_argparser import HfArg
 from trl import get_peft_config, get_quantization_config
 
 from trl_ext import SFTConfig, load_benchmark
@@ -26,7 +28,7 @@ from trl_ext.trainers.context import check_rows
 from trl_ext.trainers.defaults import check_at_least
 from trl_ext.trainers.policies import remember_base
 
-EVAL_FRACTION = {"help": "Hold out this fraction of the training prompts, for data without held-out splits."}
+EVAL_FRACTION = "Hold out this fraction of the training prompts, for data without held-out splits."
 
 
 def check_fraction(fraction: float | None) -> None:
@@ -39,28 +41,22 @@ def check_fraction(fraction: float | None) -> None:
 class EvaluatedArguments:
     """The benchmark, its held-out prompts, and how responses to them are sampled."""
 
-    dataset_name: str = field(
-        default="toy",
-        metadata={"help": "toy, instructions, a folder of {split}.jsonl, one .jsonl file, or a hub dataset."},
+    dataset_name: str = HfArg(
+        default="toy", help="toy, instructions, a folder of {split}.jsonl, one .jsonl file, or a hub dataset."
     )
-    prompt_split: str = field(default="test_gen", metadata={"help": "Held-out prompts; none for no evaluation."})
-    eval_fraction: float | None = field(default=None, metadata=EVAL_FRACTION)
-    skip_bad_rows: bool = field(default=False, metadata={"help": "Drop bad rows and say how many and why."})
-    overwrite_output_dir: bool = field(default=False, metadata={"help": "Replace an earlier run in output_dir."})
-    num_generation_prompts: int = field(default=32, metadata={"help": "Prompts in each table while training."})
-    num_eval_prompts: int | None = field(
-        default=None, metadata={"help": "Prompts of the comparison at the end. Default: all of prompt_split."}
+    prompt_split: str = HfArg(default="test_gen", help="Held-out prompts; none for no evaluation.")
+    eval_fraction: float | None = HfArg(default=None, help=EVAL_FRACTION)
+    skip_bad_rows: bool = HfArg(default=False, help="Drop bad rows and say how many and why.")
+    overwrite_output_dir: bool = HfArg(default=False, help="Replace an earlier run in output_dir.")
+    num_generation_prompts: int = HfArg(default=32, help="Prompts in each table while training.")
+    num_eval_prompts: int | None = HfArg(
+        default=None, help="Prompts of the comparison at the end. Default: all of prompt_split."
     )
-    num_kl_prompts: int | None = field(
+    num_kl_prompts: int | None = HfArg(
         default=None,
-        metadata={
-            "help": "Prompts to which further responses are sampled, for the divergence from the base. "
-            "Default: all of them."
-        },
+        help="Prompts to which further responses are sampled, for the divergence from the base. Default: all of them.",
     )
-    generation_temperature: float = field(
-        default=0.0, metadata={"help": "Of the held-out responses; 0 for greedy decoding."}
-    )
+    generation_temperature: float = HfArg(default=0.0, help="Of the held-out responses; 0 for greedy decoding.")
 
     def __post_init__(self):
         counts = ("num_generation_prompts", "num_eval_prompts", "num_kl_prompts")
@@ -86,16 +82,9 @@ def can_be_resumed() -> Iterator[None]:
 
 
 def load_rows(arguments, seed: int):
-    """Load the benchmark `dataset_name` with `train_split`, and hold out `eval_fraction` of that.
+    """Load the benchmark `dataset_name` with `train_split`, and hold out `eval_fraction` of that, by the seed.
 
     The only split of a single file becomes `train_split`, whatever its rows.
-
-    Args:
-        arguments: the recipe's own.
-        seed: chooses the prompts that are held out.
-
-    Raises:
-        ValueError: the split does not exist, or held-out rows exist already.
     """
     name, split = arguments.dataset_name, arguments.train_split
     benchmark = load_benchmark(name, skip_bad_rows=arguments.skip_bad_rows)
@@ -144,11 +133,7 @@ def _hold_out(benchmark, arguments, seed: int) -> None:
 
 
 def load_trainer(trainer_class, model: ModelArguments, training, **datasets: Any):
-    """Create the trainer for a model given by name, on the datasets given as keywords.
-
-    Raises:
-        ValueError: the run would overwrite the model to train, or the model cannot be loaded.
-    """
+    """Create the trainer for a model given by name, on the datasets given as keywords."""
     model_path = resolve_model_path(model.model_name_or_path)
     output, source = Path(training.output_dir).resolve(), Path(model_path).resolve()
     if source.is_dir() and output in (source, source.parent):
@@ -175,12 +160,11 @@ def load_trainer(trainer_class, model: ModelArguments, training, **datasets: Any
             peft_config=get_peft_config(model),
             **datasets,
         )
-    except OSError as error:
-        if error.filename and Path(error.filename).absolute() == Path(training.output_dir).absolute():
-            raise ValueError(f"--output_dir {training.output_dir} cannot be made: {error}") from error
+    except (OSError, HTTPError) as error:
+        pushed = ", or the hub refuses --push_to_hub" if training.push_to_hub else ""
         raise ValueError(
-            f"the model {model.model_name_or_path!r} could not be loaded; without a network, give a copy's folder "
-            f"with --model_name_or_path. ({error})"
+            f"the model {model.model_name_or_path!r} could not be loaded{pushed}; without a network, give a copy's "
+            f"folder with --model_name_or_path. ({error})"
         ) from error
     names = ("max_length",) if isinstance(training, SFTConfig) else ("max_response_tokens", "max_prompt_tokens")
     limits = {name: getattr(training, name, None) for name in names}
@@ -193,9 +177,6 @@ def optional_split(benchmark, field_name: str, arguments: EvaluatedArguments, co
     """The split of held-out rows that a field of the arguments names, or None.
 
     `none` is no split. If the split that the field names by default is missing, this warns about the consequence.
-
-    Raises:
-        ValueError: the user named a split that does not exist.
     """
     name = getattr(arguments, field_name)
     if name in benchmark:
@@ -213,15 +194,9 @@ def optional_split(benchmark, field_name: str, arguments: EvaluatedArguments, co
 def evaluate_generations(
     trainer, prompts, arguments: EvaluatedArguments, *, max_new_tokens: int, batch_size: int, **options: Any
 ) -> GenerationEvaluation | None:
-    """Set up the comparison of the policy with its base on held-out prompts, with the data's own judge if any.
+    """The comparison of the policy with its base on held-out prompts, with the data's own judge if any.
 
-    Args:
-        trainer: the policy's trainer; its base is remembered.
-        prompts: rows of the benchmark; None for no evaluation.
-        arguments: the recipe's arguments.
-        max_new_tokens: maximum length of a response.
-        batch_size: prompts per batch.
-        options: further options of `GenerationEvaluation`.
+    The trainer's base is remembered; without prompts there is no evaluation. `options` go to `GenerationEvaluation`.
     """
     if prompts is None:
         return None

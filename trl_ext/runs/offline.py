@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from datasets import Dataset
+from transformers.hf_argparser import HfArg
 
 from trl_ext.data.formats import convert_file
 from trl_ext.data.rows import read_jsonl
@@ -34,13 +35,13 @@ from trl_ext.trainers.policies import remember_base
 class OfflineArguments(EvaluatedArguments):
     """Data, evaluation and output of a run."""
 
-    train_split: str = field(default="train_prefs", metadata={"help": "Pairs to train on."})
-    eval_split: str = field(default="test_prefs", metadata={"help": "Held-out pairs; none for no evaluation."})
-    generation_eval_every: int = field(
-        default=100, metadata={"help": "Steps between tables of generations while training; 0 for none."}
+    train_split: str = HfArg(default="train_prefs", help="Pairs to train on.")
+    eval_split: str = HfArg(default="test_prefs", help="Held-out pairs; none for no evaluation.")
+    generation_eval_every: int = HfArg(
+        default=100, help="Steps between tables of generations while training; 0 for none."
     )
-    max_new_tokens: int = field(default=256, metadata={"help": "Longest generated response, in tokens."})
-    generation_batch_size: int = field(default=32, metadata={"help": "Prompts per batch of generation."})
+    max_new_tokens: int = HfArg(default=256, help="Longest generated response, in tokens.")
+    generation_batch_size: int = HfArg(default=32, help="Prompts per batch of generation.")
 
     def __post_init__(self):
         super().__post_init__()
@@ -108,23 +109,16 @@ def write_pair_scores(path: Path, row_ids: Sequence[str], scores: PreferenceScor
 class DemonstrationArguments(OfflineArguments):
     """Demonstrations to train on, in addition to the data for evaluation."""
 
-    train_split: str = field(
+    train_split: str = HfArg(
         default="train_prefs",
-        metadata={"help": "Pairs, whose chosen responses are learned, or prompts with reference_response_text."},
+        help="Pairs, whose chosen responses are learned, or prompts with reference_response_text.",
     )
-    demonstrations: str | None = field(
-        default=None,
-        metadata={
-            "help": "A .jsonl file of prompt and completion to learn instead, as best_of_n.py --keep writes it."
-        },
+    demonstrations: str | None = HfArg(
+        default=None, help="A .jsonl file of prompt and completion to learn instead, as best_of_n.py --keep writes it."
     )
-    eval_split: str = field(
-        default="validation_prefs", metadata={"help": "Held-out demonstrations, for their loss, or none."}
-    )
-    num_examples: int | None = field(default=None, metadata={"help": "Train on the first so many. Default: all."})
-    max_prompt_tokens: int | None = field(
-        default=None, metadata={"help": "Longer prompts of the evaluation lose their beginning."}
-    )
+    eval_split: str = HfArg(default="validation_prefs", help="Held-out demonstrations, for their loss, or none.")
+    num_examples: int | None = HfArg(default=None, help="Train on the first so many. Default: all.")
+    max_prompt_tokens: int | None = HfArg(default=None, help="Longer prompts of the evaluation lose their beginning.")
 
     def __post_init__(self):
         super().__post_init__()
@@ -132,11 +126,7 @@ class DemonstrationArguments(OfflineArguments):
 
 
 def refuse_completions(arguments: DemonstrationArguments) -> None:
-    """Reject a file of prompts with completions as a benchmark, because its completions would be dropped.
-
-    Raises:
-        ValueError: the message names the flag for such a file.
-    """
+    """Reject a file of prompts with completions as a benchmark, because its completions would be dropped."""
     path = Path(arguments.dataset_name)
     if not path.is_file():
         return
@@ -149,11 +139,7 @@ def refuse_completions(arguments: DemonstrationArguments) -> None:
 
 
 def load_demonstrations(arguments: DemonstrationArguments, splits) -> tuple[Dataset, Dataset | None]:
-    """The demonstrations to train on and, if there are any, the held-out ones.
-
-    Raises:
-        ValueError: see `demonstrations`.
-    """
+    """The demonstrations to train on and, if there are any, the held-out ones."""
     source, rows = arguments.train_split, splits[arguments.train_split]
     if arguments.demonstrations is not None:
         source = arguments.demonstrations
@@ -165,11 +151,7 @@ def load_demonstrations(arguments: DemonstrationArguments, splits) -> tuple[Data
 
 
 def demonstrations(rows, split: str, count: int | None = None) -> Dataset:
-    """The first `count` rows (None for all) with `row_id`, `prompt` and `completion`.
-
-    Raises:
-        ValueError: the split has no responses, or fewer rows than requested.
-    """
+    """The first `count` rows (None for all) with `row_id`, `prompt` and `completion`."""
     name = next((name for name in ("chosen", "reference_response_text") if name in rows.column_names), None)
     if name is None:
         raise ValueError(

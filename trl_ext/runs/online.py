@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
+
+from transformers.hf_argparser import HfArg
 
 from trl_ext.evaluation.reporting.plots import ONLINE_PANELS
 from trl_ext.processes import world_size
@@ -32,35 +34,26 @@ WAY_OUT = "give --reward_model FOLDER, as recipes/reward_model.py trains one, or
 class RewardSources:
     """The rewards of responses."""
 
-    reward_model: list[str] | None = field(
-        default=None,
-        metadata={"help": "Folder or hub name of a reward model, full or adapter; several make an ensemble."},
+    reward_model: list[str] | None = HfArg(
+        default=None, help="Folder or hub name of a reward model, full or adapter; several make an ensemble."
     )
-    reward_function: list[str] | None = field(
-        default=None,
-        metadata={"help": "Further rewards, as file.py:function or module:function with TRL's reward signature."},
+    reward_function: list[str] | None = HfArg(
+        default=None, help="Further rewards, as file.py:function or module:function with TRL's reward signature."
     )
-    reward_aggregate: str = field(
-        default="mean",
-        metadata={"help": "How several reward models are combined: mean, min, mean_minus_std, uwo or quantile."},
+    reward_aggregate: str = HfArg(
+        default="mean", help="How several reward models are combined: mean, min, mean_minus_std, uwo or quantile."
     )
-    reward_coefficient: float | None = field(
-        default=None, metadata={"help": "Weight of the deviation in mean_minus_std, of the variance in uwo."}
+    reward_coefficient: float | None = HfArg(
+        default=None, help="Weight of the deviation in mean_minus_std, of the variance in uwo."
     )
-    reward_quantile: float = field(default=0.25, metadata={"help": "Which quantile of the members."})
-    calibrate_rewards: bool = field(
-        default=False,
-        metadata={"help": "Centre and scale each reward model on the reference responses of the training prompts."},
+    reward_quantile: float = HfArg(default=0.25, help="Which quantile of the members.")
+    calibrate_rewards: bool = HfArg(
+        default=False, help="Centre and scale each reward model on the reference responses of the training prompts."
     )
 
 
 def load_rewards(arguments: RewardSources, batch_size: int) -> list:
-    """The reward models, combined into an ensemble if there are several, and the other reward functions.
-
-    Raises:
-        ValueError: there is no reward, or ensemble settings are given without an ensemble.
-        FileNotFoundError: a folder or file does not exist.
-    """
+    """The reward models, combined into an ensemble if there are several, and the other reward functions."""
     if not arguments.reward_model and not arguments.reward_function:
         raise ValueError(f"nothing to reward responses with: {WAY_OUT}")
     models = [RewardModel(name, batch_size=batch_size) for name in arguments.reward_model or ()]
@@ -80,11 +73,7 @@ def load_rewards(arguments: RewardSources, batch_size: int) -> list:
 
 
 def only_reward(arguments: RewardSources, batch_size: int):
-    """The single reward that ranks responses.
-
-    Raises:
-        ValueError: there is no reward or more than one; see also `load_rewards`.
-    """
+    """The single reward that ranks responses."""
     rewards = load_rewards(arguments, batch_size)
     if len(rewards) > 1:
         raise ValueError("responses are ranked by one reward: give --reward_model or one --reward_function, not both")
@@ -103,19 +92,16 @@ def reference_responses(rows, flag: str) -> tuple[list[Any], list[str]]:
 class OnlineArguments(EvaluatedArguments, RewardSources):
     """Data, rewards, evaluation and output of a run."""
 
-    train_split: str = field(default="train_gen", metadata={"help": "Prompts to train on."})
-    reward_shaping: str | None = field(
+    train_split: str = HfArg(default="train_gen", help="Prompts to train on.")
+    reward_shaping: str | None = HfArg(
         default=None,
-        metadata={
-            "help": "Steps that each reward goes through in training, in order, as JSON: "
-            '\'["center_reference", {"kind": "clip", "limit": 5}]\'.'
-        },
+        help="Steps that each reward goes through in training, in order, as JSON: "
+        '\'["center_reference", {"kind": "clip", "limit": 5}]\'.',
     )
-    generation_eval_every: int | None = field(
-        default=None,
-        metadata={"help": "Steps between evaluations on held-out prompts; 0 for none. Default: eval_steps, or 50."},
+    generation_eval_every: int | None = HfArg(
+        default=None, help="Steps between evaluations on held-out prompts; 0 for none. Default: eval_steps, or 50."
     )
-    generation_eval_batch_size: int = field(default=32, metadata={"help": "Prompts per batch of the evaluations."})
+    generation_eval_batch_size: int = HfArg(default=32, help="Prompts per batch of the evaluations.")
 
 
 @can_be_resumed()
@@ -151,7 +137,10 @@ def main(config_class: type[PolicyConfig] = PolicyConfig, trainer_class: type[Po
             reward_columns=partial(reward_columns, trainer),
         )
     run.open(trainer)
-    show_generations(trainer, evaluation, arguments, _evaluate_every(arguments, training), prefix="eval_")
+    every = arguments.generation_eval_every
+    if every is None:
+        every = int(training.eval_steps) if training.eval_steps and training.eval_steps >= 1 else 50
+    show_generations(trainer, evaluation, arguments, every, prefix="eval_")
 
     run.train(trainer)
 
@@ -159,16 +148,12 @@ def main(config_class: type[PolicyConfig] = PolicyConfig, trainer_class: type[Po
 
 
 def _shaped(rewards: list, arguments: OnlineArguments, training: PolicyConfig) -> list:
-    """The rewards, each followed by the steps of `reward_shaping`.
-
-    Raises:
-        ValueError: a step is unknown or does not suit the algorithm.
-    """
+    """The rewards, each followed by the steps of `reward_shaping`."""
     if arguments.reward_shaping is None:
         return rewards
     # Each reward gets its own steps, because some of them have state.
     shaped = [ShapedReward(reward, parse_shaping(arguments.reward_shaping)) for reward in rewards]
-    of_batch = any(reward.of_batch for reward in shaped)
+    of_batch = any(reward.scores_groups for reward in shaped)
     if of_batch and training.build_objective().reads("greedy_rewards"):
         raise ValueError(
             f"reward_shaping: center and whiten do not go with {training.algorithm}, whose greedy responses are "
@@ -182,30 +167,17 @@ def _shaped(rewards: list, arguments: OnlineArguments, training: PolicyConfig) -
     return shaped
 
 
-def _evaluate_every(arguments: OnlineArguments, training: PolicyConfig) -> int:
-    if arguments.generation_eval_every is not None:
-        return arguments.generation_eval_every
-    return int(training.eval_steps) if training.eval_steps and training.eval_steps >= 1 else 50
-
-
 def describe_online(trainer, arguments: OnlineArguments) -> dict[str, Any]:
     """The entries of results.json for an online run."""
+    functions = trainer.plain_reward_functions.values()
     return {
         "algorithm": trainer.args.algorithm,
         "objective": trainer.objective.describe(),
         "settings": trainer.objective.to_dict(),
         "reward_models": arguments.reward_model or [],
         "reward_functions": arguments.reward_function or [],
-        "ensembles": [
-            innermost(function).to_dict()
-            for function in trainer.plain_reward_functions.values()
-            if isinstance(innermost(function), RewardEnsemble)
-        ],
-        "reward_shaping": [
-            function.to_dict()
-            for function in trainer.plain_reward_functions.values()
-            if isinstance(function, ShapedReward)
-        ],
+        "ensembles": [one.to_dict() for one in map(innermost, functions) if isinstance(one, RewardEnsemble)],
+        "reward_shaping": [one.to_dict() for one in functions if isinstance(one, ShapedReward)],
         "train_prompts": len(trainer.train_dataset),
         "rollouts": trainer.rollouts,
         "sampled_responses": trainer.sampled_responses,

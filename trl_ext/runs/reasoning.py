@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
+from transformers.hf_argparser import HfArg
 
-from trl_ext.data.math import demonstration, load_math, math_prompt
-from trl_ext.data.templates import load_prompt_template, render
+from trl_ext.data.math import demonstration, load_math, load_prompt_template, math_prompt, render
 from trl_ext.evaluation.reasoning import grader
 from trl_ext.processes import is_main_process
 from trl_ext.rollouts import SamplingSettings
-from trl_ext.rollouts.engines import ANSWER_END
+from trl_ext.rollouts.generation import ANSWER_END
 from trl_ext.trainers.defaults import check_at_least
 
 CHAT = "chat"
@@ -29,37 +29,31 @@ BOXED = ("question_only", "boxed")
 class ProblemArguments:
     """Problems, prompts and rewards, and how responses to held-out problems are sampled."""
 
-    dataset_name: str = field(
-        default="toy",
-        metadata={"help": "toy (additions), word_problems, a folder of {split}.jsonl, or one .jsonl file."},
+    dataset_name: str = HfArg(
+        default="toy", help="toy (additions), word_problems, a folder of {split}.jsonl, or one .jsonl file."
     )
-    eval_split: str = field(default="test", metadata={"help": "Problems to evaluate on."})
-    prompt_template: str | None = field(
+    eval_split: str = HfArg(default="test", help="Problems to evaluate on.")
+    prompt_template: str | None = HfArg(
         default=None,
-        metadata={
-            "help": "r1_zero, question_only, boxed, alpaca_sft or a text file with {question} for plain text; chat "
-            "for the model's chat template; chat+NAME for the template within a chat. Default: chat on toy, "
-            "chat+boxed on word_problems, r1_zero on everything else."
-        },
+        help="r1_zero, question_only, boxed, alpaca_sft or a text file with {question} for plain text; chat "
+        "for the model's chat template; chat+NAME for the template within a chat. Default: chat on toy, "
+        "chat+boxed on word_problems, r1_zero on everything else.",
     )
-    reward: str | None = field(
+    reward: str | None = HfArg(
         default=None,
-        metadata={
-            "help": "r1_zero (answer in tags), question_only (answer in a box), gsm8k (the last number) or countdown. "
-            "Default: countdown where problems have numbers and a target, question_only for the prompts of that name "
-            "and boxed, else r1_zero."
-        },
+        help="r1_zero (answer in tags), question_only (answer in a box), gsm8k (the last number) or countdown. "
+        "Default: countdown where problems have numbers and a target, question_only for the prompts of that name "
+        "and boxed, else r1_zero.",
     )
-    use_math_verify: bool = field(
-        default=False,
-        metadata={"help": "Also ask math-verify about answers that string and value comparison do not decide."},
+    use_math_verify: bool = HfArg(
+        default=False, help="Also ask math-verify about answers that string and value comparison do not decide."
     )
-    num_eval_prompts: int | None = field(default=None, metadata={"help": "Problems to evaluate on. Default: all."})
-    max_new_tokens: int = field(default=1024, metadata={"help": "Longest response, in tokens."})
-    generation_temperature: float = field(default=1.0, metadata={"help": "Of sampled evaluations; 0 is greedy."})
-    generation_top_p: float = field(default=1.0, metadata={"help": "Nucleus sampling in evaluations."})
-    generation_eval_batch_size: int = field(default=32, metadata={"help": "Prompts per batch of the evaluations."})
-    overwrite_output_dir: bool = field(default=False, metadata={"help": "Replace an earlier run in output_dir."})
+    num_eval_prompts: int | None = HfArg(default=None, help="Problems to evaluate on. Default: all.")
+    max_new_tokens: int = HfArg(default=1024, help="Longest response, in tokens.")
+    generation_temperature: float = HfArg(default=1.0, help="Of sampled evaluations; 0 is greedy.")
+    generation_top_p: float = HfArg(default=1.0, help="Nucleus sampling in evaluations.")
+    generation_eval_batch_size: int = HfArg(default=32, help="Prompts per batch of the evaluations.")
+    overwrite_output_dir: bool = HfArg(default=False, help="Replace an earlier run in output_dir.")
 
     def __post_init__(self):
         check_at_least(self, {"num_eval_prompts": 1})
@@ -70,9 +64,9 @@ class ProblemArguments:
 class TrainingProblems(ProblemArguments):
     """Problems to train on and the length of training, in addition to the evaluation's problems."""
 
-    train_split: str = field(default="train", metadata={"help": "Problems to train on."})
-    max_hours: float | None = field(
-        default=None, metadata={"help": "End training after so long, with a checkpoint and the final table."}
+    train_split: str = HfArg(default="train", help="Problems to train on.")
+    max_hours: float | None = HfArg(
+        default=None, help="End training after so long, with a checkpoint and the final table."
     )
 
     def __post_init__(self):
@@ -85,16 +79,12 @@ class TrainingProblems(ProblemArguments):
 class SFTArguments(TrainingProblems):
     """The worked problems to train on, and how often to evaluate."""
 
-    num_examples: int | None = field(
-        default=None, metadata={"help": "Train on the first so many, after filtering. Default: all."}
+    num_examples: int | None = HfArg(default=None, help="Train on the first so many, after filtering. Default: all.")
+    filter_correct: bool = HfArg(
+        default=False, help="Train only on responses whose answer verifies; says how many do."
     )
-    filter_correct: bool = field(
-        default=False, metadata={"help": "Train only on responses whose answer verifies; says how many do."}
-    )
-    generation_eval_every: int = field(
-        default=50, metadata={"help": "Steps between evaluations on held-out problems; 0 for none."}
-    )
-    num_generation_prompts: int = field(default=64, metadata={"help": "Problems in each of these evaluations."})
+    generation_eval_every: int = HfArg(default=50, help="Steps between evaluations on held-out problems; 0 for none.")
+    num_generation_prompts: int = HfArg(default=64, help="Problems in each of these evaluations.")
 
     def __post_init__(self):
         super().__post_init__()
@@ -105,14 +95,11 @@ class SFTArguments(TrainingProblems):
 class ValidatedProblems(TrainingProblems):
     """Problems to validate on, in addition to those for training and for the final comparison."""
 
-    validation_split: str | None = field(
-        default=None,
-        metadata={"help": "Problems to validate on. Default: validation on embedded problems, else eval_split."},
+    validation_split: str | None = HfArg(
+        default=None, help="Problems to validate on. Default: validation on embedded problems, else eval_split."
     )
-    num_validation_prompts: int = field(default=128, metadata={"help": "The first so many are the fixed set."})
-    num_train_problems: int | None = field(
-        default=None, metadata={"help": "Train on the first so many. Default: all."}
-    )
+    num_validation_prompts: int = HfArg(default=128, help="The first so many are the fixed set.")
+    num_train_problems: int | None = HfArg(default=None, help="Train on the first so many. Default: all.")
 
     def __post_init__(self):
         super().__post_init__()
@@ -123,18 +110,14 @@ class ValidatedProblems(TrainingProblems):
 class GRPOMathArguments(ValidatedProblems):
     """Problems, prompts and rewards, how often to validate, and how long to train."""
 
-    eval_every: int = field(default=10, metadata={"help": "Steps between validations; 0 for none."})
+    eval_every: int = HfArg(default=10, help="Steps between validations; 0 for none.")
 
     def __post_init__(self):
         super().__post_init__()
         check_at_least(self, {"eval_every": 0})
 
     def sample_as(self, training) -> None:
-        """Make evaluations sample as many tokens as rollouts do.
-
-        Raises:
-            ValueError: a different number was given.
-        """
+        """Make evaluations sample as many tokens as rollouts do."""
         default, length = type(self).__dataclass_fields__["max_new_tokens"].default, training.max_completion_length
         if self.max_new_tokens not in (default, length):
             raise ValueError(
@@ -165,15 +148,7 @@ class ExpertIterationArguments(ValidatedProblems):
 
 @dataclass
 class Problems:
-    """The problems of a split, with their prompt template and reward.
-
-    Attributes:
-        rows: rows of `load_math`.
-        template: text of the prompt template; None for the chat template.
-        template_name: the template's name.
-        reward: the reward's name.
-        grade: the reward function.
-    """
+    """The problems of a split, with the text of their prompt template (None for the chat template) and the reward."""
 
     rows: list[dict[str, Any]]
     template: str | None
@@ -195,11 +170,7 @@ class Problems:
 
 
 def load_problems(arguments: ProblemArguments, split: str, setting: str | None = None) -> Problems:
-    """The first problems of a split, as many as a setting says (None for all), with their template and reward.
-
-    Raises:
-        FileNotFoundError, ValueError: the problems, template or reward do not exist, or there are too few problems.
-    """
+    """The first problems of a split, as many as a setting says (None for all), with their template and reward."""
     name = arguments.prompt_template or TEMPLATE_OF_EMBEDDED.get(arguments.dataset_name, "r1_zero")
     within = name.removeprefix(WITHIN_CHAT)
     template = None if name == CHAT else load_prompt_template(within)
@@ -219,11 +190,7 @@ def load_problems(arguments: ProblemArguments, split: str, setting: str | None =
 
 
 def load_problem_sets(arguments: ValidatedProblems) -> tuple[Problems, Problems, Problems]:
-    """Problems for training, for validation and for the final comparison, all with the same template and reward.
-
-    Raises:
-        FileNotFoundError, ValueError: see `load_problems`.
-    """
+    """Problems for training, for validation and for the final comparison, all with the same template and reward."""
     validation = arguments.validation_split
     if validation is None:
         validation = "validation" if arguments.dataset_name in TEMPLATE_OF_EMBEDDED else arguments.eval_split
@@ -236,11 +203,7 @@ def load_problem_sets(arguments: ValidatedProblems) -> tuple[Problems, Problems,
 
 
 def first(rows: list, arguments: ProblemArguments, setting: str, what: str) -> list:
-    """The first rows, as many as a setting says, or all for None.
-
-    Raises:
-        ValueError: there are fewer rows.
-    """
+    """The first rows, as many as a setting says, or all for None."""
     count = getattr(arguments, setting)
     if count is not None and count > len(rows):
         raise ValueError(f"{what} has {len(rows)} problems, and {count} were asked for: lower --{setting}")
@@ -248,11 +211,7 @@ def first(rows: list, arguments: ProblemArguments, setting: str, what: str) -> l
 
 
 def sampling_settings(arguments: ProblemArguments, *, reward: str = "r1_zero") -> SamplingSettings:
-    """How responses are sampled. If answers are in tags, the closing tag ends a response.
-
-    Raises:
-        ValueError: a value is out of range.
-    """
+    """How responses are sampled. If answers are in tags, the closing tag ends a response."""
     return SamplingSettings(
         max_new_tokens=arguments.max_new_tokens,
         temperature=arguments.generation_temperature,
@@ -271,11 +230,7 @@ def rollout_settings(arguments: GRPOMathArguments, training, reward: str) -> Sam
 
 
 def choose_demonstrations(arguments: SFTArguments, problems: Problems) -> tuple[Dataset, dict[str, int] | None]:
-    """The rows to train on, with `prompt` and `completion`, and the filter's counts of kept and of all rows (or None).
-
-    Raises:
-        ValueError: no problem has a response or solution, the filter keeps none, or there are fewer than requested.
-    """
+    """The rows to train on, with `prompt` and `completion`, and the filter's counts of kept and of all rows."""
     boxed = problems.reward == "question_only"
     pairs = [(row, demonstration(row, problems.template, boxed=boxed)) for row in problems.rows]
     pairs = [(row, response) for row, response in pairs if response is not None]

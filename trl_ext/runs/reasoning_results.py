@@ -41,11 +41,7 @@ def evaluate_on(trainer, problems: Problems, settings: SamplingSettings) -> Reas
 
 
 def require_base(evaluation: ReasoningEvaluation, run: TrainingRun) -> None:
-    """Check that a resumed run can be compared with its base, whose weights are no longer available for sampling.
-
-    Raises:
-        ValueError: the run folder lacks base responses to some of the problems.
-    """
+    """Check that a resumed run can be compared with its base, whose weights are no longer available for sampling."""
     if run.checkpoint is not None and not evaluation.base_is_known():
         raise ValueError(
             f"{run.folder}/samples does not hold the base's responses to the {len(evaluation.rows)} held-out "
@@ -54,25 +50,12 @@ def require_base(evaluation: ReasoningEvaluation, run: TrainingRun) -> None:
 
 
 def end_with_comparison(
-    run: TrainingRun,
-    trainer,
-    evaluation: ReasoningEvaluation,
-    *,
-    done: int,
-    of: int,
-    unit: str = "steps",
-    **described: Any,
+    run: TrainingRun, trainer, evaluation: ReasoningEvaluation, *, done: int, of: int, unit="steps", **described: Any
 ) -> None:
     """Evaluate the trained policy, write and print the comparison with its base, and shut the processes down.
 
-    Args:
-        run: the recipe's run.
-        trainer: the trainer after training.
-        evaluation: the evaluation on the comparison's problems, with the base's responses already known.
-        done: number of steps or rounds completed.
-        of: number of steps or rounds planned.
-        unit: what `done` and `of` count.
-        described: the recipe's own entries in the description of the run.
+    `evaluation` knows the base's responses already, `done` and `of` count the completed and the planned steps or
+    rounds, and `described` are the recipe's own entries in the description of the run.
     """
     after = {decoding: evaluation.evaluate(decoding, progress=f"policy, {decoding}") for decoding in DECODINGS}
     before = evaluation.base()
@@ -96,10 +79,7 @@ def end_with_comparison(
 
 
 def comparison(run: Mapping[str, Any], before: Mapping[str, list], after: Mapping[str, list]) -> dict[str, Any]:
-    """The content of `results.json`, under the names that all recipes use.
-
-    The score is the accuracy of the sampled responses.
-    """
+    """The content of `results.json`, under the names that all recipes use; the score is the sampled accuracy."""
     found: dict[str, Any] = {
         name: {decoding: summarize_reasoning(rows[decoding]) for decoding in DECODINGS}
         for name, rows in (("before", before), ("after", after))
@@ -108,15 +88,12 @@ def comparison(run: Mapping[str, Any], before: Mapping[str, list], after: Mappin
     own, base = (found[name]["sampled"] for name in ("after", "before"))
     return {
         "run": dict(run),
-        "win_rate": None,
         "score": {
             "base": base["accuracy"]["mean"],
             "policy": own["accuracy"]["mean"],
             "gain": found["gain"]["sampled"],
         },
-        "rewards": None,
-        "preferences": None,
-        "kl": None,
+        **dict.fromkeys(("win_rate", "rewards", "preferences", "kl")),
         "generations": {
             name: {key: summary[key] for key in ("mean_tokens", "truncated_fraction")}
             for name, summary in (("base", base), ("policy", own))

@@ -53,13 +53,8 @@ def end_with_results(
 ) -> None:
     """Compare the policy with its base, write and print the results, and shut the processes down.
 
-    Args:
-        run: the recipe's run, after training.
-        trainer: the trainer after training.
-        evaluation: evaluation on held-out prompts; None for none.
-        pairs: preference metrics of held-out pairs; None for none.
-        panels: panels of the plot.
-        described: the recipe's own entries in the description of the run, including `objective`.
+    `evaluation` is on held-out prompts, `pairs` are preference metrics of held-out pairs, and `described` are the
+    recipe's own entries in the description of the run, including `objective`.
     """
     with one_line_errors(MENDABLE_IN_TRAINING):
         comparison = None if evaluation is None else evaluation.compare(run.arguments.num_eval_prompts, progress=True)
@@ -67,7 +62,7 @@ def end_with_results(
         summary, rows = ({}, []) if comparison is None else (comparison.summary, comparison.rows)
         results = {"run": describe_run(trainer, run.describe(**described)), "preferences": pairs}
         results |= {name: summary.get(name) for name in ("win_rate", "score", "rewards", "kl", "generations")}
-        if comparison is not None:
+        if rows:
             write_json_lines(run.folder / "generations.jsonl", rows)
         write_results(
             trainer,
@@ -83,11 +78,7 @@ def write_results(
 ) -> None:
     """Write `results.json`, the model card and `report.png` into the run folder, and print the results.
 
-    Args:
-        trainer: the trainer after training.
-        results: content of `results.json`.
-        plot: draws `report.png` from the rows of `metrics.jsonl` and a path.
-        show: prints the tables.
+    `plot` draws `report.png` from the rows of `metrics.jsonl` and a path, and `show` prints the tables.
     """
     folder = Path(trainer.args.output_dir)
     write_json(folder / "results.json", results)
@@ -121,10 +112,14 @@ def describe_run(trainer, run: dict[str, Any]) -> dict[str, Any]:
         **seconds,
         "optimizer_steps": trainer.state.global_step,
         "seed": trainer.args.seed,
-        "processes": trainer.accelerator.num_processes,
-        "device": trainer.accelerator.device.type,
-        "versions": {name: version(name) for name in ("trl_ext", "trl", "transformers", "torch", "peft")},
+        **describe_machine(trainer.accelerator),
     }
+
+
+def describe_machine(accelerator) -> dict[str, Any]:
+    """The processes, their device, and the versions of the libraries."""
+    versions = {name: version(name) for name in ("trl_ext", "trl", "transformers", "torch", "peft")}
+    return {"processes": accelerator.num_processes, "device": accelerator.device.type, "versions": versions}
 
 
 def say_written(run: Mapping[str, Any], output_dir: str | Path, files: Sequence[str]) -> None:

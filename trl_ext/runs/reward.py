@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from transformers.hf_argparser import HfArg
 
 from trl_ext.data.benchmark import known_score
 from trl_ext.evaluation import plot_run, reward_metrics, reward_mistakes, true_order_metrics
@@ -31,28 +33,20 @@ DEFAULT_SELECTION_SPLIT = "validation_prefs"
 class RewardArguments:
     """Data, evaluation and output of a run."""
 
-    dataset_name: str = field(
-        default="toy", metadata={"help": "toy, a folder of {split}.jsonl, one .jsonl file, or a hub dataset."}
-    )
-    train_split: str = field(default="train_prefs", metadata={"help": "Pairs to train on."})
-    eval_split: str = field(default="test_prefs", metadata={"help": "Held-out pairs; none for no evaluation."})
-    selection_split: str | None = field(
+    dataset_name: str = HfArg(default="toy", help="toy, a folder of {split}.jsonl, one .jsonl file, or a hub dataset.")
+    train_split: str = HfArg(default="train_prefs", help="Pairs to train on.")
+    eval_split: str = HfArg(default="test_prefs", help="Held-out pairs; none for no evaluation.")
+    selection_split: str | None = HfArg(
         default=None,
-        metadata={
-            "help": "Pairs by which the best checkpoint is chosen. Default: validation_prefs where there is one, "
-            "else eval_split."
-        },
+        help="Pairs by which the best checkpoint is chosen. Default: validation_prefs where there is one, "
+        "else eval_split.",
     )
-    num_train_pairs: int | None = field(
-        default=None, metadata={"help": "Train on the first so many pairs. Default: all."}
-    )
-    label_noise: float = field(
-        default=0.0, metadata={"help": "Share of the training pairs whose labels are turned round, for a weak model."}
-    )
-    num_mistakes: int = field(default=50, metadata={"help": "Most held-out pairs in reward_mistakes.jsonl."})
-    eval_fraction: float | None = field(default=None, metadata=EVAL_FRACTION)
-    skip_bad_rows: bool = field(default=False, metadata={"help": "Drop bad rows and say how many and why."})
-    overwrite_output_dir: bool = field(default=False, metadata={"help": "Replace an earlier run in output_dir."})
+    num_train_pairs: int | None = HfArg(default=None, help="Train on the first so many pairs. Default: all.")
+    label_noise: float = HfArg(default=0.0, help="Fraction of the training labels to flip, for a weak model.")
+    num_mistakes: int = HfArg(default=50, help="Most held-out pairs in reward_mistakes.jsonl.")
+    eval_fraction: float | None = HfArg(default=None, help=EVAL_FRACTION)
+    skip_bad_rows: bool = HfArg(default=False, help="Drop bad rows and say how many and why.")
+    overwrite_output_dir: bool = HfArg(default=False, help="Replace an earlier run in output_dir.")
 
     def __post_init__(self):
         check_at_least(self, {"num_mistakes": 0, "num_train_pairs": 1})
@@ -116,23 +110,19 @@ def main() -> None:
 
 
 def training_pairs(pairs, arguments: RewardArguments, seed: int):
-    """The first pairs, as many as requested, with exactly round(share * pairs) labels flipped.
-
-    Raises:
-        ValueError: there are too few pairs.
-    """
-    count = arguments.num_train_pairs
-    if count is not None and count > len(pairs):
+    """The first pairs, as many as requested, with exactly round(share * pairs) labels flipped."""
+    count = len(pairs) if arguments.num_train_pairs is None else arguments.num_train_pairs
+    if count > len(pairs):
         raise ValueError(f"num_train_pairs {count}: {arguments.train_split!r} has {len(pairs)} pairs")
-    pairs = pairs.select(range(len(pairs) if count is None else count))
+    pairs = pairs.select(range(count))
     if not arguments.label_noise:
         return pairs
-    turned = set(random.Random(seed).sample(range(len(pairs)), round(arguments.label_noise * len(pairs))))
+    flipped = set(random.Random(seed).sample(range(count), round(arguments.label_noise * count)))
 
-    def turn(row: dict[str, Any], index: int) -> dict[str, Any]:
-        return {"chosen": row["rejected"], "rejected": row["chosen"]} if index in turned else {}
+    def flip(row: dict[str, Any], index: int) -> dict[str, Any]:
+        return {"chosen": row["rejected"], "rejected": row["chosen"]} if index in flipped else {}
 
-    return pairs.map(turn, with_indices=True, desc="Label noise")
+    return pairs.map(flip, with_indices=True, desc="Label noise")
 
 
 def _selection_split(benchmark, arguments: RewardArguments, training: RewardConfig) -> str | None:
@@ -199,32 +189,22 @@ def evaluate_scores(
 ) -> tuple[dict[str, Any], list[float]]:
     """Write the scores and the mistakes into the run folder; return the results and each pair's margin.
 
-    Args:
-        folder: the run folder.
-        held_out: rows of the held-out pairs.
-        scores: scores of their chosen and of their rejected responses.
-        true_score: `f(prompt_text, response)`, a known quality; None for none.
-        num_mistakes: maximum number of rows in `reward_mistakes.jsonl`.
+    `scores` are those of the chosen and of the rejected responses, and `true_score` is `f(prompt_text, response)`, a
+    known quality.
     """
     chosen, rejected = ([float(score) for score in side] for side in scores)
     margins = [c - r for c, r in zip(chosen, rejected, strict=True)]
     results: dict[str, Any] = {"pairs": reward_metrics(chosen, rejected)}
     if true_score is not None:
-        results["true_order"] = true_order_metrics(chosen, rejected, *_true_scores(held_out, true_score))
+        prompts = [last_user_text(prompt) for prompt in held_out["prompt"]]
+        sides = [[response[0]["content"] for response in held_out[side]] for side in ("chosen", "rejected")]
+        true = [list(map(true_score, prompts, texts)) for texts in sides]
+        results["true_order"] = true_order_metrics(chosen, rejected, *true)
     rows = zip(held_out["row_id"], chosen, rejected, margins, strict=True)
     keys = ("row_id", "chosen_score", "rejected_score", "margin")
     write_json_lines(folder / "scores.jsonl", [dict(zip(keys, row, strict=True)) for row in rows])
     write_json_lines(folder / "reward_mistakes.jsonl", reward_mistakes(held_out, chosen, rejected, num_mistakes))
     return results, margins
-
-
-def _true_scores(rows, true_score: Callable[[str, str], float]) -> tuple[list[float], list[float]]:
-    prompts = [last_user_text(prompt) for prompt in rows["prompt"]]
-    chosen, rejected = (
-        [true_score(prompt, response[0]["content"]) for prompt, response in zip(prompts, rows[side], strict=True)]
-        for side in ("chosen", "rejected")
-    )
-    return chosen, rejected
 
 
 def _show(results: dict[str, Any]) -> None:

@@ -12,18 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.utils import broadcast_object_list
-from httpx import HTTPError
-from huggingface_hub import whoami
 from tqdm.contrib.logging import logging_redirect_tqdm
 from transformers import IntervalStrategy
 
 from trl_ext.doctor.examine import report_before_training
-from trl_ext.files import brief, write_text
+from trl_ext.files import write_text
 from trl_ext.processes import is_main_process, world_size
 from trl_ext.resilience.preemption import Preemption
 from trl_ext.resilience.secrets import arguments_without_secrets
 from trl_ext.runs.arguments import MENDABLE_IN_TRAINING, ModelArguments, one_line_errors, parse_arguments, toy_config
-from trl_ext.runs.engine import LaunchArguments, check_launch, print_batch
+from trl_ext.runs.engine import LaunchArguments, check_engine, engine_in_force, print_batch
 from trl_ext.runs.folder import (
     check_same_settings,
     clear_run_folder,
@@ -40,18 +38,8 @@ class TrainingRun:
     """One call of a recipe that trains, from its arguments to its results.
 
     A recipe creates it with `begin_run`, calls `load_trainer`, `open` and `train` in this order, and uses `describe`
-    for its results.
-
-    Attributes:
-        arguments: the recipe's own arguments.
-        model: model arguments.
-        training: the trainer's configuration.
-        launch: launch arguments.
-        checkpoint: the checkpoint that the run resumes from; None to start from the beginning.
-        started: start time in seconds of the system clock.
-        resolved: the arguments as config.yaml holds them; set by `load_trainer`.
-        training_seconds: duration of `train` with its evaluations; that of a resumed run includes the earlier parts.
-        metrics: the callback that writes metrics.jsonl, after `open`.
+    for its results. `checkpoint` is the one that the run resumes from, or None; `resolved` are the arguments as
+    config.yaml holds them. `training_seconds` include evaluations and the parts before a resumption.
     """
 
     arguments: Any
@@ -69,12 +57,7 @@ class TrainingRun:
         return Path(self.training.output_dir)
 
     def load_trainer(self, trainer_class: Callable[..., Any], **datasets: Any):
-        """Create the trainer on the datasets given as keywords; with `eval_dataset=None` it does not evaluate.
-
-        Raises:
-            ValueError: as for `loading.load_trainer`; a resumed run was started with other settings or has used up its
-                time; or the best checkpoint is to be chosen on rows that do not exist.
-        """
+        """Create the trainer on the datasets given as keywords; with `eval_dataset=None` it does not evaluate."""
         # Do this before the data and model change the arguments: config.yaml holds what the user requested.
         self.resolved = config_text(self.arguments, self.model, self.training)
         if self.checkpoint is not None:
@@ -92,15 +75,10 @@ class TrainingRun:
             trainer.check_optimizer_batch(self.checkpoint)
         return trainer
 
-    def open(self, trainer, metrics: MetricsFileCallback | None = None) -> MetricsFileCallback:
+    def open(self, trainer, metrics: MetricsFileCallback | None = None) -> None:
         """Clear the folder if requested, write config.yaml, and print what the doctor finds before a first step.
 
-        Args:
-            trainer: this run's trainer.
-            metrics: the callback that writes metrics.jsonl; None to add one.
-
-        Returns:
-            the callback that writes metrics.jsonl.
+        The callback that writes metrics.jsonl is added to the trainer, unless it is given.
         """
         if trainer.accelerator.is_main_process:
             if self.arguments.overwrite_output_dir:
@@ -119,15 +97,9 @@ class TrainingRun:
         print_batch(self.training)
         if self.launch.doctor == "on" and self.checkpoint is None:
             report_before_training(trainer)
-        return metrics
 
     def train(self, trainer, *, mendable: tuple[type[Exception], ...] = MENDABLE_IN_TRAINING) -> None:
-        """Train, from the checkpoint if there is one, and save the model into the folder.
-
-        Args:
-            trainer: this run's trainer.
-            mendable: errors that end the run with one line.
-        """
+        """Train, from the checkpoint if there is one, and save the model; `mendable` errors end with one line."""
         with one_line_errors(mendable), logging_redirect_tqdm():
             # Add it last: it may end the program, and all other callbacks must have finished.
             trainer.add_callback(Preemption(trainer))
@@ -146,10 +118,10 @@ class TrainingRun:
             "total_seconds": time.time() - self.started,
         }
 
-    def time_budget(self, trainer, metrics: MetricsFileCallback, *, period: int = 1) -> TimeBudgetCallback | None:
-        """A callback that ends training when `max_hours` are used up, at multiples of `period` steps; None without."""
+    def time_budget(self, trainer, *, period: int = 1) -> list[TimeBudgetCallback]:
+        """Callbacks, one or none, that end training when `max_hours` are used up, at multiples of `period` steps."""
         hours = self.arguments.max_hours
-        return None if hours is None else TimeBudgetCallback(hours, metrics, trainer.accelerator, period=period)
+        return [] if hours is None else [TimeBudgetCallback(hours, self.metrics, trainer.accelerator, period=period)]
 
     def _check_time_left(self) -> None:
         hours = getattr(self.arguments, "max_hours", None)
@@ -162,25 +134,16 @@ class TrainingRun:
 
 
 def begin_run(
-    argument_class: type,
-    config_class: type,
-    *,
-    config: str,
-    description: str | None,
-    name: Callable[[Any], str],
+    argument_class: type, config_class: type, *, config: str, description: str | None, name: Callable[[Any], str]
 ) -> TrainingRun:
-    """Read the arguments, and check the run folder and the trackers before anything is loaded.
+    """Read the arguments, and check the run folder before anything is loaded.
 
     Args:
         argument_class: class of the recipe's own arguments, with `dataset_name` and `overwrite_output_dir`.
         config_class: class of the trainer's configuration.
         config: name of the file in configs/toy that is used without arguments.
         description: text for `--help`.
-        name: function from the trainer's configuration to the start of the run folder's name, before the dataset's
-            name.
-
-    Raises:
-        ValueError, OSError: see `parse_arguments`, `open_run_folder`, `check_trackers` and `check_hub`.
+        name: the start of the run folder's name, before the dataset's, from the trainer's configuration.
     """
     started = time.time()
     arguments, model, training, launch = parse_arguments(
@@ -192,7 +155,7 @@ def begin_run(
     sys.argv[1:] = arguments_without_secrets(sys.argv[1:])
     if training.output_dir == "trainer_output":
         training.output_dir = f"runs/{name(training)}-{Path(arguments.dataset_name).absolute().stem}"
-    check_launch(launch, training)
+    check_engine(engine_in_force(training), str(training.device), allow_fallback=launch.allow_engine_fallback)
 
     checkpoint = of_first_process(
         lambda: open_run_folder(
@@ -202,7 +165,6 @@ def begin_run(
         )
     )
     check_trackers(training.report_to)
-    check_hub(training)
     return TrainingRun(arguments, model, training, launch, checkpoint, started)
 
 
@@ -223,11 +185,7 @@ def of_first_process(find: Callable[[], str | None]) -> str | None:
 
 
 def check_trackers(report_to: Sequence[str]) -> None:
-    """Fail before the model loads if a tracker cannot be used.
-
-    Raises:
-        ValueError: its package is missing, or wandb would ask for a login.
-    """
+    """Fail before the model loads if a tracker's package is missing, or if wandb would ask for a login."""
     for tracker in report_to:
         if tracker in ("wandb", "trackio", "tensorboard") and importlib.util.find_spec(tracker) is None:
             raise ValueError(f"--report_to {tracker} needs its package: pip install {tracker}")
@@ -237,20 +195,3 @@ def check_trackers(report_to: Sequence[str]) -> None:
         online = wandb.setup().settings.mode not in ("offline", "disabled", "dryrun")
         if online and not wandb.login(prompt=False):
             raise ValueError("--report_to wandb has no login: run `wandb login`, or set WANDB_MODE=offline")
-
-
-def check_hub(training) -> None:
-    """Fail before anything is loaded if `push_to_hub` could not push.
-
-    Raises:
-        ValueError: the hub cannot be reached, or there is no login.
-    """
-    if not training.push_to_hub or not is_main_process():
-        return
-    try:
-        whoami(token=training.hub_token)
-    except (OSError, HTTPError) as error:
-        raise ValueError(
-            f"--push_to_hub needs the hub, which cannot be reached or refuses the login ({brief(error, 200)}): run "
-            "`hf auth login` on a machine with a network, or leave it out and push the folder later with `hf upload`"
-        ) from error

@@ -186,7 +186,7 @@ class ExpertIterationTrainer(SFTTrainer):
             self.state = TrainerState.load_from_json(str(Path(checkpoint) / "trainer_state.json"))
             if done:
                 self._load_from_checkpoint(checkpoint)
-                self._set_counts(saved.get("carried_over", {}))
+                self._set_counts(saved["carried_over"])
         self.state.is_world_process_zero = self.is_world_process_zero()
         if self.accelerator.is_main_process:
             self.metrics_file.keep_rounds(done, self.state.global_step)

@@ -74,12 +74,11 @@ class WritesModelCard:
 def method_of(trainer) -> dict[str, str]:
     """The training method's `name`, and its paper's `id`, `title` and `citation`, which may be empty."""
     paper: dict[str, str] = dict(trainer._paper)
-    args = trainer.args
-    if not paper and getattr(args, "loss", None) in preference_losses:
-        paper = preference_losses[args.loss].citation
-    elif not paper and getattr(args, "algorithm", None) in policy_algorithms:
-        source = policy_algorithms[args.algorithm].paper
-        paper = {"id": source} if ARXIV_ID.fullmatch(source) else {"title": source}
+    for field, table in (("loss", preference_losses), ("algorithm", policy_algorithms)):
+        name = getattr(trainer.args, field, None)
+        if not paper and name in table:
+            source = table[name].paper
+            paper = {"id": source} if ARXIV_ID.fullmatch(source) else {"title": source}
     return {"name": trainer._name, **{key: paper.get(key) or "" for key in ("id", "title", "citation")}}
 
 

@@ -26,18 +26,16 @@ def named_pairs(
     pairs = {}
     for prefix in prefixes:
         entry = rows[prefix.lower()]
-        name = entry.label or prefix
         own = make_dataclass(
             f"{prefix}Config",
             [(chooses, str, field(default=entry.name)), *_option_fields(entry, config)],
             bases=(config,),
-            namespace={"__doc__": _summary(entry, name), "_method": entry.name},
+            namespace={"__doc__": _summary(entry, prefix), "_method": entry.name},
         )
         attributes = {
-            "__doc__": f"`{trainer.__name__}` with {chooses} `{entry.name}`. {_summary(entry, name)}",
+            "__doc__": f"`{trainer.__name__}` with {chooses} `{entry.name}`. {_summary(entry, prefix)}",
             "_config_class": own,
-            "_name": name,
-            "_paper": entry.citation,
+            "_name": prefix,
         }
         pairs |= {own.__name__: own, f"{prefix}Trainer": type(f"{prefix}Trainer", (trainer,), attributes)}
     for pair in pairs.values():

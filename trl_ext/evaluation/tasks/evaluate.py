@@ -20,7 +20,7 @@ from trl_ext.files import existing_file, read_json, write_json
 from trl_ext.models.loading import find_policy, load_policy, model_sha256
 from trl_ext.models.log_probs import score_responses
 from trl_ext.rollouts.generation import Generation, generate_responses
-from trl_ext.rollouts.saved_rows import sample_rows
+from trl_ext.rollouts.graded import sample_rows
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -8,8 +8,7 @@ call of scaled dot-product attention for each segment (any device).
 
 from __future__ import annotations
 
-from functools import cache, wraps
-from inspect import signature
+from functools import wraps
 
 import torch
 from torch import Tensor
@@ -152,13 +151,8 @@ def _varlen(plan: Plan, query, key, value, scaling, window) -> Tensor:
     query_bounds, key_bounds = plan.derived["bounds"]
     if plan.shares:
         key, value = key.index_select(0, plan.key_index), value.index_select(0, plan.key_index)
-    grouped = {}
-    if query.shape[1] != key.shape[1]:
-        if _takes_groups(varlen_attn):
-            grouped = {"enable_gqa": True}
-        else:
-            groups = query.shape[1] // key.shape[1]
-            key, value = (states.repeat_interleave(groups, dim=1) for states in (key, value))
+    # Under torch 2.11, which has no grouped heads, this raises, and `sdpa` is used.
+    grouped = {"enable_gqa": True} if query.shape[1] != key.shape[1] else {}
     return varlen_attn(
         query.contiguous(),
         key.contiguous(),
@@ -172,9 +166,3 @@ def _varlen(plan: Plan, query, key, value, scaling, window) -> Tensor:
         window_size=(-1 if window is None else window - 1, 0),
         **grouped,
     )
-
-
-@cache
-def _takes_groups(function) -> bool:
-    """Whether `varlen_attn` takes fewer key heads than query heads: not in torch 2.11."""
-    return "enable_gqa" in signature(function).parameters

@@ -25,7 +25,6 @@ from trl_ext.models.packing.obstacles import (
     has_embedding_noise,
     has_fused_head,
     is_classifier,
-    original_context,
     packing_obstacle,
     sliding_window,
 )
@@ -69,9 +68,7 @@ class Packing:
         self.skipped: dict[str, str] = {}
         self._forward = model.forward
         self._hooked = None
-        self._context = None
         if self.reason is None:
-            self._context = original_context(model.config)
             let_take_plans(model.config._attn_implementation)
             self._hooked = _hooked_forward(model)
             model.forward = types.MethodType(self._hooked, model)
@@ -128,8 +125,6 @@ class Packing:
             self._settle()
             if not self.active:
                 return None
-        if reason is None and self._context is not None and input_ids.shape[1] > self._context:
-            reason = "rotary angles depend on the length of the batch"
         window = sliding_window(self.model.config)
         if reason is None and window is not None and LONGEST_WINDOW < window < input_ids.shape[1]:
             reason = "is longer than a sliding window that the first batch's check does not reach"
@@ -251,15 +246,8 @@ def share_prefixes(*models, quiet: bool = False) -> Packing:
         The packing of the first model: whether it is `active`, the `reason` if not, token counts, and `remove()`.
 
     Raises:
-        TypeError: an argument is not a model, such as the trainer.
         ValueError: no model, or a language model without the fused head.
     """
-    for model in models:
-        if model is not None and not isinstance(model, nn.Module):
-            raise TypeError(
-                f"share_prefixes takes models, got {type(model).__name__}: share_prefixes(trainer.model, "
-                "trainer.ref_model)"
-            )
     inner = [unwrapped(model) for model in models if model is not None]
     if not inner:
         raise ValueError("no model to share prefixes in")

@@ -60,19 +60,11 @@ def packing_obstacle(model) -> str | None:
         return f"its attention is {attention}: load it with attn_implementation sdpa or a flash attention"
     if not getattr(text, "rope_parameters", None):
         return "its positions are not rotary"
-    return None
-
-
-def original_context(config) -> int | None:
-    """The length up to which rotary angles do not depend on the batch; None if they never do."""
-    text = config.get_text_config()
-    parameters = text.rope_parameters
     # With several kinds of layers there is one set of parameters for each kind.
-    sets = [value for value in parameters.values() if isinstance(value, dict)] or [parameters]
-    if not any(entry.get("rope_type") in LENGTH_DEPENDENT_ROPE for entry in sets):
-        return None
-    lengths = [entry.get("original_max_position_embeddings") for entry in sets]
-    return min(filter(None, [*lengths, text.max_position_embeddings]))
+    sets = [value for value in text.rope_parameters.values() if isinstance(value, dict)] or [text.rope_parameters]
+    if any(entry.get("rope_type") in LENGTH_DEPENDENT_ROPE for entry in sets):
+        return "its rotary angles depend on the length of the batch"
+    return None
 
 
 def sliding_window(config) -> int | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,7 @@ from transformers.generation import StopStringCriteria
 
 from trl_ext.models.batches import evaluating
 from trl_ext.models.packing.hook import unwrapped
-from trl_ext.models.packing.obstacles import original_context, packing_obstacle, sliding_window
+from trl_ext.models.packing.obstacles import packing_obstacle, sliding_window
 from trl_ext.processes import warn_once_per_run
 from trl_ext.rollouts.sampler.loop import Decoder, sample
 from trl_ext.rollouts.sampler.rows import CannotSample
@@ -23,8 +23,6 @@ from trl_ext.rollouts.sampler.weights import prepared, without_wrappers
 
 # Where a model keeps its samplers, which have checked it: the one of its trainer, and the one of `sampled_fast`.
 _ATTRIBUTE, _OF_EVALUATION = "_trl_ext_sampler", "_trl_ext_evaluation_sampler"
-# Memory for the keys and values of responses; rows that it does not hold wait.
-CACHE_BYTES = 2 * 2**30
 # Largest difference of the canary's log-probabilities, in float32 and relative to their spread in half precision.
 FLOAT32_TOLERANCE, HALF_TOLERANCE = 1e-4, 0.1
 # Generation settings that this sampler does not have, with the values at which they change nothing.
@@ -52,41 +50,15 @@ _ARGUMENTS = frozenset(
     }
 )
 
-
-# Processors and criteria that treat a row alike wherever it is in the batch, and a token however many came before it.
-_OF_ANY_AGE = frozenset(
-    {
-        "EosTokenCriteria",
-        "EpsilonLogitsWarper",
-        "EtaLogitsWarper",
-        "InfNanRemoveLogitsProcessor",
-        "MaxLengthCriteria",
-        "MaxTimeCriteria",
-        "MinPLogitsWarper",
-        "NoRepeatNGramLogitsProcessor",
-        "StopInResponse",
-        "StopStringCriteria",
-        "SuppressTokensLogitsProcessor",
-        "TemperatureLogitsWarper",
-        "TopHLogitsWarper",
-        "TopKLogitsWarper",
-        "TopPLogitsWarper",
-        "TypicalLogitsWarper",
-    }
-)
-# Those that treat rows alike but count tokens, or see the padding before rows that are younger than others.
-_OF_EQUAL_AGE = frozenset(
-    {
-        "ForcedBOSTokenLogitsProcessor",
-        "ForcedEOSTokenLogitsProcessor",
-        "MinLengthLogitsProcessor",
-        "MinNewTokensLengthLogitsProcessor",
-        "NoBadWordsLogitsProcessor",
-        "RepetitionPenaltyLogitsProcessor",
-        "SequenceBiasLogitsProcessor",
-        "SuppressTokensAtBeginLogitsProcessor",
-    }
-)
+# Processors and criteria that treat a row alike wherever it is in the batch.
+_ROW_BY_ROW = {
+    "EosTokenCriteria", "EpsilonLogitsWarper", "EtaLogitsWarper", "ForcedBOSTokenLogitsProcessor",
+    "ForcedEOSTokenLogitsProcessor", "InfNanRemoveLogitsProcessor", "MaxLengthCriteria", "MaxTimeCriteria",
+    "MinLengthLogitsProcessor", "MinNewTokensLengthLogitsProcessor", "MinPLogitsWarper", "NoBadWordsLogitsProcessor",
+    "NoRepeatNGramLogitsProcessor", "RepetitionPenaltyLogitsProcessor", "SequenceBiasLogitsProcessor",
+    "StopInResponse", "StopStringCriteria", "SuppressTokensAtBeginLogitsProcessor", "SuppressTokensLogitsProcessor",
+    "TemperatureLogitsWarper", "TopHLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "TypicalLogitsWarper",
+}  # fmt: skip
 
 
 class Sampler:
@@ -202,13 +174,14 @@ class Sampler:
             raise CannotSample("a prompt is empty")
         if self.model.device.type != "cpu":
             raise CannotSample("the model is not on a CPU")
-        capacity = min(len(prompts), self._capacity(limit))
-        _check_processors([*logits_processor, *stopping_criteria], waiting=capacity < len(prompts))
+        for name in (type(one).__name__ for one in (*logits_processor, *stopping_criteria)):
+            if name not in _ROW_BY_ROW:
+                raise CannotSample(f"{name} may depend on a row's position in the batch")
         if self.largest_difference is None:
             self._try()
         padding = generation_config.pad_token_id
-        decoder = Decoder(self.model, prompts, capacity, limit)
-        with self._computing(capacity):
+        decoder = Decoder(self.model, prompts, limit)
+        with self._computing(len(prompts)):
             sequences, self.log_probs = sample(
                 decoder,
                 input_ids,
@@ -224,27 +197,13 @@ class Sampler:
     @contextmanager
     def _computing(self, rows: int) -> Iterator[None]:
         # Autocast would cast some products, and not those with blocked weights.
-        with (
-            prepared(self.model, self._asked, rows),
-            torch.inference_mode(),
-            torch.autocast("cpu", enabled=False),
-        ):
+        with prepared(self.model, self._asked, rows), torch.inference_mode(), torch.autocast("cpu", enabled=False):
             yield
-
-    def _capacity(self, limit: int) -> int:
-        text = self.model.config.get_text_config()
-        key_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-        size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        row = 2 * text.num_hidden_layers * key_heads * size * limit * self.dtype.itemsize
-        return max(8, CACHE_BYTES // row)
 
     def _check_lengths(self, longest: int) -> None:
         window = sliding_window(self.model.config)
         if window is not None and longest > window:
             raise CannotSample("responses can exceed the sliding window")
-        context = original_context(self.model.config)
-        if context is not None and longest > context:
-            raise CannotSample("rotary angles depend on the length of the batch")
 
     def _try(self) -> None:
         """Compare the log-probabilities of a few tokens with those of plain forward passes, or turn sampling off."""
@@ -252,13 +211,10 @@ class Sampler:
         vocabulary = self.model.config.get_text_config().vocab_size
         prompts = [torch.randint(vocabulary, (length,), generator=generator).tolist() for length in (12, 9)]
         steps = torch.randint(vocabulary, (3, 3), generator=generator)
-        decoder = Decoder(self.model, [prompts[0], prompts[0], prompts[1]], 3, 4)
+        decoder = Decoder(self.model, [prompts[0], prompts[0], prompts[1]], 4)
         try:
             with self._computing(3):
-                logits = [decoder.enter(range(3))]
-                decoder.rows.add(decoder.owner)
-                decoder.rows.arrange()
-                logits += [decoder.step(tokens).clone() for tokens in steps]
+                logits = [decoder.encode(), *(decoder.step(tokens).clone() for tokens in steps)]
         except CannotSample as obstacle:
             self.reason = str(obstacle)
         except (RuntimeError, TypeError, KeyError, ValueError) as error:
@@ -283,15 +239,6 @@ class Sampler:
         with evaluating(self.model), without_wrappers(self.model):
             logits = self.model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -4:]
         return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
-
-
-def _check_processors(used: Sequence[Any], waiting: bool) -> None:
-    """Raise CannotSample for what may depend on a row's position, and if rows wait, for what may count tokens."""
-    for name in [type(one).__name__ for one in used if type(one).__name__ not in _OF_ANY_AGE]:
-        if name not in _OF_EQUAL_AGE:
-            raise CannotSample(f"{name} may depend on a row's position in the batch")
-        if waiting:
-            raise CannotSample(f"{name} may count tokens, and not all rows can begin at once")
 
 
 def _learns_prompts(model: nn.Module) -> bool:

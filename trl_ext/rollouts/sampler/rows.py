@@ -1,10 +1,12 @@
-"""Keys and values of the rows under way: a prompt's are stored once, each response's own beside them."""
+"""Keys and values of the rows of a batch: a prompt's are stored once, each response's own beside them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -15,59 +17,59 @@ _FIRST_ROOM = 32
 
 
 class Rows:
-    """The rows under way, in which the rows of a prompt are neighbours.
+    """The rows of a batch, in which the rows of a prompt are neighbours.
 
-    A forward pass either encodes prompts (`prompts` set) or advances every row by one token.
+    A forward pass either encodes prompts or advances every row by one token.
+
+    Args:
+        prompt: index of each row's prompt, ascending, [n].
+        limit: the largest number of response tokens.
 
     Attributes:
-        prompt: index of each row's prompt, [n].
-        age: response tokens of each row whose keys are stored, [n].
+        prompt: as above, for the rows that are left.
+        age: response tokens of each row whose keys are stored.
     """
 
-    def __init__(self, capacity: int, limit: int):
-        self.capacity, self.limit = capacity, limit
-        self.prompt = torch.zeros(0, dtype=torch.long)
-        self.age = torch.zeros(0, dtype=torch.long)
+    def __init__(self, prompt: Tensor, limit: int):
+        self.prompt, self.limit = prompt, limit
+        self.age = 0
         # Keys and values by layer: of each prompt, [key heads, L, head size]; and of the responses,
-        # [capacity, key heads, room, head size].
+        # [rows, key heads, room, head size].
         self._encoded: dict[int, dict[int, tuple[Tensor, Tensor]]] = {}
         self._own: dict[int, list[Tensor]] = {}
         self._lengths: dict[int, int] = {}
         # By the number of bits of their length, so that padding never doubles a prompt.
         self._prompts: dict[int, _Prompts] = {}
-        self._arriving: list[int] = []
+        self._arriving: Sequence[int] = ()
 
     # ---- The set of rows ----
 
-    def begin_prompts(self, prompts: list[int], lengths: list[int]) -> None:
+    def begin_prompts(self, prompts: Sequence[int], lengths: list[int]) -> None:
         """The next forward pass encodes these prompts, one after another in one row."""
         self._arriving = prompts
         self._lengths.update(zip(prompts, lengths, strict=True))
 
     def end_prompts(self) -> None:
-        self._arriving = []
+        """All prompts are encoded."""
+        self._arriving = ()
+        self._arrange()
 
     def keep(self, kept: Tensor) -> None:
         """Remove all rows but these, given by ascending indices."""
         moved = (kept != torch.arange(len(kept))).nonzero()[:, 0]
-        if len(moved):
-            end = int(self.age.max())
-            for buffers in self._own.values():
-                for buffer in buffers:
-                    buffer[moved, :, :end] = buffer[kept[moved], :, :end]
-        self.prompt, self.age = self.prompt[kept], self.age[kept]
+        for buffers in self._own.values():
+            for buffer in buffers:
+                buffer[moved, :, : self.age] = buffer[kept[moved], :, : self.age]
+        self.prompt = self.prompt[kept]
+        self._arrange()
 
-    def add(self, prompts: Tensor) -> None:
-        """Append rows that begin, given their encoded prompts, whose indices are not below those of earlier rows."""
-        self.prompt = torch.cat([self.prompt, prompts])
-        self.age = torch.cat([self.age, torch.zeros(len(prompts), dtype=torch.long)])
-
-    def arrange(self) -> None:
-        """Prepare the layout of the rows after `keep` and `add`."""
+    def _arrange(self) -> None:
+        """Prepare the layout of the rows."""
+        shown = self.prompt.tolist()
         for encoded in self._encoded.values():
-            for index in [index for index in encoded if index < self.prompt[0]]:
+            for index in encoded.keys() - set(shown):
                 del encoded[index]
-        bits = [self._lengths[index].bit_length() for index in self.prompt.tolist()]
+        bits = [self._lengths[index].bit_length() for index in shown]
         self._prompts = {size: self._prompts.get(size) or _Prompts() for size in dict.fromkeys(bits)}
         for size, prompts in self._prompts.items():
             start = bits.index(size)
@@ -76,12 +78,8 @@ class Rows:
 
     def begin_step(self) -> None:
         """The next forward pass advances every row by a token."""
-        self._end = int(self.age.max()) + 1
-        self._even = bool((self.age == self._end - 1).all())
-        self._index = torch.arange(len(self.age))
-        own = _mask(torch.arange(self._end) > self.age[:, None])
         for prompts in self._prompts.values():
-            prompts.bias = torch.cat([prompts.mask, own[prompts.rows]], dim=-1)
+            prompts.bias = pad(prompts.mask, (0, self.age + 1))
 
     # ---- Attention ----
 
@@ -93,11 +91,8 @@ class Rows:
         key_heads = key.shape[1]
         per = heads // key_heads
         keys, values = self._room(layer, key, value)
-        if self._even:
-            keys[:count, :, self._end - 1], values[:count, :, self._end - 1] = key[:, :, 0], value[:, :, 0]
-        else:
-            keys[self._index, :, self.age], values[self._index, :, self.age] = key[:, :, 0], value[:, :, 0]
-        keys, values = keys[:count, :, : self._end], values[:count, :, : self._end]
+        keys[:count, :, self.age], values[:count, :, self.age] = key[:, :, 0], value[:, :, 0]
+        keys, values = keys[:count, :, : self.age + 1], values[:count, :, : self.age + 1]
         # The query heads of a key head are taken as its queries, so that no key is repeated.
         query = query.view(count, key_heads, per, size)
         output = [
@@ -109,11 +104,11 @@ class Rows:
     def _room(self, layer: int, key: Tensor, value: Tensor) -> list[Tensor]:
         """The layer's buffers of responses, doubled in length when they are full."""
         buffers = self._own.get(layer)
-        if buffers is None or buffers[0].shape[2] < self._end:
-            room = min(self.limit, max(_FIRST_ROOM, 2 * (self._end - 1), self._end))
-            grown = [state.new_zeros(self.capacity, state.shape[1], room, state.shape[-1]) for state in (key, value)]
+        if buffers is None or buffers[0].shape[2] <= self.age:
+            room = min(self.limit, max(_FIRST_ROOM, 2 * self.age))
+            grown = [state.new_zeros(len(state), state.shape[1], room, state.shape[-1]) for state in (key, value)]
             for old, new in zip(buffers or (), grown, strict=False):
-                new[:, :, : old.shape[2]] = old
+                new[:, :, : old.shape[2]] = old[: len(new)]
             self._own[layer] = buffers = grown
         return buffers
 

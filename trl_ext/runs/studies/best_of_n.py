@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from transformers.hf_argparser import HfArg
 
 from trl_ext import load_benchmark
 from trl_ext.data.benchmark import EMBEDDED, known_score
@@ -31,85 +33,69 @@ from trl_ext.rollouts import (
     end_processes,
     map_over_ranks,
 )
-from trl_ext.rollouts.best_of_n import EMPTY_CHOICES, KEEP_CHOICES
+from trl_ext.rollouts.best_of_n import EMPTY_CHOICES
 from trl_ext.runs.online import RewardSources, only_reward
 from trl_ext.runs.results import drawing, estimate
 from trl_ext.runs.studies.sampling import EngineArguments, SamplingRun, sampling_errors
-from trl_ext.trainers.defaults import check_at_least
+from trl_ext.trainers.defaults import check_at_least, check_choice
 
 SAMPLES = "samples.jsonl"
 JUDGE_CACHE = "judge_cache.sqlite"
 JUDGES = ("ground_truth", "openai", "none")
-FILES = (
-    "config.yaml", "results.json", "generations.jsonl", SAMPLES, "sft.jsonl", "best_of_n.png", JUDGE_CACHE
-)  # fmt: skip
+FILES = ("config.yaml", "results.json", "generations.jsonl", SAMPLES, "sft.jsonl", "best_of_n.png", JUDGE_CACHE)
 
 
 @dataclass
 class BestOfNArguments(EngineArguments, RewardSources):
     """Prompts, the reward, the judge, how responses are sampled, how many to pick from, and which of them to keep."""
 
-    dataset_name: str = field(
-        default="toy",
-        metadata={"help": "toy, instructions, a folder of {split}.jsonl, one .jsonl file, or a hub dataset."},
+    dataset_name: str = HfArg(
+        default="toy", help="toy, instructions, a folder of {split}.jsonl, one .jsonl file, or a hub dataset."
     )
-    prompt_split: str = field(default="test_gen", metadata={"help": "Prompts to respond to."})
-    num_prompts: int | None = field(default=None, metadata={"help": "The first so many. Default: all."})
-    skip_bad_rows: bool = field(default=False, metadata={"help": "Drop bad rows and say how many and why."})
-    overwrite_output_dir: bool = field(default=False, metadata={"help": "Replace an earlier run in output_dir."})
-    judge: str | None = field(
+    prompt_split: str = HfArg(default="test_gen", help="Prompts to respond to.")
+    num_prompts: int | None = HfArg(default=None, help="The first so many. Default: all.")
+    skip_bad_rows: bool = HfArg(default=False, help="Drop bad rows and say how many and why.")
+    overwrite_output_dir: bool = HfArg(default=False, help="Replace an earlier run in output_dir.")
+    judge: str | None = HfArg(
         default=None,
-        metadata={
-            "help": "Who compares responses with the base's, which are greedy: ground_truth (embedded data "
-            "only), openai, or none. Default: ground_truth on embedded data, none on everything else."
-        },
+        help="Who compares responses with the base's, which are greedy: ground_truth (embedded data "
+        "only), openai, or none. Default: ground_truth on embedded data, none on everything else.",
     )
-    judge_model: str = field(default="gpt-5.4", metadata={"help": "For the judge openai; key in OPENAI_API_KEY."})
-    judge_base_url: str | None = field(default=None, metadata={"help": "Of a server with OpenAI's API."})
-    max_prompt_tokens: int | None = field(default=None, metadata={"help": "Longer prompts lose their beginning."})
-    max_new_tokens: int = field(default=256, metadata={"help": "Longest response, in tokens."})
-    generation_batch_size: int = field(default=32, metadata={"help": "Prompts per batch of generation."})
-    reward_batch_size: int = field(default=32, metadata={"help": "Responses per batch of a reward model."})
-    n: list[int] | None = field(
-        default=None, metadata={"help": "Numbers to pick the best from. Default: 1, 2, 4, 8, 16."}
+    judge_model: str = HfArg(default="gpt-5.4", help="For the judge openai; key in OPENAI_API_KEY.")
+    judge_base_url: str | None = HfArg(default=None, help="Of a server with OpenAI's API.")
+    max_prompt_tokens: int | None = HfArg(default=None, help="Longer prompts lose their beginning.")
+    max_new_tokens: int = HfArg(default=256, help="Longest response, in tokens.")
+    generation_batch_size: int = HfArg(default=32, help="Prompts per batch of generation.")
+    reward_batch_size: int = HfArg(default=32, help="Responses per batch of a reward model.")
+    n: list[int] | None = HfArg(default=None, help="Numbers to pick the best from. Default: 1, 2, 4, 8, 16.")
+    num_samples: int | None = HfArg(default=None, help="Responses to each prompt. Default: largest n.")
+    temperature: float = HfArg(default=1.0, help="Of the sampling.")
+    top_p: float = HfArg(default=1.0, help="Nucleus sampling.")
+    top_k: int = HfArg(default=0, help="Most likely tokens to sample from; 0 for all.")
+    repetition_penalty: float = HfArg(default=1.0, help="Above 1 makes tokens less likely to come again.")
+    empty: str = HfArg(
+        default="score", help="Responses without text: score them like others, leave_out of the picks, or refuse."
     )
-    num_samples: int | None = field(default=None, metadata={"help": "Responses to each prompt. Default: largest n."})
-    temperature: float = field(default=1.0, metadata={"help": "Of the sampling."})
-    top_p: float = field(default=1.0, metadata={"help": "Nucleus sampling."})
-    top_k: int = field(default=0, metadata={"help": "Most likely tokens to sample from; 0 for all."})
-    repetition_penalty: float = field(
-        default=1.0, metadata={"help": "Above 1 makes tokens less likely to come again."}
+    missing_eos_penalty: float = HfArg(
+        default=0.0, help="Taken off the reward of a response that was cut at max_new_tokens."
     )
-    empty: str = field(
-        default="score",
-        metadata={"help": "Responses without text: score them like others, leave_out of the picks, or refuse."},
-    )
-    missing_eos_penalty: float = field(
-        default=0.0, metadata={"help": "Taken off the reward of a response that was cut at max_new_tokens."}
-    )
-    keep: str | None = field(
+    keep: str | None = HfArg(
         default=None,
-        metadata={
-            "help": "Write sft.jsonl to fine-tune on: each prompt's best response, its top_k (--keep_count), or all "
-            "from a threshold (--keep_threshold) up."
-        },
+        help="Write sft.jsonl to fine-tune on: each prompt's best response, its top_k (--keep_count), or all "
+        "from a threshold (--keep_threshold) up.",
     )
-    keep_count: int | None = field(
-        default=None, metadata={"help": "Responses to a prompt, for --keep top_k. Default: 1."}
-    )
-    keep_threshold: float | None = field(default=None, metadata={"help": "Lowest reward, for --keep threshold."})
+    keep_count: int | None = HfArg(default=None, help="Responses to a prompt, for --keep top_k. Default: 1.")
+    keep_threshold: float | None = HfArg(default=None, help="Lowest reward, for --keep threshold.")
 
     def __post_init__(self):
         counts = ("num_prompts", "save_every", "reward_batch_size", "max_new_tokens", "generation_batch_size")
-        check_at_least(self, dict.fromkeys(counts, 1))
+        check_at_least(self, dict.fromkeys(counts, 1) | {"missing_eos_penalty": 0})
         if self.judge is None:
             self.judge = "ground_truth" if self.score_function else "none"
-        if self.judge not in JUDGES:
-            raise ValueError(f"judge must be one of {', '.join(JUDGES)}, got {self.judge!r}")
+        check_choice("judge", self.judge, JUDGES)
         if self.judge == "ground_truth" and self.score_function is None:
             known = " and ".join(EMBEDDED)
             raise ValueError(f"judge ground_truth is for {known}, the benchmarks whose responses have a known score")
-        check_at_least(self, {"missing_eos_penalty": 0})
         self.n = sorted({1, 2, 4, 8, 16} if self.n is None else {*self.n})
         if self.n[0] < 1:
             raise ValueError(f"n must be at least 1, got {self.n[0]}")
@@ -118,15 +104,8 @@ class BestOfNArguments(EngineArguments, RewardSources):
             raise ValueError(f"num_samples {self.num_samples} is less than the largest n, {self.n[-1]}: sample more")
         if self.num_samples > 1 and (self.temperature == 0 or self.top_k == 1):
             raise ValueError("best-of-n at temperature 0 or top_k 1 would pick from equal responses")
-        for name, choices in (("empty", EMPTY_CHOICES), ("keep", (None, *KEEP_CHOICES))):
-            if getattr(self, name) not in choices:
-                known = ", ".join(filter(None, choices))
-                raise ValueError(f"{name} must be one of {known}, got {getattr(self, name)!r}")
-        self._check_keep()
+        check_choice("empty", self.empty, EMPTY_CHOICES)
         self.place("best-of-n")
-
-    def _check_keep(self) -> None:
-        """Check `keep` and its options before sampling, which may take an hour."""
         for name, choice in (("keep_count", "top_k"), ("keep_threshold", "threshold")):
             if getattr(self, name) is not None and self.keep != choice:
                 kept = "nothing is kept" if self.keep is None else f"--keep is {self.keep}"
@@ -186,7 +165,7 @@ def main() -> None:
             path=folder / SAMPLES,
             save_every=arguments.save_every,
             accelerator=run.accelerator,
-            progress=run.progress("responses"),
+            progress="responses" if run.is_main_process else None,
         )
         engine.settings = dataclasses.replace(settings, temperature=0.0, top_p=1.0, top_k=0)
         base = map_over_ranks(
@@ -199,15 +178,14 @@ def main() -> None:
                 # The same rows as before, now with the score.
                 write_json_lines(folder / SAMPLES, result.rows)
             results = _compare(arguments, result, prompts, base, judge, tokenizer, folder)
-            named = {"reward": getattr(reward, "__name__", type(reward).__name__), "judge": arguments.judge}
+            model, reward_name = run.model.model_name_or_path, getattr(reward, "__name__", type(reward).__name__)
             penalty = arguments.missing_eos_penalty
             penalized = f", missing_eos_penalty {penalty:g}" if penalty else ""
             objective = f"best of {arguments.n[-1]} (temperature {settings.temperature:g}{penalized})"
-            results["run"] = run.describe(objective, settings, **named)
+            results["run"] = run.describe(objective, settings, reward=reward_name, judge=arguments.judge)
             if arguments.keep:
-                provenance = {"sampled_from": run.model.model_name_or_path, "rewarded_by": named["reward"]}
+                provenance = {"sampled_from": model, "rewarded_by": reward_name}
                 results["sft"] = _write_sft(arguments, result, prompts, provenance, folder)
-            model, reward_name = run.model.model_name_or_path, named["reward"]
             title = f"{objective} by {reward_name}, model {model}, data {arguments.dataset_name}"
             with drawing("best_of_n.png"):
                 plot_best_of_n(results["best_of_n"]["curve"], folder / "best_of_n.png", title=title)
@@ -253,12 +231,9 @@ def _write_sft(arguments, result: BestOfN, prompts, provenance: dict[str, Any], 
     provenance = {**provenance, "temperature": arguments.temperature, "keep": arguments.keep}
     rows = demonstrations(result, prompts, provenance=provenance, **arguments.kept())
     write_json_lines(folder / "sft.jsonl", rows)
-    told = {"rows": len(rows), "prompts": sum(row["rank"] == 1 for row in rows)}
     if not rows:
-        rewards = [row["reward"] for row in result.rows if row["finished"] and row["reward"] is not None]
-        highest = f"; the highest reward of one that ended is {max(rewards):.3g}" if rewards else ""
-        print(f"warning: sft.jsonl is empty: no response that ended has a reward to keep it for{highest}")
-    return told
+        print("warning: sft.jsonl is empty: no response that ended has a reward to keep it for")
+    return {"rows": len(rows), "prompts": sum(row["rank"] == 1 for row in rows)}
 
 
 def _table(results: dict[str, Any]) -> str:
@@ -294,13 +269,7 @@ def _table(results: dict[str, Any]) -> str:
 
 
 def load_prompts(arguments: BestOfNArguments) -> list[dict[str, Any]]:
-    """The prompts to respond to.
-
-    A single file has only one split, which need not be named; `prompt_split` is set to it.
-
-    Raises:
-        FileNotFoundError, ValueError: the data or split does not exist, or has fewer prompts than requested.
-    """
+    """The prompts to respond to. The only split of a single file need not be named; `prompt_split` is set to it."""
     name, split = arguments.dataset_name, arguments.prompt_split
     alone = Path(name).is_file() and split == BestOfNArguments.prompt_split
     benchmark = load_benchmark(name, splits=None if alone else split, skip_bad_rows=arguments.skip_bad_rows)
@@ -313,11 +282,7 @@ def load_prompts(arguments: BestOfNArguments) -> list[dict[str, Any]]:
 
 
 def load_judge(arguments: BestOfNArguments) -> PairwiseJudge | None:
-    """The requested judge; None for none.
-
-    Raises:
-        ImportError, ValueError: the judge cannot be used.
-    """
+    """The requested judge; None for none."""
     if arguments.judge == "none":
         return None
     if arguments.judge == "ground_truth":
@@ -352,6 +317,6 @@ def judge_against(
 
 
 def response_ids(row: dict[str, Any], tokenizer) -> list[int]:
-    """The token ids of a sampled row's text, with the end token if the response finished, for diagnostics."""
+    """The token ids of a sampled row's text, with the end token if the response finished."""
     ids = tokenizer(row["response_text"], add_special_tokens=False)["input_ids"]
     return [*ids, tokenizer.eos_token_id] if row["finished"] and tokenizer.eos_token_id is not None else ids

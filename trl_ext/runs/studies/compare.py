@@ -31,7 +31,7 @@ from trl_ext.evaluation.methods.runs import read_method_run
 from trl_ext.evaluation.report import write_report
 from trl_ext.runs import RECIPES
 from trl_ext.runs.studies.compare_plan import Plan, check_metric, read_plan
-from trl_ext.runs.studies.processes import Run, check_runs, print_commands, run_all, say_finished
+from trl_ext.runs.studies.processes import Run, check_runs, print_commands, run_all
 
 # Flags that each job of an array has, too.
 FLAGS = ("methods", "seeds", "config", "baseline", "metric", "max_steps", "accelerate_config")
@@ -52,13 +52,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
             alone = given.array_index is not None
             if not alone:
                 check_metric(plan)
-            runs = planned_runs(plan, [_seed_at(plan, given.array_index)] if alone else plan.seeds)
+            if alone and not 0 <= given.array_index < len(plan.seeds):
+                raise ValueError(
+                    f"--array_index {given.array_index}: there are {len(plan.seeds)} seeds, numbered from 0"
+                )
+            runs = planned_runs(plan, [plan.seeds[given.array_index]] if alone else plan.seeds)
             check_runs(runs)
             failed = run_all(runs)
-            say_finished(len(runs), failed, plan.folder)
+            print(f"\n{len(runs) - len(failed)} of {len(runs)} runs are finished, in {plan.folder}")
             if not alone:
                 report(plan, plan.folder)
             if failed:
+                print(f"failed: {', '.join(failed)}; the same command tries them again")
                 raise SystemExit(1)
 
 
@@ -85,11 +90,10 @@ def _parse(arguments: Sequence[str] | None):
 def planned_runs(plan: Plan, seeds: Sequence[int] | None = None) -> list[Run]:
     """The runs of all methods on these seeds, reward models first; None for all seeds of the plan."""
     seeds = plan.seeds if seeds is None else seeds
-    runs = []
-    if any(method.needs_reward_model for method in plan.methods):
-        runs += [
-            Run("reward_model", _reward_model(plan, s), {**plan.reward_model, "seed": s}, plan.launcher) for s in seeds
-        ]
+    rewarded = seeds if any(method.needs_reward_model for method in plan.methods) else ()
+    runs = [
+        Run("reward_model", _reward_model(plan, s), {**plan.reward_model, "seed": s}, plan.launcher) for s in rewarded
+    ]
     for method in plan.methods:
         for seed in seeds:
             rewards = {"reward_model": str(_reward_model(plan, seed))} if method.needs_reward_model else {}
@@ -102,29 +106,15 @@ def _reward_model(plan: Plan, seed: int) -> Path:
     return plan.folder / f"reward_model-{seed}"
 
 
-def _seed_at(plan: Plan, index: int) -> int:
-    if not 0 <= index < len(plan.seeds):
-        raise ValueError(f"--array_index {index}: there are {len(plan.seeds)} seeds, numbered from 0")
-    return plan.seeds[index]
-
-
 # ---- The report ----
 
 
 def report(plan: Plan, folder: Path, *, required: bool = False) -> None:
-    """Compare the finished runs, write the files, and print the tables.
-
-    Raises:
-        ValueError: the runs cannot be compared, or `required` is set and a run is missing.
-    """
-    runs, missing = [], []
-    for method in plan.methods:
-        for seed in plan.seeds:
-            place = folder / f"{method.name}-{seed}"
-            if (place / "results.json").is_file():
-                runs.append(read_method_run(place, method.name, seed))
-            else:
-                missing.append(place.name)
+    """Compare the finished runs, write the files, and print the tables; if `required`, none may be missing."""
+    places = [(folder / f"{method.name}-{seed}", method.name, seed) for method in plan.methods for seed in plan.seeds]
+    finished = [place for place in places if (place[0] / "results.json").is_file()]
+    runs = [read_method_run(*place) for place in finished]
+    missing = [place.name for place, _, _ in places if place not in {folder for folder, _, _ in finished}]
     names = ", ".join(missing)
     if missing and required:
         raise ValueError(f"no finished run {names} in {folder}: change --methods or --seeds, or leave out --runs")

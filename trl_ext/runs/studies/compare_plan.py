@@ -63,12 +63,7 @@ class Plan:
 
 
 def read_plan(given) -> Plan:
-    """The comparison that the command line and its files describe.
-
-    Raises:
-        FileNotFoundError: a file does not exist.
-        ValueError: a file is malformed, a method is unknown, or seeds are not numbers.
-    """
+    """The comparison that the command line and its files describe."""
     path = Path(given.config or "--methods")
     content = read_keys(given.config, CONFIG_KEYS) if given.config else {}
     known = content.get("methods") or {}
@@ -103,11 +98,7 @@ def read_plan(given) -> Plan:
 
 
 def read_seeds(text: str) -> list[int]:
-    """Read `0-4` or `0,2,7` as numbers.
-
-    Raises:
-        ValueError: the text has another form, or a seed is repeated.
-    """
+    """Read `0-4` or `0,2,7` as numbers."""
     seeds: list[int] = []
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
@@ -121,28 +112,23 @@ def read_seeds(text: str) -> list[int]:
 
 def _check_one_kind(methods: Sequence[Method]) -> None:
     """Reject a mix of methods that share no kind of evaluation."""
-    kinds = {method.evaluated_on: method for method in methods}
+    kinds = {method.evaluated_on: method.name for method in methods}
     if len(kinds) > 1:
-        problems, prompts = kinds["problems"], kinds["prompts"]
         raise ValueError(
-            f"{problems.name} is evaluated on problems with known answers and {prompts.name} on prompts, so that no "
-            "response of one can stand beside one of the other: compare them apart"
+            f"{kinds['problems']} is evaluated on problems with known answers and {kinds['prompts']} on prompts: "
+            "compare them apart"
         )
 
 
 def check_metric(plan: Plan) -> None:
-    """Reject runs that could not be compared afterwards: only the embedded benchmark and problems have scores.
-
-    Raises:
-        ValueError: the prompts are from another benchmark, and no metric is named.
-    """
+    """Raise ValueError for runs that leave no score: on other prompts than the embedded ones, without a metric."""
     for method in plan.methods:
         named = method.settings.get("dataset_name", "toy")
         if plan.metric is None and method.evaluated_on == "prompts" and named not in EMBEDDED:
             raise ValueError(
-                f"{named} comes with no judge, so that runs on it leave no score and no outcome to compare: name a "
-                "number in their generations.jsonl with --metric, or make the runs of each seed alone, with "
-                "--array_index, and judge their responses with python -m public_eval.judge"
+                f"{named} comes with no judge, so that runs on it leave no score to compare: name a number in their "
+                "generations.jsonl with --metric, or run each seed alone with --array_index and judge the responses "
+                "with python -m public_eval.judge"
             )
 
 
@@ -162,12 +148,7 @@ def _method(path: Path, name: str, known: dict[str, Any], common: dict[str, Any]
 
 
 def read_keys(path: str | Path, keys: Sequence[str]) -> dict[str, Any]:
-    """The mapping in a YAML file.
-
-    Raises:
-        FileNotFoundError: the file does not exist.
-        ValueError: it holds something else, or a key that is not among these.
-    """
+    """The mapping in a YAML file."""
     content = read_yaml(path)
     if not isinstance(content, dict):
         raise ValueError(f"{path} must hold `key: value` lines")
@@ -178,11 +159,7 @@ def read_keys(path: str | Path, keys: Sequence[str]) -> dict[str, Any]:
 
 
 def read_arguments(path: Path, what: str, value: Any) -> dict[str, Any]:
-    """A mapping of a recipe's arguments, without those that a study sets itself.
-
-    Raises:
-        ValueError: the value is not a mapping; the message names `path` and `what`.
-    """
+    """A mapping of a recipe's arguments, without those that a study sets itself."""
     if not isinstance(value, dict):
         raise ValueError(f"{path}: {what} must hold `argument: value` lines, got {brief(repr(value), 100)}")
     for name in value:
@@ -202,11 +179,7 @@ def with_config_found(path: Path, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def find_shipped(name: str | Path, missing: str) -> Path:
-    """Find a file relative to the working directory, or to the parent of the recipes' folder.
-
-    Raises:
-        FileNotFoundError: the file is in neither; `missing` is the message.
-    """
+    """Find a file relative to the working directory, or to the parent of the recipes' folder."""
     found = next((place for place in (Path(name), SCRIPTS / name) if place.is_file()), None)
     if found is None:
         raise FileNotFoundError(missing)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
+
+from transformers.hf_argparser import HfArg
 
 from trl_ext.evaluation.command_line import format_table
 from trl_ext.evaluation.reasoning import evaluate_reasoning, summarize_reasoning
@@ -14,16 +16,17 @@ from trl_ext.runs.results import estimate
 from trl_ext.runs.studies.sampling import EngineArguments, SamplingRun, sampling_errors
 from trl_ext.trainers.defaults import check_at_least
 
-FILES = ("config.yaml", "generations.jsonl", "results.json")
+RESPONSES = "generations.jsonl"
+FILES = ("config.yaml", RESPONSES, "results.json")
 
 
 @dataclass
 class EvaluationArguments(EngineArguments, ProblemArguments):
     """The number of sampled responses, and the k of pass@k."""
 
-    samples_per_prompt: int = field(default=1, metadata={"help": "Responses to each problem; several give pass@k."})
-    pass_at: list[int] | None = field(
-        default=None, metadata={"help": "The k of pass@k and maj@k. Default: powers of 2 up to samples_per_prompt."}
+    samples_per_prompt: int = HfArg(default=1, help="Responses to each problem; several give pass@k.")
+    pass_at: list[int] | None = HfArg(
+        default=None, help="The k of pass@k and maj@k. Default: powers of 2 up to samples_per_prompt."
     )
 
     def __post_init__(self):
@@ -51,6 +54,7 @@ def main() -> None:
             config="evaluate_math",
             description="Evaluate a model on problems with known answers.",
             files=FILES,
+            responses=RESPONSES,
         )
         arguments = run.arguments
         problems = load_problems(arguments, arguments.eval_split, "num_eval_prompts")
@@ -66,10 +70,10 @@ def main() -> None:
             problems.grade,
             samples=arguments.samples_per_prompt,
             seed=arguments.seed,
-            path=run.folder / "generations.jsonl",
+            path=run.folder / RESPONSES,
             save_every=arguments.save_every,
             accelerator=run.accelerator,
-            progress=run.progress("responses"),
+            progress="responses" if run.is_main_process else None,
         )
         if run.is_main_process:
             objective = f"evaluation ({problems.template_name} prompt, temperature {settings.temperature:g})"

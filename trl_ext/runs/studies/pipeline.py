@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from transformers.hf_argparser import HfArg
 
 from trl_ext.files import brief
 from trl_ext.registry import nearest
@@ -21,50 +23,46 @@ _OWN_ARGUMENTS = ("sft", "reward_model", "weak_reward_model", "policy", "methods
 class RLHFArguments:
     """SFT, two reward models, policies that start from the SFT model, and an evaluation of all of them."""
 
-    model_name_or_path: str = field(
-        default="toy", metadata={"help": "toy, smollm2, a folder, a GGUF file, or a hub model."}
-    )
-    dataset_name: str = field(default="toy", metadata={"help": "toy, or a folder of {split}.jsonl."})
-    sft_dataset_name: str | None = field(default=None, metadata={"help": "Demonstrations. Default: dataset_name."})
-    configs: str = field(
+    model_name_or_path: str = HfArg(default="toy", help="toy, smollm2, a folder, a GGUF file, or a hub model.")
+    dataset_name: str = HfArg(default="toy", help="toy, or a folder of {split}.jsonl.")
+    sft_dataset_name: str | None = HfArg(default=None, help="Demonstrations. Default: dataset_name.")
+    configs: str = HfArg(
         default="recipes/configs/toy",
-        metadata={"help": "Folder of the stages' configurations: rlhf_sft.yaml, reward_model.yaml, {method}.yaml."},
+        help="Folder of the stages' configurations: rlhf_sft.yaml, reward_model.yaml, {method}.yaml.",
     )
-    policy_methods: str = field(
-        default="ppo,dpo",
-        metadata={"help": "Recipes with commas; `ppo:weak` is rewarded by the weak reward model."},
+    policy_methods: str = HfArg(
+        default="ppo,dpo", help="Recipes with commas; `ppo:weak` is rewarded by the weak reward model."
     )
-    sft: dict[str, Any] | str | None = field(default=None, metadata={"help": "Arguments of the SFT stage, as JSON."})
-    reward_model: dict[str, Any] | str | None = field(
-        default=None, metadata={"help": "Arguments of both reward models, as JSON."}
+    sft: dict[str, Any] | str | None = HfArg(default=None, help="Arguments of the SFT stage, as JSON.")
+    reward_model: dict[str, Any] | str | None = HfArg(default=None, help="Arguments of both reward models, as JSON.")
+    weak_reward_model: dict[str, Any] | str | None = HfArg(
+        default=None, help="Arguments of the weak one beside these: fewer pairs, noise on their labels."
     )
-    weak_reward_model: dict[str, Any] | str | None = field(
-        default=None, metadata={"help": "Arguments of the weak one beside these: fewer pairs, noise on their labels."}
+    policy: dict[str, Any] | str | None = HfArg(default=None, help="Arguments of every policy, as JSON.")
+    methods: dict[str, Any] | str | None = HfArg(
+        default=None, help="Arguments by method, as JSON; {sft} and {reward_model} in a value name these folders."
     )
-    policy: dict[str, Any] | str | None = field(default=None, metadata={"help": "Arguments of every policy, as JSON."})
-    methods: dict[str, Any] | str | None = field(
-        default=None,
-        metadata={"help": "Arguments by method, as JSON; {sft} and {reward_model} in a value name these folders."},
+    prompt_split: str = HfArg(default="test_gen", help="Held-out prompts, of dataset_name.")
+    eval_split: str = HfArg(default="test_prefs", help="Held-out pairs, of dataset_name.")
+    adversarial_prompts: str | None = HfArg(
+        default=None, help="JSONL of prompts, each with its family and, for toy, graded_as. None: none."
     )
-    prompt_split: str = field(default="test_gen", metadata={"help": "Held-out prompts, of dataset_name."})
-    eval_split: str = field(default="test_prefs", metadata={"help": "Held-out pairs, of dataset_name."})
-    adversarial_prompts: str | None = field(
-        default=None, metadata={"help": "JSONL of prompts, each with its family and, for toy, graded_as. None: none."}
-    )
-    num_eval_prompts: int | None = field(default=None, metadata={"help": "The first so many. Default: all."})
-    max_prompt_tokens: int = field(default=700, metadata={"help": "Longer prompts lose their beginning."})
-    max_new_tokens: int = field(default=256, metadata={"help": "Longest response of the evaluation."})
-    eval_batch_size: int = field(default=32, metadata={"help": "Prompts per batch of the evaluation."})
-    num_samples: int = field(default=10, metadata={"help": "Prompts whose responses the report shows."})
-    num_mistakes: int = field(default=10, metadata={"help": "Worst mistakes of each reward model in the report."})
-    seed: int = field(default=0, metadata={"help": "Of every stage and of the sampling."})
-    output_dir: str = field(default="runs/rlhf", metadata={"help": "Folder of the stages' folders and the report."})
-    accelerate_config: str | None = field(default=None, metadata={"help": "For accelerate launch --config_file."})
-    dry_run: bool = field(default=False, metadata={"help": "Print the stages' commands and run nothing."})
+    num_eval_prompts: int | None = HfArg(default=None, help="The first so many. Default: all.")
+    max_prompt_tokens: int = HfArg(default=700, help="Longer prompts lose their beginning.")
+    max_new_tokens: int = HfArg(default=256, help="Longest response of the evaluation.")
+    eval_batch_size: int = HfArg(default=32, help="Prompts per batch of the evaluation.")
+    num_samples: int = HfArg(default=10, help="Prompts whose responses the report shows.")
+    num_mistakes: int = HfArg(default=10, help="Worst mistakes of each reward model in the report.")
+    seed: int = HfArg(default=0, help="Of every stage and of the sampling.")
+    output_dir: str = HfArg(default="runs/rlhf", help="Folder of the stages' folders and the report.")
+    accelerate_config: str | None = HfArg(default=None, help="For accelerate launch --config_file.")
+    dry_run: bool = HfArg(default=False, help="Print the stages' commands and run nothing.")
 
     def __post_init__(self):
         for name in _OWN_ARGUMENTS:
-            setattr(self, name, _mapping(name, getattr(self, name)))
+            # On the command line it is given as JSON.
+            value = parse_json_option(name, getattr(self, name)) or {}
+            setattr(self, name, value if name == "methods" else read_arguments(Path("rlhf"), name, value))
         counts = ("num_eval_prompts", "max_prompt_tokens", "max_new_tokens", "eval_batch_size", "num_samples")
         check_at_least(self, {**dict.fromkeys(counts, 1), "num_mistakes": 0})
 
@@ -79,19 +77,16 @@ class Pipeline:
 
 
 def plan_pipeline(given: RLHFArguments) -> Pipeline:
-    """The stages for these arguments.
-
-    Raises:
-        FileNotFoundError: a configuration or a prompt file does not exist.
-        ValueError: a method is unknown or repeated, or arguments are given for a method that was not requested.
-    """
+    """The stages for these arguments."""
     names = [name.strip() for name in given.policy_methods.split(",") if name.strip()]
     _check_names(names, given)
     folder = Path(given.output_dir)
     launcher = launcher_options(given.accelerate_config)
 
     def stage(name: str, recipe: str, arguments: dict[str, Any], after: Sequence[Run] = ()) -> Run:
-        arguments = {"config": _config(given.configs, recipe), **arguments, "seed": given.seed}
+        path = Path(given.configs) / f"{recipe}.yaml"
+        config = find_shipped(path, f"no configuration {path} for the stage of recipes/{recipe}.py: see --configs")
+        arguments = {"config": str(config), **arguments, "seed": given.seed}
         return Run(recipe, folder / name, arguments, launcher, tuple(after))
 
     model, data = given.model_name_or_path, given.dataset_name
@@ -115,8 +110,10 @@ def plan_pipeline(given: RLHFArguments) -> Pipeline:
         else:
             arguments["eval_split"] = given.eval_split
         own = {**given.policy, **given.methods.get(recipe, {}), **given.methods.get(name, {})}
-        places = {"{sft}": str(folder / SFT), "{reward_model}": str(rewards.folder)}
-        arguments |= {key: _filled(value, places) for key, value in own.items()}
+        for key, value in own.items():
+            if isinstance(value, str):
+                value = value.replace("{sft}", str(folder / SFT)).replace("{reward_model}", str(rewards.folder))
+            arguments[key] = value
         stages.append(stage(name.replace(":", "-"), recipe, arguments, after))
         policies[stages[-1].name] = str(stages[-1].folder)
     return Pipeline(stages, policies, {name: str(one.folder) for name, one in reward_stages.items()})
@@ -141,20 +138,3 @@ def _check_names(names: Sequence[str], given: RLHFArguments) -> None:
         if name.partition(":")[0] not in known:
             raise ValueError(f"methods: no method {brief(name)!r}{nearest(brief(name), known)}")
         read_arguments(Path("methods"), name, arguments)
-
-
-def _mapping(name: str, value: dict[str, Any] | str | None) -> dict[str, Any]:
-    """A mapping of arguments; on the command line it is given as JSON."""
-    value = parse_json_option(name, value) or {}
-    return value if name == "methods" else read_arguments(Path("rlhf"), name, value)
-
-
-def _config(folder: str, recipe: str) -> str:
-    path = Path(folder) / f"{recipe}.yaml"
-    return str(find_shipped(path, f"no configuration {path} for the stage of recipes/{recipe}.py: see --configs"))
-
-
-def _filled(value: Any, places: dict[str, str]) -> Any:
-    for place, path in places.items():
-        value = value.replace(place, path) if isinstance(value, str) else value
-    return value

@@ -136,12 +136,9 @@ def _stage_table(pipeline: Pipeline) -> Table:
 
 
 def pareto_points(models: Sequence[Mapping[str, Any]], what: str) -> list[dict[str, Any]]:
-    """The SFT model, at KL 0 from itself, and the policies, by KL and by a reward model's reward or the true score.
+    """The SFT model, at KL 0 from itself, and the policies, by KL and by `what`: a reward model, or `true score`.
 
-    Args:
-        models: models of one set of prompts, from the evaluation; the base is left out, since no policy started from
-            it.
-        what: name of a reward model, or `true score`.
+    The base is left out, since no policy started from it.
 
     Returns:
         By ascending KL: `run`, `kl` and `reward` with `value`, `low` and `high`, and `on_front`: whether no other has
@@ -162,11 +159,7 @@ def pareto_points(models: Sequence[Mapping[str, Any]], what: str) -> list[dict[s
 
 
 def plot_pareto(summary: Mapping[str, Any], path: str | Path) -> None:
-    """Draw reward against KL on the held-out prompts, one panel for each reward model and for the true score.
-
-    Raises:
-        ImportError: matplotlib is missing.
-    """
+    """Draw reward against KL on the held-out prompts, one panel for each reward model and for the true score."""
     models = summary["prompts"][HELD_OUT]["models"]
     panels = {name: pareto_points(models, name) for name in (*models[0]["rewards"], TRUE_SCORE)}
     panels = {name: points for name, points in panels.items() if points}

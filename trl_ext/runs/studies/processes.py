@@ -8,7 +8,6 @@ import json
 import os
 import shlex
 import signal
-import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -25,8 +24,6 @@ from trl_ext.runs import RECIPES
 RECORD_NAME = "run.json"
 # Windows has the first and the last of these.
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGHUP", "SIGINT") if hasattr(signal, name))
-# A scheduler may signal every process of a job, and a launcher its own: signals this close together count as one.
-SAME_SIGNAL_SECONDS = 1.0
 POLL_SECONDS = 0.2
 
 
@@ -103,11 +100,7 @@ class Run:
 
 
 def check_runs(runs: Sequence[Run]) -> None:
-    """Reject arguments that a recipe does not accept, and folders of other runs, before anything runs.
-
-    Raises:
-        ValueError: the message names the run and the flag or key, or the folder and a setting that differs.
-    """
+    """Reject arguments that a recipe does not accept, and folders of other runs, before anything runs."""
     from trl_ext.runs.arguments import argument_types, check_arguments
 
     for run in runs:
@@ -138,62 +131,26 @@ def print_commands(runs: Sequence[Run], stage: str = "") -> None:
         print(f"# {stage}{run.name}: {run.state()}\n{shlex.join(run.command())}")
 
 
-class Countdown:
-    """Counts runs as they begin, and estimates the time left from the runs that have ended."""
-
-    def __init__(self, runs: Sequence[Run]):
-        self.total, self.number = len(runs), 0
-        self.left = [run.recipe for run in runs if not run.finished]
-        self.seconds: dict[str, list[float]] = {}
-
-    def place(self) -> str:
-        """`7 of 20, about 4 min left` for the next run; the time appears once the first run has ended."""
-        self.number += 1
-        made = [seconds for own in self.seconds.values() for seconds in own]
-        if not made or not self.left:
-            return f"{self.number} of {self.total}"
-        expected = sum(statistics.mean(self.seconds.get(recipe, made)) for recipe in self.left)
-        unit, length = ("s", 1) if expected < 90 else ("min", 60) if expected < 5400 else ("h", 3600)
-        return f"{self.number} of {self.total}, about {expected / length:.2g} {unit} left"
-
-    def ended(self, recipe: str, seconds: float) -> None:
-        """Record the duration of a finished run."""
-        self.left.remove(recipe)
-        self.seconds.setdefault(recipe, []).append(seconds)
-
-
-def run_all(runs: Sequence[Run], countdown: Countdown | None = None) -> list[str]:
+def run_all(runs: Sequence[Run], *, stop_at_failure: bool = False) -> list[str]:
     """Run the unfinished runs one after another; return the names of those that failed.
-
-    Args:
-        runs: the runs in order.
-        countdown: countdown over these and other runs; None for these alone.
 
     Raises:
         KeyboardInterrupt, SystemExit: the program was asked to stop, and the current run has stopped too.
     """
-    countdown = countdown or Countdown(runs)
-    failed = []
-    for run in runs:
-        print(f"\n=== run {countdown.place()}, {run.name}: {run.state()}", flush=True)
+    failed: list[str] = []
+    for number, run in enumerate(runs, start=1):
+        if failed and stop_at_failure:
+            break
+        print(f"\n=== run {number} of {len(runs)}, {run.name}: {run.state()}", flush=True)
         if run.finished:
             continue
         command = run.command()
         write_json(run.folder / RECORD_NAME, run.record())
-        began = time.monotonic()
         code = run_or_stop(command)
-        countdown.ended(run.recipe, time.monotonic() - began)
         if code or not run.finished:
             failed.append(run.name)
             print(f"=== {run.name} failed with exit status {code}", flush=True)
     return failed
-
-
-def say_finished(total: int, failed: Sequence[str], folder: Path) -> None:
-    """Print how many runs of a folder are finished, and the names of those that failed."""
-    print(f"\n{total - len(failed)} of {total} runs are finished, in {folder}")
-    if failed:
-        print(f"failed: {', '.join(failed)}; the same command tries them again")
 
 
 # ---- Processes ----
@@ -203,9 +160,6 @@ def launcher_options(accelerate_config: str | None) -> list[str]:
     """Options of `accelerate launch` that silence its warnings about defaults and its own traceback.
 
     Without a file, the user's accelerate configuration applies, or else one process per device.
-
-    Raises:
-        FileNotFoundError: the file does not exist.
     """
     if accelerate_config is not None:
         if not Path(accelerate_config).is_file():
@@ -222,16 +176,16 @@ def launcher_options(accelerate_config: str | None) -> list[str]:
     return ["--quiet", *several, *defaults, "--mixed_precision", "no", "--dynamo_backend", "no"]
 
 
-def run_in_session(command: Sequence[str]) -> tuple[int, signal.Signals | None]:
-    """Run a launcher of training processes, and forward the signals that arrive meanwhile.
+def run_or_stop(command: Sequence[str]) -> int:
+    """Run a launcher of training processes and forward the signals that arrive meanwhile; return its exit status.
 
     The launcher gets its own session, so that only this process receives signals from a terminal. INT is forwarded
     unchanged to the training processes, the launcher's direct children. TERM, USR1 and HUP are forwarded to them as
     USR1, on which they save and exit. Once the launcher has children, it is not signalled: torchrun would kill them
-    before they have saved. A second signal kills all processes.
+    before they have saved.
 
-    Returns:
-        the exit status and the first signal received, once the launcher and the training processes have ended.
+    Raises:
+        KeyboardInterrupt, SystemExit: the program was asked to stop; the code is 75 unless from a terminal.
     """
     launcher = psutil.Popen(command, start_new_session=True)
     workers: list[psutil.Process] = []
@@ -240,48 +194,27 @@ def run_in_session(command: Sequence[str]) -> tuple[int, signal.Signals | None]:
         while (code := launcher.poll()) is None or any(map(_runs, workers)):
             with contextlib.suppress(psutil.Error):
                 workers = launcher.children() or workers
-            if len(received) > 1:
-                _send([launcher, *workers], signal.SIGKILL)
-            elif received:
+            # A launcher that has not started any process has nothing to save.
+            for process in {*(workers or [launcher])} - told if received else ():
                 number = signal.SIGINT if received[0] == signal.SIGINT else signal.SIGUSR1
-                # A launcher that has not started any process has nothing to save.
-                untold = [process for process in workers or [launcher] if process not in told]
-                _send(untold, number if workers else signal.SIGTERM)
-                told.update(untold)
+                with contextlib.suppress(psutil.Error):
+                    process.send_signal(number if workers else signal.SIGTERM)
+                told.add(process)
             time.sleep(POLL_SECONDS)
-    return code, received[0] if received else None
-
-
-def run_or_stop(command: Sequence[str]) -> int:
-    """Run a launcher as `run_in_session` does; return its exit status unless this program was asked to stop.
-
-    Raises:
-        KeyboardInterrupt, SystemExit: the program was asked to stop; the code is 75 unless from a terminal.
-    """
-    status, received = run_in_session(command)
-    if received == signal.SIGINT:
+    if not received:
+        return code
+    if received[0] == signal.SIGINT:
         raise KeyboardInterrupt
-    if received is not None:
-        code = os.EX_TEMPFAIL
-        print(f"\nreceived {received.name}; the same command resumes this run (exit code {code})")
-        raise SystemExit(code)
-    return status
+    print(f"\nreceived {received[0].name}; the same command resumes this run (exit code {os.EX_TEMPFAIL})")
+    raise SystemExit(os.EX_TEMPFAIL)
 
 
 @contextlib.contextmanager
 def _received_signals() -> Iterator[list[signal.Signals]]:
     """The signals that arrive within the block, except ignored ones, as under nohup."""
     received: list[signal.Signals] = []
-    last = -SAME_SIGNAL_SECONDS
-
-    def on_signal(number: int, frame) -> None:
-        nonlocal last
-        if time.monotonic() - last >= SAME_SIGNAL_SECONDS:
-            received.append(signal.Signals(number))
-            last = time.monotonic()
-
     heard = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
-    before = {number: signal.signal(number, on_signal) for number in heard}
+    before = {n: signal.signal(n, lambda n, frame: received.append(signal.Signals(n))) for n in heard}
     try:
         yield received
     finally:
@@ -293,9 +226,3 @@ def _runs(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.NoSuchProcess):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     return False
-
-
-def _send(processes: Sequence[psutil.Process], number: int) -> None:
-    for process in processes:
-        with contextlib.suppress(psutil.Error):
-            process.send_signal(number)

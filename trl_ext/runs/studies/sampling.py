@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
-from importlib.metadata import version
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.hf_argparser import HfArg
 from trl import get_quantization_config
 
 from trl_ext.files import write_json, write_text
@@ -20,7 +20,7 @@ from trl_ext.rollouts import SamplingSettings, TransformersEngine, VLLMEngine
 from trl_ext.rollouts.generation import warn_of_ignored_settings
 from trl_ext.runs.arguments import ModelArguments, one_line_errors, parse_arguments, toy_config
 from trl_ext.runs.folder import changed_settings, config_text, settings_digest
-from trl_ext.runs.results import say_written
+from trl_ext.runs.results import describe_machine, say_written
 from trl_ext.trainers.defaults import runs_on_cpu
 
 # Settings that may change when a run is resumed.
@@ -31,12 +31,12 @@ _MAY_CHANGE = ("output_dir", "use_vllm", "vllm_gpu_memory_utilization")
 class EngineArguments:
     """The sampling engine, and the output folder."""
 
-    output_dir: str | None = field(default=None, metadata={"help": "Where results go. Default: in runs/."})
-    use_vllm: bool = field(default=False, metadata={"help": "Sample with vLLM, which the extra vllm installs."})
-    vllm_gpu_memory_utilization: float = field(default=0.9, metadata={"help": "Share of the GPU's memory for vLLM."})
-    use_cpu: bool = field(default=False, metadata={"help": "Use no accelerator even if there is one."})
-    save_every: int = field(default=512, metadata={"help": "Responses between saves, from which a run goes on."})
-    seed: int = field(default=42, metadata={"help": "Of the sampling."})
+    output_dir: str | None = HfArg(default=None, help="Where results go. Default: in runs/.")
+    use_vllm: bool = HfArg(default=False, help="Sample with vLLM, which the extra vllm installs.")
+    vllm_gpu_memory_utilization: float = HfArg(default=0.9, help="Share of the GPU's memory for vLLM.")
+    use_cpu: bool = HfArg(default=False, help="Use no accelerator even if there is one.")
+    save_every: int = HfArg(default=512, help="Responses between saves, from which a run goes on.")
+    seed: int = HfArg(default=42, help="Of the sampling.")
 
     def place(self, name: str) -> None:
         """Set the default `output_dir`."""
@@ -47,31 +47,11 @@ class EngineArguments:
 class SamplingRun:
     """A recipe's sampling run, from its arguments to its results.
 
-    Args:
-        argument_class: class of the recipe's own arguments.
-        config: name of the file in configs/toy that is used without arguments.
-        description: text for `--help`.
-        files: the files that the recipe writes, including config.yaml and results.json.
-        responses: the file that grows during sampling.
-
-    Attributes:
-        arguments, model: the parsed arguments.
-        folder: the run's folder.
-        accelerator: the run's accelerator.
-
-    Raises:
-        ValueError, OSError: see `parse_arguments`.
+    `config` is the file in configs/toy that is used without arguments, `files` are those that the recipe writes,
+    config.yaml and results.json among them, and `responses` is the one that grows during sampling.
     """
 
-    def __init__(
-        self,
-        argument_class: type,
-        *,
-        config: str,
-        description: str,
-        files: Sequence[str],
-        responses: str = "generations.jsonl",
-    ):
+    def __init__(self, argument_class: type, *, config: str, description: str, files: Sequence[str], responses: str):
         self.started = time.time()
         types = (argument_class, ModelArguments)
         self.arguments, self.model = parse_arguments(types, default_config=toy_config(config), description=description)
@@ -85,18 +65,12 @@ class SamplingRun:
         return self.accelerator.is_main_process
 
     def open(self) -> None:
-        """Create the folder, or resume an unfinished run with the same settings in it.
-
-        Raises:
-            FileExistsError: the folder holds another run, a finished run or a training run.
-            ValueError: its config.yaml is damaged.
-        """
+        """Create the folder, or resume an unfinished run with the same settings in it."""
         if self.is_main_process:
-            self._open()
+            self._open(self.folder, self.folder / "config.yaml")
         self.accelerator.wait_for_everyone()
 
-    def _open(self) -> None:
-        folder, config = self.folder, self.folder / "config.yaml"
+    def _open(self, folder: Path, config: Path) -> None:
         if folder.exists() and not folder.is_dir():
             raise FileExistsError(f"--output_dir {folder} is a file: name a folder")
         if self.arguments.overwrite_output_dir:
@@ -122,13 +96,7 @@ class SamplingRun:
         write_text(config, self.resolved)
 
     def load_engine(self, settings: SamplingSettings):
-        """The sampling engine and its tokenizer.
-
-        Raises:
-            ValueError: the model cannot be loaded, a new adapter is requested, or vLLM is requested with several
-                processes or with an adapter.
-            ImportError: vLLM is requested and not installed.
-        """
+        """The sampling engine and its tokenizer."""
         arguments, model = self.arguments, self.model
         path = resolve_model_path(model.model_name_or_path)
         if model.use_peft:
@@ -164,10 +132,6 @@ class SamplingRun:
         warn_of_ignored_settings(loaded, asdict(settings))
         return TransformersEngine(loaded.to(self.accelerator.device).eval(), tokenizer, settings), tokenizer
 
-    def progress(self, label: str) -> str | None:
-        """The label of a progress bar; None in all but the main process."""
-        return label if self.is_main_process else None
-
     def describe(self, objective: str, settings: SamplingSettings | None = None, **own: Any) -> dict[str, Any]:
         """The description of the run for results.json; pass `settings` if all responses share them."""
         sampling = {} if settings is None else {"sampling": asdict(settings)}
@@ -180,10 +144,8 @@ class SamplingRun:
             "engine": "vllm" if self.arguments.use_vllm else "transformers",
             "settings_digest": settings_digest(self.resolved),
             "seed": self.arguments.seed,
-            "processes": self.accelerator.num_processes,
-            "device": self.accelerator.device.type,
             "total_seconds": round(time.time() - self.started, 1),
-            "versions": {name: version(name) for name in ("trl_ext", "trl", "transformers", "torch")},
+            **describe_machine(self.accelerator),
         }
 
     def end(self, results: dict[str, Any], table: str) -> None:

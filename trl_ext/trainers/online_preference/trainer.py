@@ -43,7 +43,7 @@ from trl_ext.trainers.preference.pair_batches import (
     forward_rows,
 )
 
-REPLAY_FILE = "replay.safetensors"
+REPLAY_FILE = "replay.json"
 
 
 class OnlinePreferenceTrainer(SampledPairMetrics, PolicyTrainer):

@@ -248,7 +248,7 @@ class PolicyConfig(LossFields, AdvantageFields, PackedFields, TRLGRPOConfig):
                 f"the algorithm {self.algorithm!r} compares the responses to one prompt, and num_generations 1 leaves "
                 "nothing to compare: use at least 2, or --algorithm remax or reinforce"
             )
-        if self.resample_groups and not objective.group_relative:
+        if self.resample_groups and objective.group_relative is False:
             raise ValueError(
                 f"resample_groups replaces groups of equal rewards, and the algorithm {self.algorithm!r} learns from "
                 "them too: leave it 0"

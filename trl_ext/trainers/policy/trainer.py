@@ -17,7 +17,7 @@ from datasets import Dataset
 from torch import Tensor
 from trl import GRPOTrainer as TRLGRPOTrainer
 
-from trl_ext.data.truncation import text_ids
+from trl_ext.data.conversation import text_ids
 from trl_ext.losses import PolicyScores
 from trl_ext.models.batches import temporarily
 from trl_ext.processes import warn_once_per_run

@@ -38,10 +38,7 @@ PPO = Algorithm(
     kl_estimator="k1",
     kl_in="reward",
     group_size=1,
-    fixed={
-        "ratio": (("token",), "PPO's ratio is that of each token"),
-        "surrogate": (("clip",), "PPO clips its ratio"),
-    },
+    fixed={"ratio": ("token",), "surrogate": ("clip",)},
 )
 
 

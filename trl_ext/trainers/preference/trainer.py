@@ -143,7 +143,7 @@ class PreferenceTrainer(ResilientTraining, WritesModelCard, PairMetrics, TRLDPOT
         if not self.objective.needs_reference:
             return dataset
         # This runs within TRL's constructor, which has already put its head on the models.
-        check_vocabulary(self.model, self.processing_class, dataset)
+        check_vocabulary(self.model, self.processing_class)
         self._pack()
         if self.packing is not None and self.packing.active and self.args.precompute_ref_batch_size is None:
             # Without gradients and padding, a pass of this size needs less memory than a training step.

@@ -23,7 +23,7 @@ from trl import RewardTrainer as TRLRewardTrainer
 from trl import maybe_extract_prompt
 
 from trl_ext.data import encode_turn
-from trl_ext.data.truncation import text_ids
+from trl_ext.data.conversation import text_ids
 from trl_ext.files import write_json
 from trl_ext.losses.reward import bradley_terry
 from trl_ext.models import score_sequences
