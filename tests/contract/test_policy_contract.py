@@ -21,7 +21,6 @@ ADVANTAGES = f"{TRAINER}._generate_and_score_completions"
 LOSS = f"{TRAINER}._compute_loss"
 GREEDY = "trl_ext.trainers.policy.generation"
 OPTIMIZER = "trl_ext.trainers.ppo.trainer.PPOTrainer.create_optimizer"
-STOP = "trl_ext.trainers.policy.generation.PolicyGeneration"
 
 
 @pytest.fixture(scope="module")

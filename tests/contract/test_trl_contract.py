@@ -1,16 +1,23 @@
-"""The names and behaviours of TRL and transformers, some private, that the two seams of `PreferenceTrainer` stand on.
+"""The names and behaviours of TRL, transformers and PEFT, some private, that trainers, checkpoints and resuming use.
 
 When one of these fails after an upgrade, its message says what moved and what in `trl_ext` stands on it.
 """
 
 from __future__ import annotations
 
+import inspect
+import re
 from importlib.metadata import version
 
+import peft
 import pytest
 import torch
 import trl
+from accelerate.data_loader import prepare_data_loader
 from packaging.version import Version
+from transformers import AutoModelForSequenceClassification, Trainer
+from trl.trainer import kto_trainer
+from trl.trainer.utils import add_fused_lm_head
 
 from tests.support.train_once import build
 
@@ -198,3 +205,232 @@ def test_a_short_last_window_is_divided_by_its_own_size(tiny_model_path, tmp_pat
     assert sizes == [2, 2, 1], (
         f"Trainer divides by {sizes} and not by the number of micro-batches in each window: Window.scale undoes that"
     )
+
+
+# ---- Signatures and sources ----
+
+RESUMABLE = "trl_ext.resilience.training.ResilientTraining"
+REFERENCE = "trl_ext.trainers.preference.reference"
+PREFERENCE = "trl_ext.trainers.preference.trainer.PreferenceTrainer"
+POLICY = "trl_ext.trainers.policy.trainer.PolicyTrainer"
+GREEDY = "trl_ext.trainers.policy.generation"
+STOP = "trl_ext.trainers.policy.generation.PolicyGeneration"
+KTO = "trl_ext.KTOTrainer"
+GUARD = "trl_ext.resilience.guards.UpdateGuard"
+CARD = "trl_ext.trainers.model_card"
+ROLLOUT = "trl_ext.trainers.policy.rollout_metrics.latest_rollout, from which the doctor reads responses and rewards,"
+ONLINE, LOG_KEYS = (trl.GRPOTrainer, trl.RLOOTrainer), ('["prompt"]', '["completion"]', '["rewards"][name]')
+TRAINERS = (trl.DPOTrainer, trl.GRPOTrainer, trl.RewardTrainer, trl.SFTTrainer, trl.KTOTrainer)
+
+EPOCH = ["self", "model", "epoch", "train_dataloader", "steps_in_epoch", "num_update_steps_per_epoch", "trial"]
+EPOCH += ["ignore_keys_for_eval", "start_time", "resume_from_checkpoint", "epochs_trained"]
+EPOCH += ["steps_trained_in_current_epoch"]
+SINGLE_TURN = ["self", "prompt_ids", "images", "multimodal_fields", "num_generations", "has_tool_images"]
+OFF_POLICY_MASK = ["advantages", "per_token_logps", "sampling_per_token_logps", "mask", "off_policy_threshold"]
+REWARDS = ["self", "inputs", "prompts", "completions", "completion_ids_list"]
+FUSED_HEAD = ["model", "temperature", "cast_lm_head_to_fp32", "outputs"]
+# Of every trainer: what a method takes, and what of ours overrides or calls it.
+METHODS = {
+    "_get_output_dir": (["self", "trial"], RESUMABLE),
+    "_save_checkpoint": (["self", "model", "trial"], RESUMABLE),
+    "_push_from_checkpoint": (["self", "checkpoint_folder"], RESUMABLE),
+    "_load_rng_state": (["self", "checkpoint"], RESUMABLE),
+    "_load_optimizer_and_scheduler": (["self", "checkpoint"], RESUMABLE),
+    "_run_epoch": (EPOCH, RESUMABLE),
+    "_finalize_training": (["self", "trial", "num_train_samples", "start_time"], RESUMABLE),
+    "_load_from_checkpoint": (["self", "resume_from_checkpoint", "model"], "trl_ext.ExpertIterationTrainer._begin"),
+    "_save": (["self", "output_dir", "state_dict"], "trl_ext.trainers.reward.trainer.RewardTrainer._save"),
+    "get_batch_samples": (["self", "epoch_iterator", "num_batches", "device"], f"{PREFERENCE}.get_batch_samples"),
+    "_get_grad_norm": (["self", "model", "grad_norm"], GUARD),
+    "_save_optimizer_and_scheduler": (["self", "output_dir"], "trl_ext.OnlinePreferenceTrainer"),
+}
+# Of single classes and functions.
+FUNCTIONS = [
+    (trl.DPOTrainer._compute_loss, ["self", "model", "inputs", "return_outputs"], PREFERENCE),
+    (trl.DPOTrainer.compute_ref_log_probs, ["self", "model", "inputs"], PREFERENCE),
+    (trl.DPOTrainer._prepare_dataset, ["self", "dataset", "processing_class", "args", "dataset_name"], PREFERENCE),
+    (trl.DPOTrainer._precompute_ref_logps, ["self", "dataset", "name", "batch_size"], PREFERENCE),
+    (trl.DPOTrainer.create_model_card, ["self", "model_name", "dataset_name", "tags"], CARD),
+    (trl.GRPOTrainer._calculate_rewards, REWARDS, f"{POLICY}._calculate_rewards"),
+    (trl.GRPOTrainer._tokenize_prompts, ["self", "prompts"], f"{POLICY}._tokenize_prompts"),
+    (trl.GRPOTrainer._generate, ["self", "prompts"], f"{STOP}._generate"),
+    (trl.GRPOTrainer._generate_single_turn, SINGLE_TURN, f"{GREEDY}.greedy_rewards"),
+    (trl.GRPOTrainer.get_high_entropy_mask, ["self", "entropies", "mask", "threshold"], f"{POLICY}._compute_loss"),
+    (trl.GRPOTrainer.get_off_policy_mask, OFF_POLICY_MASK, f"{POLICY}._surrogate_weights"),
+    (add_fused_lm_head, FUSED_HEAD, "trl_ext.trainers.policy.scoring.ScoringTemperature"),
+]
+# What must stand in the source of a function or module, and what of ours stands on it.
+SOURCES = [
+    (Trainer._save_checkpoint, "self._push_from_checkpoint(output_dir)", RESUMABLE),
+    (Trainer._save_checkpoint, "self._save_optimizer_and_scheduler(output_dir)", "trl_ext.OnlinePreferenceTrainer"),
+    (Trainer._load_optimizer_and_scheduler, "self.args.device", RESUMABLE),
+    (prepare_data_loader, "sampler.generator", RESUMABLE),
+    (trl.DPOTrainer.compute_loss, "self._compute_loss(model, inputs, return_outputs)", PREFERENCE),
+    (trl.DPOTrainer._precompute_ref_logps, "self._precompute_engine = prepare_deepspeed(", REFERENCE),
+    (trl.DPOTrainer._precompute_ref_logps, "self._precompute_model_hash", f"{PREFERENCE}._precompute_ref_logps"),
+    (trl.DPOTrainer._precompute_ref_logps, "dataset._fingerprint", f"{PREFERENCE}._on_shared_disk"),
+    (trl.GRPOTrainer._calculate_rewards, "gather(rewards_per_func)", f"{POLICY}._generate_and_score_completions"),
+    *((kind._generate_and_score_completions, f"self._logs{key}", ROLLOUT) for kind in ONLINE for key in LOG_KEYS),
+    (trl.GRPOTrainer._generate_single_turn, "generation_kwargs=self.generation_kwargs", GREEDY),
+    (trl.GRPOTrainer._generate_single_turn, "generation_config=self.generation_config", GREEDY),
+    (kto_trainer, '"KL_completion_ids"', f"{KTO}._prepare_dataset"),
+    (trl.KTOTrainer._prepare_dataset, "args.dataset_num_proc", f"{KTO}._prepare_dataset"),
+    *((kind._save_checkpoint, "create_model_card(", CARD) for kind in TRAINERS),
+    (peft.PeftModel.save_pretrained, "create_or_update_model_card(", CARD),
+    *(
+        (kind.__init__, "self.ref_model = create_model_from_path(", "trl_ext.trainers.policies.reference_in_memory")
+        for kind in (trl.DPOTrainer, trl.KTOTrainer, trl.GRPOTrainer)
+    ),
+]
+# Attributes that `GRPOTrainer._compute_loss` reads when it is called: ours sets some of them, and reads the others.
+POLICY_ATTRIBUTES = (
+    "loss_type importance_sampling_level epsilon_low epsilon_high top_entropy_quantile args.use_bias_correction_kl "
+    "_entropy_bonus_enabled use_adaptive_entropy _last_world_entropy entropy_coef aux_loss_enabled "
+    "router_aux_loss_coef off_policy_mask_threshold vllm_importance_sampling_correction"
+)
+
+
+def parameters_of(function) -> list[str]:
+    return list(inspect.signature(function).parameters)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_methods_of_every_trainer(name):
+    expected, user = METHODS[name]
+    for kind in (Trainer, *TRAINERS):
+        method = getattr(kind, name, None)
+        assert method is not None, f"{kind.__name__} has no {name} any more: {user} overrides or calls it"
+        found = parameters_of(method)
+        assert found == expected, f"{kind.__name__}.{name} takes {found} and not {expected}: {user} stands on it"
+
+
+def test_the_sampler_is_of_a_dataset():
+    for kind in (Trainer, *TRAINERS):
+        found = parameters_of(kind._get_train_sampler)
+        assert len(found) == 2, f"{kind.__name__}._get_train_sampler takes {found} and not a dataset: {RESUMABLE}"
+
+
+@pytest.mark.parametrize(("function", "expected", "user"), FUNCTIONS, ids=[f.__qualname__ for f, *_ in FUNCTIONS])
+def test_functions(function, expected, user):
+    found = parameters_of(function)
+    assert found == expected, f"{function.__qualname__} takes {found} and not {expected}: {user} stands on it"
+
+
+@pytest.mark.parametrize(("owner", "text", "user"), SOURCES, ids=[text for _, text, _ in SOURCES])
+def test_sources(owner, text, user):
+    assert text in inspect.getsource(owner), f"{owner} no longer has `{text}`: {user} stands on it"
+
+
+def test_attributes_that_the_policy_loss_reads():
+    source = inspect.getsource(trl.GRPOTrainer._compute_loss)
+    missing = [name for name in POLICY_ATTRIBUTES.split() if not re.search(rf"self\.{name}\b", source)]
+    assert not missing, f"GRPOTrainer._compute_loss does not read {missing} of itself: {POLICY} sets or reads them"
+
+
+# ---- Saving, and the counters of a run ----
+
+
+@pytest.fixture(scope="module")
+def run(tiny_model_path, tmp_path_factory):
+    """One step of TRL's own trainer at a loss of 0, whose counters stand elsewhere when its epoch begins."""
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+
+    class Recording(trl.DPOTrainer):
+        seen: dict = {}
+
+        def _run_epoch(self, *args, **kwargs):
+            counters = self._tr_loss.item(), self._total_loss_scalar, self._globalstep_last_logged
+            self.seen["epoch"] = {"counters": counters, "keywords": dict(kwargs)}
+            self._tr_loss = torch.tensor(6.0)
+            self._total_loss_scalar, self._globalstep_last_logged = 10.0, -1
+            self._total_train_tokens = 1000
+            super()._run_epoch(*args, **kwargs)
+
+        def _compute_loss(self, model, inputs, return_outputs):
+            self.seen["tokens"] = inputs["attention_mask"].sum().item()
+            return super()._compute_loss(model, inputs, return_outputs) * 0
+
+        def _get_output_dir(self, trial):
+            return str(elsewhere)
+
+        def _save(self, output_dir=None, state_dict=None):
+            self.seen["saved"] = output_dir
+            super()._save(output_dir, state_dict)
+
+    arguments = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1, "logging_steps": 1}
+    spec = {"model": tiny_model_path, "trainer": "trl.DPOTrainer", "args": arguments}
+    trainer = build(spec, str(tmp_path_factory.mktemp("run")), trainer_class=Recording)
+    trainer.elsewhere, trainer.output = elsewhere, trainer.train()
+    return trainer
+
+
+def test_checkpoints_go_where_the_output_folder_is_said_to_be(run):
+    checkpoint = run.elsewhere / "checkpoint-1"
+    assert (checkpoint / "model.safetensors").is_file() and (checkpoint / "trainer_state.json").is_file(), (
+        f"Trainer._save_checkpoint does not write below _get_output_dir: {RESUMABLE} sends it to a partial folder so"
+    )
+    assert run.seen["saved"] == str(checkpoint), (
+        f"Trainer._save_checkpoint gave _save the folder {run.seen['saved']}: RewardTrainer._save writes beside it"
+    )
+
+
+def test_an_epoch_is_begun_by_keywords_with_counters_at_zero(run):
+    epoch = run.seen["epoch"]
+    for name, value in (("resume_from_checkpoint", None), ("steps_trained_in_current_epoch", 0)):
+        assert name in epoch["keywords"] and epoch["keywords"][name] == value, (
+            f"Trainer no longer gives _run_epoch the keyword {name} ({value} in a new run): {RESUMABLE}._run_epoch "
+            "reads it"
+        )
+    assert epoch["counters"] == (0.0, 0.0, 0), (
+        f"before _run_epoch, Trainer's _tr_loss, _total_loss_scalar and _globalstep_last_logged are "
+        f"{epoch['counters']} and not zero and the step: {RESUMABLE} takes up the checkpoint's there"
+    )
+
+
+def test_what_an_epoch_begins_with_is_logged(run):
+    """A loss of 6 since step -1: 6 / 2 at step 1. Over the run, 10 + 6 for its one step."""
+    logged = next(entry for entry in run.state.log_history if "loss" in entry)
+    assert logged["loss"] == 3.0, (
+        f"Trainer logged a loss of {logged['loss']} and not _tr_loss / (step - _globalstep_last_logged) = 3: "
+        f"{RESUMABLE} carries both over"
+    )
+    assert run.output.training_loss == 16.0, (
+        f"the run's loss is {run.output.training_loss} and not (_total_loss_scalar + the losses logged) / steps = 16: "
+        f"{RESUMABLE} carries it over"
+    )
+    tokens = 1000 + run.seen["tokens"]
+    assert logged["num_tokens"] == tokens, (
+        f"num_tokens is {logged['num_tokens']} and not _total_train_tokens and the batch's, {tokens}: "
+        f"{RESUMABLE}.carried_over names it"
+    )
+
+
+def test_the_device_is_what_the_arguments_hold(run):
+    before = run.args.__dict__["_setup_devices"]
+    run.args.__dict__["_setup_devices"] = torch.device("meta")
+    try:
+        assert run.args.device.type == "meta", (
+            "TrainingArguments.device is no longer `_setup_devices` of the arguments' __dict__: "
+            f"{RESUMABLE}._load_optimizer_and_scheduler sets it, as torch loads nothing to a numbered CPU"
+        )
+    finally:
+        run.args.__dict__["_setup_devices"] = before
+
+
+def test_weights_that_were_read_are_marked(tiny_model_path):
+    """A language model's files hold no score head, which is random then."""
+    model = AutoModelForSequenceClassification.from_pretrained(tiny_model_path, num_labels=1)
+    marked = {name: getattr(weight, "_is_hf_initialized", False) for name, weight in model.named_parameters()}
+    assert [name for name, read in marked.items() if not read] == ["score.weight"], (
+        "from_pretrained no longer marks exactly the weights of the files with _is_hf_initialized: "
+        "trl_ext.doctor.setup.reward_model finds a random score head so"
+    )
+
+
+# ---- TRL's own ----
+
+
+def test_precomputed_references(run):
+    """The attributes are there, and a prepared dataset has a fingerprint."""
+    assert run._precompute_engine is None and hasattr(run, "_precompute_model_hash"), REFERENCE
+    assert isinstance(run.train_dataset._fingerprint, str), "PreferenceTrainer._on_shared_disk names a folder by it"

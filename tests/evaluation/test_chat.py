@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.support.refusals import assert_one_line
+from tests.support.reward_adapters import load_policy as load_adapted
 from tests.support.tiny import save_tiny_model
 from trl_ext.evaluation import chat
 
@@ -34,7 +34,6 @@ def say(monkeypatch, capsys):
 @pytest.fixture
 def run_folder(tmp_path, tiny_model_path) -> Path:
     """A run whose policy is another model than its base."""
-
     folder = tmp_path / "runs" / "mine"
     save_tiny_model(folder, seed=1)
     (folder / "config.yaml").write_text(yaml.safe_dump({"model_name_or_path": tiny_model_path}))
@@ -93,12 +92,7 @@ def test_what_does_not_fit_is_forgotten_from_the_beginning(run_folder):
 
 
 def test_an_adapter_shares_the_memory_of_its_base(say, tmp_path, tiny_model_path, monkeypatch):
-
-    adapter = get_peft_model(
-        AutoModelForCausalLM.from_pretrained(tiny_model_path),
-        LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM", lora_alpha=64),
-    )
-    adapter.save_pretrained(tmp_path / "run")
+    load_adapted(tiny_model_path).save_pretrained(tmp_path / "run")
     AutoTokenizer.from_pretrained(tiny_model_path).save_pretrained(tmp_path / "run")
     loaded, load = [], chat.load_policy
     monkeypatch.setattr(chat, "load_policy", lambda path, **options: loaded.append(path) or load(path, **options))

@@ -164,13 +164,6 @@ def test_a_run_names_the_defaults_that_are_others(config, given, expected, polic
         assert caplog.text.count(line) == 1
 
 
-def test_the_defaults_of_trl_have_its_objective(configure):
-    """What the documentation names, resolved."""
-    objective = configure("GRPOConfig", loss_type="dapo", scale_rewards="group", beta=0.0).build_objective()
-    assert (objective.aggregation, objective.advantage, objective.std_ddof) == ("token_mean", "group_normalized", 1)
-    assert (objective.advantage_eps, objective.beta, objective.epsilon, objective.epsilon_high) == (1e-4, 0, 0.2, 0.2)
-
-
 def test_the_defaults_of_ppo_are_the_papers(configure):
     config = configure("PPOConfig", num_generations=None)
     settings = config.build_objective().to_dict()
@@ -430,25 +423,3 @@ def test_command_line(parser_class, tmp_path):
         assert (config.loss_columns, config.aot_scope) == (["avg_confidence"], "device")
         assert (config.max_prompt_tokens, config.max_response_tokens) == (9, 512)
         assert (config.bf16, config.gradient_checkpointing) == (False, True)
-
-
-def test_yaml_with_mappings(tmp_path):
-    def parsed(config_class, text: str):
-        path = tmp_path / "run.yaml"
-        path.write_text(f"output_dir: {tmp_path}\nuse_cpu: true\n{text}")
-        return TrlParser(config_class).parse_args_and_config(["--config", str(path)])[0]
-
-    config = parsed(
-        trl_ext.PolicyConfig,
-        "surrogate: sapo\nalgorithm_kwargs:\n  temperature_pos: 0.5\ngeneration_kwargs:\n  top_k: 5\n"
-        "max_prompt_tokens: null\n",
-    )
-    assert config.build_objective().options == {"temperature_pos": 0.5}
-    assert config.generation_kwargs == {"top_k": 5} and config.max_prompt_tokens is None
-    config = parsed(
-        trl_ext.PreferenceConfig,
-        "loss: cdpo\nloss_kwargs:\n  label_smoothing: 0.3\nweighting: [confidence]\nweighting_kwargs:\n  power: 2.0\n"
-        "max_response_tokens: null\n",
-    )
-    assert config.build_objective().loss_options == {"label_smoothing": 0.3}
-    assert config.build_objective().weightings[0][1] == {"power": 2.0} and config.max_response_tokens is None

@@ -5,30 +5,21 @@ from __future__ import annotations
 import pytest
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
+from tests.support import train_once
 from tests.support.tiny import pairs, perturbed, response_log_prob
-from tests.support.train_once import DEFAULTS, relative_difference, result
-from trl_ext import KTOConfig, KTOTrainer
+from tests.support.train_once import relative_difference, result
 from trl_ext.losses import kto
 
 pytestmark = pytest.mark.usefixtures("in_float64")
 
-SETTINGS = {name: value for name, value in DEFAULTS.items() if name != "per_device_train_batch_size"}
 
-
-def build(path: str, folder, rows, eval_dataset=None, **args) -> KTOTrainer:
-    torch.set_num_threads(1)
-    load = lambda: AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)  # noqa: E731
-    arguments = {"per_device_train_batch_size": 8, **SETTINGS, **args, "output_dir": str(folder)}
-    return KTOTrainer(
-        load(),
-        perturbed(load(), scale=0.02),
-        args=KTOConfig(**arguments),
-        train_dataset=rows if isinstance(rows, Dataset) else Dataset.from_list(rows),
-        eval_dataset=eval_dataset,
-        processing_class=AutoTokenizer.from_pretrained(path),
-    )
+def build(path: str, folder, rows: list[dict], eval_dataset=None, **args):
+    spec = {"trainer": "KTOTrainer", "model": path, "reference_seed": 1, "reference_scale": 0.02}
+    spec["args"] = {"per_device_train_batch_size": 8, **args}
+    data = {"train_dataset": Dataset.from_list(rows), "eval_dataset": eval_dataset}
+    return train_once.build(spec, str(folder), **data)
 
 
 def test_loss_and_gradient(tiny_model_path, tmp_path):

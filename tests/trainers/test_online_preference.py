@@ -1,10 +1,9 @@
-"""`OnlinePreferenceTrainer` against float64 arithmetic, and what it counts."""
+"""`OnlinePreferenceTrainer` against float64 arithmetic, what it counts, and judges in the place of rewards."""
 
 from __future__ import annotations
 
 import copy
 import itertools
-import math
 from types import SimpleNamespace
 
 import pytest
@@ -15,24 +14,22 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl.trainer.utils import add_fused_lm_head
 
 from tests.support.float64 import float32_again
-from tests.support.rollout_once import (
-    REPLAY,
-    initial_model,
-    online_preference_specification,
-    prompts,
-    thirds,
-    train,
-)
+from tests.support.rollout_once import REPLAY, initial_model, online_preference_specification, prompts, thirds, train
 from tests.support.tiny import response_log_prob
 from tests.support.train_once import largest_difference, parameters, relative_difference, result
 from tests.support.trl_private import forget_accelerator, rollout_batches
-from trl_ext.losses import PreferenceObjective, PreferenceScores, aot, dpo, ipo, simpo
+from trl_ext import OnlinePreferenceConfig, OnlinePreferenceTrainer
+from trl_ext.evaluation.judging.protocol import JudgeError
+from trl_ext.losses import PreferenceScores, aot, dpo, ipo, simpo
+from trl_ext.resilience.reward_guard import RewardError, RewardGuard
 from trl_ext.rollouts.replay import importance_weights
 from trl_ext.trainers.online_preference import trainer as online_preference
+from trl_ext.trainers.online_preference.judge_rewards import JudgeRewards
 from trl_ext.trainers.policy.scoring import ScoringTemperature
-from trl_ext.trainers.preference.pair_batches import SampledPairMetrics, deal_pairs
+from trl_ext.trainers.preference.pair_batches import deal_pairs
 
 pytestmark = pytest.mark.usefixtures("in_float64")
+
 
 LOSSES = {"dpo": dpo, "ipo": ipo, "simpo": simpo, "aot": aot}
 
@@ -166,35 +163,6 @@ def test_held_out_loss(loss, batch, temperature, policy_path, tmp_path):
     scores = expected_scores(policy_path, model, expected_pairs(recorder.responses, "best_worst"))
     assert metrics["eval_loss"] == pytest.approx(LOSSES[loss](scores).mean().item(), rel=1e-8)
     assert metrics["eval_pairs/count"] == batch // 4
-
-
-def test_what_fills_a_batch_up_is_not_in_a_held_out_loss_that_couples_pairs():
-    """AOT of the margin 5 + 40 alone at beta 0.1: log(1 + exp(-4.5)) = 0.011048. With a filler of 30 and 10 lower it
-    would be sorted with that. A process without any pair has a loss of 0.
-    """
-
-    class Base:
-        def _held_out_loss(self):
-            return None
-
-    class Trainer(SampledPairMetrics, Base):
-        objective = SimpleNamespace(preference=PreferenceObjective("aot", beta=0.1))
-        accelerator = SimpleNamespace(gather=lambda values: values)
-
-    zeros, lengths = torch.zeros(2), torch.full((2,), 5)
-    scores = PreferenceScores(
-        torch.tensor([5.0, -30.0]), torch.tensor([-40.0, 10.0]), zeros, zeros, lengths, lengths, {}
-    )
-    trainer = Trainer()
-    assert trainer._held_out_mean(scores, torch.tensor([1.0, 0.0])).item() == pytest.approx(0.0110478, rel=1e-5)
-    assert trainer._held_out_loss() == pytest.approx(0.0110478, rel=1e-5)
-    assert trainer._held_out_mean(scores, torch.tensor([0.0, 0.0])).item() == 0
-    assert trainer._held_out_loss() is None
-    # Of both: -30 with -40 and 5 with 10, log(1 + exp(-1)) and log(1 + exp(0.5)).
-    both = (math.log1p(math.exp(-1)) + math.log1p(math.exp(0.5))) / 2
-    trainer._held_out_mean(scores, torch.tensor([1.0, 0.0]))
-    trainer._held_out_mean(scores, torch.tensor([0.0, 1.0]))
-    assert trainer._held_out_loss() == pytest.approx(both, rel=1e-8)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -349,3 +317,111 @@ def test_pairs_that_other_rewards_labelled_are_left_out(policy_path, tmp_path, c
     resumed = train({**other, "args": {**spec["args"], "max_steps": 3}}, str(tmp_path))
     assert "8 of 8 replayed pairs were labelled by other rewards" in caplog.text
     assert {pair.reward_version for pair in resumed.replay.pairs} == {"1 evens"}
+
+
+# ---- A judge ----
+
+
+class Shorter:
+    """Prefers the response of fewer characters."""
+
+    sequential, identity = True, None
+
+    def judge(self, prompt, response_a, response_b):
+        if len(response_a) == len(response_b):
+            return "tie"
+        return "A" if len(response_a) < len(response_b) else "B"
+
+
+def test_a_judge_ranks_as_the_reward_that_it_stands_for(policy_path, tmp_path):
+    """Wins against the others of a group order its responses as their lengths do."""
+
+    def shorter(completions, **_):
+        return [-float(len(completion[0]["content"])) for completion in completions]
+
+    spec = online_preference_specification(policy_path, max_completion_length=12)
+    judged = result(train(spec, str(tmp_path), reward_funcs=None, judge=Shorter()))
+    rewarded = result(train(spec, str(tmp_path), reward_funcs=[shorter]))
+    assert judged.losses == rewarded.losses
+    assert largest_difference(judged.parameters, rewarded.parameters) == 0
+    assert judged.logs[0]["pairs/reward_margin"] > 0.5, "the best wins more than half of its comparisons"
+
+
+def test_a_judge_of_the_order_prefers_no_response():
+    config = OnlinePreferenceConfig("unused", per_device_train_batch_size=6, num_generations=3, use_cpu=True)
+    function = JudgeRewards(lambda *_: "A", lambda: 3, config)
+    assert function(prompts=["p"] * 3, completions=["c", "bad", "ab"]) == [0.5, 0.5, 0.5]
+
+
+def test_what_the_judge_could_not_compare_has_no_reward():
+    """Whatever another function, the first, gives for it."""
+    trainer = OnlinePreferenceTrainer.__new__(OnlinePreferenceTrainer)
+    trainer._has_judge, trainer.reward_weights = True, torch.tensor([1.0, 2.0])
+    total = trainer._weighted_sum(torch.tensor([[1.0, 0.5], [1.0, float("nan")]]))
+    assert total[0] == 2 and total[1].isnan()
+
+
+class Failing:
+    """Judges as `Shorter`, and raises `error` where the response "bad" is compared."""
+
+    sequential, identity, name = True, None, "failing"
+
+    def __init__(self, error: Exception):
+        self.error, self.calls = error, 0
+
+    def judge(self, prompt, response_a, response_b):
+        self.calls += 1
+        if "bad" in (response_a, response_b):
+            raise self.error
+        return Shorter.judge(self, prompt, response_a, response_b)
+
+
+def guarded(error: Exception, mode: str, completions: list[str], **settings):
+    """What a judge brings behind the trainer's guard: rewards, the guard, and the judge."""
+    args = {"per_device_train_batch_size": 6, "num_generations": 3, "use_cpu": True, **settings}
+    config = OnlinePreferenceConfig("unused", reward_errors=mode, **args)
+    judge, guard = Failing(error), RewardGuard(mode)
+    function = guard.wrap(JudgeRewards(judge, lambda: 3, config))
+    return function(prompts=["p"] * len(completions), completions=completions), guard, judge
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (RuntimeError("HTTP 401"), "'failing' failed on the prompt 'p': RuntimeError: HTTP 401"),
+        (JudgeError("no verdict"), "'failing' failed on the prompt 'p': TooManyErrors: .* of 3 rows .*no verdict"),
+    ],
+)
+def test_a_judge_that_fails_stops_the_run_with_its_own_error(error, message):
+    with pytest.raises(RewardError, match=message):
+        guarded(error, "raise", ["c", "bad", "ab"])
+
+
+def test_a_judge_that_fails_where_errors_are_skipped(caplog):
+    """What is no verdict leaves out the response that cannot be compared; another error leaves out all of the call, as
+    one by itself cannot be compared. "c" is shorter than "ab", and wins.
+    """
+    rewards, guard, judge = guarded(JudgeError("no verdict"), "skip", ["c", "bad", "ab"])
+    assert (rewards, guard.failed) == ([1.0, None, 0.0], set())
+    rewards, guard, judge = guarded(RuntimeError("HTTP 401"), "skip", ["c", "ab", "e", "bad", "x", "yy"])
+    assert (rewards, guard.failed) == ([None] * 6, set(range(6)))
+    assert "'failing' failed on the prompt 'p': RuntimeError: HTTP 401" in caplog.text
+    assert "IndexError" not in caplog.text
+    assert judge.calls <= 12, "six pairs, in both orders, once"
+
+
+def test_groups_that_would_be_divided_are_refused():
+    """Evaluation batches of 6 on two processes are 12 responses, three groups of 4, of which the second is divided."""
+    args = OnlinePreferenceConfig("unused", per_device_train_batch_size=4, use_cpu=True)
+    args.per_device_eval_batch_size = 6
+    JudgeRewards(Shorter(), lambda: 4, args)
+    message = "6 responses per process do not divide into groups of 4: change per_device_eval_batch_size"
+    args.eval_strategy = "steps"
+    with pytest.raises(ValueError, match=message):
+        JudgeRewards(Shorter(), lambda: 4, args)
+    args.num_generations_eval = 3
+    JudgeRewards(Shorter(), lambda: 4, args)
+    # As on two processes: half of a group of 4 on each.
+    args.per_device_train_batch_size = 2
+    with pytest.raises(ValueError, match="2 responses per process do not divide into groups of 4"):
+        JudgeRewards(Shorter(), lambda: 4, args)

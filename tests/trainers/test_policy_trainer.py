@@ -1,20 +1,28 @@
-"""`PolicyTrainer` against TRL's own trainers, where both can do the same."""
+"""`PolicyTrainer` against TRL's own trainers, and its rollouts: reward functions and models, and the rows they get."""
 
 from __future__ import annotations
 
+import asyncio
 import math
+import statistics
 from pathlib import Path
 
+import pandas
 import pytest
 import torch
 import trl
 from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification
 
-from tests.support.rollout_once import DEFAULTS, build, thirds, train
-from tests.support.train_once import relative_difference, result
+from tests.support.reward_adapters import load_adapter, plain_scores, save_adapter, save_full_model, turns
+from tests.support.rollout_once import DEFAULTS, build, prompts, thirds, train
+from tests.support.train_once import entries, relative_difference, result
+from tests.support.trl_private import logged_samples, rollout_batches
+from trl_ext.resilience.reward_guard import RewardError, RewardGuard
+from trl_ext.rewards import RewardEnsemble, RewardModel
+from trl_ext.trainers.policy.reward_functions import reward_columns
 
 pytestmark = pytest.mark.usefixtures("in_float64")
-
 
 # ---- Equality with stock ----
 
@@ -120,11 +128,7 @@ def test_equals_stock(name, policy_path, tmp_path):
     averaged = set()
     if both.get("gradient_accumulation_steps", 1) > 1:
         # Over a step's tokens here, and means of its micro-batches' means with TRL.
-        averaged = {
-            "kl",
-            "entropy",
-            *(key for key in expected.logs[0] if key.startswith(("clip_ratio", "cispo"))),
-        }
+        averaged = {"kl", "entropy", *(key for key in expected.logs[0] if key.startswith(("clip_ratio", "cispo")))}
     for own_entry, entry in zip(ours.logs, expected.logs, strict=True):
         for key in entry.keys() - {"step_time"} - ({"kl"} if corrected else set()) - averaged:
             # None where a mean has nothing to be of.
@@ -134,16 +138,6 @@ def test_equals_stock(name, policy_path, tmp_path):
     if name != "sapo":
         assert max(entry[clipped] for entry in ours.logs) > 0.05, "no token was clipped: the comparison shows little"
     assert 0 < ours.logs[0]["completions/clipped_ratio"] < 1, "all responses end alike"
-
-
-def test_truncated_and_off_policy_masks_take_effect(policy_path, tmp_path):
-    """The comparisons above would hold as well if neither trainer read these options."""
-    updates = [
-        update(result(train({"model": policy_path, "args": {**OFF_POLICY, **options}}, str(tmp_path))), policy_path)
-        for options in ({}, {"mask_truncated_completions": True}, {"off_policy_mask_threshold": 0.01})
-    ]
-    assert relative_difference(updates[1], updates[0]) > 0.01
-    assert relative_difference(updates[2], updates[0]) > 0.01
 
 
 def test_the_population_deviation_is_the_default_and_differs(policy_path, tmp_path):
@@ -176,3 +170,239 @@ def test_rloo_equals_the_stock_rloo_trainer(beta, policy_path, tmp_path):
     assert relative_difference(update(ours, policy_path), update(expected, policy_path)) < 1e-9
     if beta:
         assert [entry["shaped_reward"] for entry in ours.logs] != [entry["reward"] for entry in ours.logs]
+
+
+# ---- Reward functions ----
+
+
+def test_a_function_gets_the_rows_and_which_responses_ended(policy_path, tmp_path):
+    """Rows 0 and 1, four times each; `finished` where the last id is the end of the turn."""
+    calls = []
+
+    def reward(**arguments):
+        calls.append(arguments)
+        return thirds(arguments["completion_ids"])
+
+    trainer = train({"model": policy_path}, str(tmp_path), reward_funcs=reward)
+    (call,) = calls
+    assert call["row_id"] == ["row0"] * 4 + ["row1"] * 4
+    assert call["bonus"] == [0.0] * 4 + [1 / 8] * 4
+    assert call["prompts"] == [row["prompt"] for row in prompts(2) for _ in range(4)]
+    end = trainer.processing_class.eos_token_id
+    assert call["finished"] == [ids[-1] == end for ids in call["completion_ids"]]
+    assert set(call["finished"]) == {True, False}
+    texts = trainer.processing_class.batch_decode(call["completion_ids"], skip_special_tokens=True)
+    assert call["completions"] == [[{"role": "assistant", "content": text}] for text in texts]
+
+
+def test_none_is_unscorable(policy_path, tmp_path):
+    """Responses with None: advantage 0, and the mean and deviation of the others; all None is as good as all equal."""
+
+    def sometimes(completion_ids, row_id, **_):
+        return [
+            None if row == "row1" or index == 2 else reward
+            for index, (row, reward) in enumerate(zip(row_id, thirds(completion_ids), strict=True))
+        ]
+
+    trainer = train({"model": policy_path, "args": {"beta": 0.0}}, str(tmp_path), reward_funcs=[sometimes])
+    rewards = trainer._rollout[0][:, 0].tolist()
+    known = [reward for reward in rewards if not math.isnan(reward)]
+    assert len(known) == 3
+    mean, deviation = statistics.fmean(known), statistics.pstdev(known)
+    expected = [0.0 if math.isnan(r) else (r - mean) / (deviation + 1e-6) for r in rewards]
+    assert list(logged_samples(trainer)["advantages"]) == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    (entry,) = entries(trainer)
+    assert entry["unscorable"] == 5 / 8
+    assert entry["reward"] == pytest.approx(mean, rel=1e-5)
+    assert (entry["reward_min"], entry["reward_max"]) == pytest.approx((min(known), max(known)), rel=1e-6)
+    assert entry["skipped_updates"] == 0
+
+
+def test_a_function_without_a_reward_leaves_the_others(policy_path, tmp_path):
+    """2 thirds + 0.5 where the second function gives 1 and not None: weights 2 and 0.5."""
+
+    def one_for_the_first_row(row_id, **_):
+        return [1.0 if row == "row0" else None for row in row_id]
+
+    seen = []
+
+    def recording(completion_ids, **_):
+        seen.extend(thirds(completion_ids))
+        return thirds(completion_ids)
+
+    args = {"advantage": "group_centered", "reward_weights": [2.0, 0.5], "beta": 0.0}
+    functions = [recording, one_for_the_first_row]
+    trainer = train({"model": policy_path, "args": args}, str(tmp_path), reward_funcs=functions)
+    (entry,) = entries(trainer)
+    assert entry["reward"] == pytest.approx(statistics.fmean(2 * r for r in seen) + 0.25, rel=1e-5)
+    assert entry["unscorable"] == 0
+    expected = [2 * (r - statistics.fmean(seen[i : i + 4])) for i in (0, 4) for r in seen[i : i + 4]]
+    assert list(logged_samples(trainer)["advantages"]) == pytest.approx(expected, rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_function_that_raises_is_named_with_its_row(is_async, policy_path, tmp_path):
+    def judge(completion_ids, row_id, **_):
+        if "row1" in row_id:
+            raise KeyError("no answer")
+        return thirds(completion_ids)
+
+    async def judge_later(completion_ids, row_id, **_):
+        return judge(completion_ids, row_id)
+
+    function = judge_later if is_async else judge
+    with pytest.raises(RewardError) as caught:
+        train({"model": policy_path}, str(tmp_path), reward_funcs=[function])
+    expected = f"the reward function {function.__name__!r} failed on row_id 'row1': KeyError: 'no answer'"
+    assert str(caught.value).startswith(f"{expected} (test_policy_trainer.py, line ")
+    assert "--reward_errors skip" in str(caught.value)
+
+
+@pytest.mark.parametrize("returned", [None, ["good"] * 8, [[1.0]] * 8, [1.0] * 7, [float("nan")] * 9], ids=repr)
+def test_what_a_function_must_return(returned):
+    """One number or None for each response; whatever else is refused with the function's name."""
+
+    def judge(**_):
+        return returned
+
+    with pytest.raises(RewardError, match="'judge' must return one number or None for each of 8 responses"):
+        RewardGuard("skip").wrap(judge)(prompts=["a"] * 8)
+
+
+def test_reports_are_of_the_sampled_responses(policy_path, tmp_path):
+    """A greedy baseline is scored as well, and must add nothing to the table and the metrics of the next rollout."""
+    called = []
+
+    def judge(completion_ids, log_extra, log_metric, **_):
+        lengths = [len(ids) for ids in completion_ids]
+        called.append(lengths)
+        log_extra("tokens", lengths)
+        log_metric("mean_tokens", statistics.fmean(lengths))
+        return thirds(completion_ids)
+
+    args = {"algorithm": "remax", "log_completions": True, "beta": 0.0, "max_steps": 2}
+    trainer = train({"model": policy_path, "args": args}, str(tmp_path), reward_funcs=[judge])
+    assert [len(lengths) for lengths in called] == [8, 2, 8, 2]
+    table = pandas.read_parquet(tmp_path / "completions" / "completions_00002.parquet")
+    assert table["tokens"].tolist() == called[2]
+    assert table["judge"].tolist() == pytest.approx(logged_samples(trainer)["rewards"]["judge"])
+    batch = rollout_batches(trainer)[0]
+    assert sorted(table["advantage"]) == pytest.approx(sorted(batch["advantages"].tolist()))
+    means = [statistics.fmean(lengths) for lengths in called]
+    assert [entry["mean_tokens"] for entry in entries(trainer)] == pytest.approx([means[0], means[2]])
+    assert means[1] != means[2], "the comparison shows little"
+    baseline = statistics.fmean(table["judge"]) - statistics.fmean(table["advantage"])
+    assert entries(trainer)[1]["greedy/reward"] == pytest.approx(baseline, abs=1e-6)
+
+
+def test_the_penalty_for_a_missing_end(policy_path, tmp_path):
+    """Off the reward of every response that was cut, before advantages; `reward` itself is without it."""
+    args = {"missing_eos_penalty": 2.0, "advantage": "group_centered", "beta": 0.0}
+    trainer = train({"model": policy_path, "args": args}, str(tmp_path))
+    rewards, finished, _ = trainer._rollout
+    shaped = [r - (0.0 if ended else 2.0) for r, ended in zip(rewards[:, 0].tolist(), finished, strict=True)]
+    (entry,) = entries(trainer)
+    assert 0 < sum(finished) < 8
+    assert entry["reward"] == pytest.approx(statistics.fmean(rewards[:, 0].tolist()), rel=1e-5)
+    assert entry["shaped_reward"] == pytest.approx(statistics.fmean(shaped), rel=1e-5)
+    expected = [r - statistics.fmean(shaped[i : i + 4]) for i in (0, 4) for r in shaped[i : i + 4]]
+    assert list(logged_samples(trainer)["advantages"]) == pytest.approx(expected, rel=1e-4, abs=1e-5)
+
+
+# ---- Reward models ----
+
+
+def scores_by_hand(trainer, model) -> list[float]:
+    """Scores of the latest rollout row by row, from the logged prompts and texts."""
+    sequences = [
+        turns(trainer.processing_class, [prompt], [message["content"]], finished=ended)[0]
+        for prompt, (message,), ended in zip(
+            logged_samples(trainer)["prompt"], logged_samples(trainer)["completion"], trainer._rollout[1], strict=True
+        )
+    ]
+    return plain_scores(model, sequences).tolist()
+
+
+def test_reward_models_and_folders_give_their_true_scores(policy_path, tmp_path):
+    """An adapter's folder as text, a full model, and an ensemble of both, against one forward pass per response.
+
+    transformers 5.17 leaves the head of a folder with an adapter random where TRL would load it. Only printable ASCII
+    is sampled, the ids 3 to 96: bytes that are no text would come back from text as other bytes, and more of them.
+    """
+    args = {"generation_kwargs": {"suppress_tokens": [0, 1, *range(97, 259)]}, "max_completion_length": 5}
+    adapter = save_adapter(policy_path, tmp_path / "judge")
+    full = save_full_model(policy_path, tmp_path / "full")
+    ensemble = RewardEnsemble([RewardModel(adapter), RewardModel(full)], aggregate="min")
+    functions = [adapter, RewardModel(full), ensemble]
+    trainer = train({"model": policy_path, "args": args}, str(tmp_path / "run"), reward_funcs=functions)
+    assert set(trainer._rollout[1]) == {True, False}
+    own = AutoModelForSequenceClassification.from_pretrained(full, dtype=torch.float32)
+    expected = [scores_by_hand(trainer, load_adapter(policy_path, adapter)), scores_by_hand(trainer, own)]
+    expected.append([min(pair) for pair in zip(*expected, strict=True)])
+    rewards = trainer._rollout[0]
+    for column, scores in enumerate(expected):
+        assert rewards[:, column].tolist() == pytest.approx(scores, rel=1e-4, abs=1e-5)
+    (entry,) = entries(trainer)
+    for name, column in (("judge", 0), ("full", 1), ("ensemble", 2)):
+        assert entry[f"rewards/{name}/mean"] == pytest.approx(rewards[:, column].mean().item(), rel=1e-4, abs=1e-6)
+
+
+def test_reward_columns_outside_of_a_rollout(policy_path, tmp_path):
+    """Functions by name, an ensemble's members beside it, an async function, and None where there is no reward."""
+
+    def length(completions, finished, bonus, **_):
+        return [
+            len(c[0]["content"]) + b if ended else None
+            for c, b, ended in zip(completions, bonus, finished, strict=True)
+        ]
+
+    async def later(completion_ids, **_):
+        return [float(len(ids)) for ids in completion_ids]
+
+    def double(completions, **_):
+        return [2.0 * len(c[0]["content"]) for c in completions]
+
+    def flat(completions, **_):
+        return [3.0] * len(completions)
+
+    ensemble = RewardEnsemble([double, flat], aggregate="min")
+    trainer = build({"model": policy_path}, str(tmp_path), reward_funcs=[length, later, ensemble])
+    # Other token ids than the texts would be read as: bytes that are no text come back as several.
+    columns = reward_columns(trainer, prompts(2), ["a", "bcd"], [True, False], [[7, 2], [8, 9, 200, 201, 202]])
+    assert columns == {
+        "length": [1.0, None],
+        "later": [2.0, 5.0],
+        "ensemble": [2.0, 3.0],
+        "double": [2.0, 6.0],
+        "flat": [3.0, 3.0],
+    }
+
+    async def cell():
+        """In a notebook, whose event loop is running: async functions are awaited beside it."""
+        return reward_columns(trainer, prompts(2), ["a", "bcd"], [True, False], [[7, 2], [8, 9, 200, 201, 202]])
+
+    assert asyncio.run(cell()) == columns
+
+
+# ---- Rollouts ----
+
+
+def test_long_prompts_lose_their_beginning(policy_path, tmp_path):
+    """The last 12 tokens, with the template's start of the answer at their end; reward functions see the whole."""
+    seen = []
+
+    def reward(prompts, completion_ids, **_):
+        seen.extend(prompts)
+        return [float(len(ids)) for ids in completion_ids]
+
+    trainer = train({"model": policy_path, "args": {"max_prompt_tokens": 12}}, str(tmp_path), reward_funcs=reward)
+    batch = rollout_batches(trainer)[0]
+    found = {
+        tuple(ids[mask.bool()].tolist()) for ids, mask in zip(batch["prompt_ids"], batch["prompt_mask"], strict=True)
+    }
+    rows = [row["prompt"] for row in prompts(2)]
+    encode = trainer.processing_class.apply_chat_template
+    whole = [encode(row, add_generation_prompt=True, tokenize=True, return_dict=True)["input_ids"] for row in rows]
+    assert all(len(ids) > 12 for ids in whole)
+    assert found == {tuple(ids[-12:]) for ids in whole}
+    assert seen[0] == rows[0] and seen[-1] == rows[1]

@@ -1,23 +1,25 @@
-"""`PPOTrainer` against plain arithmetic in float64, against `PolicyTrainer`, and however its batch is split."""
+"""`PPOTrainer` against plain arithmetic in float64 and against `PolicyTrainer`; its value function and checkpoints."""
 
 from __future__ import annotations
 
 import statistics
+from functools import partial
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM
 
 from tests.support.naive_policy import rows_of
-from tests.support.ppo_once import Steps, move_value_head, specification
+from tests.support.ppo_once import Steps, move_value_head, of_kind, specification
+from tests.support.reward_adapters import load_adapter, load_base, plain_scores, save_adapter, save_full_model
 from tests.support.rollout_once import build, thirds, train
 from tests.support.tiny import build_tokenizer
-from tests.support.train_once import largest_difference, relative_difference, result
+from tests.support.train_once import largest_difference, parameters, relative_difference, result
 from tests.support.trl_private import rollout_batches
 
 pytestmark = pytest.mark.usefixtures("in_float64")
-
 
 # ---- A plain computation: one response at a time, no padding, no adapters, sums by definition ----
 
@@ -211,21 +213,6 @@ def test_the_ratio_is_1_before_the_first_update(accumulation, policy_path, tmp_p
     assert logs["loss"] == pytest.approx(0.1 * squares / 2 / tokens, rel=1e-8, abs=1e-9)
 
 
-def test_without_a_value_function_it_is_the_clipped_policy_gradient(policy_path, tmp_path):
-    """Values of 0, gamma = lambda = 1: every token's advantage is the response's reward, as a trainer without
-    values has it. Responses are sampled: the value head leaves the random numbers alone.
-    """
-    same = {"max_steps": 4, "beta": 0.0, "aggregation": "token_mean", "epsilon": 0.1}
-    own = {"value_coefficient": 0.0, "lam": 1.0, "whiten_advantages": False}
-    ours = result(train(specification(policy_path, args={**same, **own}), str(tmp_path / "ours")))
-    plain = specification(policy_path, args={**same, "algorithm": "grpo", "advantage": "no_baseline"})
-    del ours.parameters["value_head.weight"], ours.parameters["value_head.bias"]
-    expected = result(train({**plain, "trainer": "PolicyTrainer"}, str(tmp_path / "plain")))
-    assert largest_difference(ours.parameters, expected.parameters) < 1e-9
-    assert ours.losses == pytest.approx(expected.losses, abs=1e-6)
-    assert ours.logs[2]["completions/mean_length"] == expected.logs[2]["completions/mean_length"]
-
-
 @pytest.mark.parametrize("kl_in", ["reward", "loss"])
 def test_what_could_not_be_scored_takes_no_part_in_the_loss(kl_in, policy_path, tmp_path):
     """Five of eight responses have no reward. Where every ratio is 1 the policy's part is minus the mean of the
@@ -320,3 +307,104 @@ def test_learnt_positions_count_from_the_first_token(kind, tmp_path):
             _, hidden = plain_pass(trunk, {}, prompt, response)
             values = (hidden @ head[0] + bias[0]).tolist()
             assert batch["old_values"][index, :width].tolist() == pytest.approx(values, abs=1e-9)
+
+
+# ---- Checkpoints, and when the value function learns ----
+
+SAVING = {"save_strategy": "steps", "save_steps": 2, "optim": "adamw_torch", "learning_rate": 0.01, "max_steps": 4}
+
+
+@pytest.mark.parametrize("kind", ["shared", "separate"])
+def test_a_resumed_run_is_the_straight_one(kind, policy_path, tmp_path):
+    spec = of_kind(kind, policy_path, SAVING)
+    straight = train(spec, str(tmp_path))
+    checkpoint = tmp_path / "checkpoint-2"
+    resumed = build(spec, str(tmp_path / "again"))
+    resumed.train(resume_from_checkpoint=str(checkpoint))
+    assert largest_difference(parameters(resumed), parameters(straight)) == 0.0
+    # Adapted at each of two rollouts.
+    assert resumed.objective.beta == straight.objective.beta != resumed.args.beta
+    names = ("loss", "value_loss", "explained_variance", "value/mean", "kl_coef")
+    expected, found = (
+        [entry.get(name) for name in names] for entry in (result(straight).logs[-1], result(resumed).logs[-1])
+    )
+    assert found == expected
+
+    straight.save_model(str(tmp_path / "final"))
+    own = {name for name, _ in straight.model.named_parameters() if "value_head" in name}
+    saved = load_file(tmp_path / "final" / "value_head.safetensors")
+    assert saved.keys() == own
+    weights = dict(straight.model.named_parameters())
+    assert all(saved[name].equal(weights[name]) for name in own)
+    for folder in (checkpoint, tmp_path / "final"):
+        assert not any("value" in key for key in load_file(folder / "model.safetensors"))
+    plain, info = AutoModelForCausalLM.from_pretrained(tmp_path / "final", output_loading_info=True)
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    own_weights = dict(plain.named_parameters())
+    if kind == "separate":
+        assert own_weights.keys() == {name for name in weights if name not in own}
+        assert all(weight.equal(weights[name]) for name, weight in own_weights.items())
+
+
+@pytest.mark.usefixtures("in_float64")
+def test_the_coefficient_adapts(policy_path, tmp_path):
+    """8 responses to a rollout, horizon 50: it changes by the factor 1 + clip(KL / target - 1) 8 / 50."""
+    args = {"kl_target": 0.4, "kl_horizon": 50, "max_steps": 8, "beta": 0.2}
+    trainer = train(specification(policy_path, args=args), str(tmp_path))
+    logs = [entry for entry in trainer.state.log_history if "kl_coef" in entry]
+    coefficients = [*[entry["kl_coef"] for entry in logs], trainer.objective.beta]
+    assert len(logs) == 4 and coefficients[0] == 0.2
+    for entry, now, then in zip(logs, coefficients[:-1], coefficients[1:], strict=True):
+        error = max(-0.2, min(0.2, entry["kl/sequence"] / 0.4 - 1))
+        assert then == pytest.approx(now * (1 + error * 8 / 50))
+    assert len(set(coefficients)) > 2
+
+
+def test_the_value_function_has_its_learning_rate(policy_path, tmp_path):
+    """Plain SGD: twice the learning rate moves the value function twice as far, and the policy as before."""
+    moves = []
+    for rate in (None, 0.4):
+        args = {"value_learning_rate": rate, "max_steps": 1, "max_grad_norm": 0.0}
+        trainer = move_value_head(build(specification(policy_path, args=args, fixed=True), str(tmp_path)))
+        before = {name: weight.clone() for name, weight in parameters(trainer).items()}
+        trainer.train()
+        moves.append({name: weight - before[name] for name, weight in parameters(trainer).items()})
+    for name, move in moves[0].items():
+        factor = 2 if name.startswith("value_head") else 1
+        assert move.abs().max() > 0, name
+        torch.testing.assert_close(moves[1][name], factor * move, rtol=1e-3, atol=1e-6)
+
+
+def test_a_checkpoint_of_another_value_function_is_refused(policy_path, tmp_path):
+    trainer = train(specification(policy_path, args=SAVING), str(tmp_path))
+    file = tmp_path / "checkpoint-2" / "value_head.safetensors"
+    other = build(of_kind("separate", policy_path), str(tmp_path / "other"))
+    refused = "its value function is not of this run's value_model"
+    with pytest.raises(ValueError, match=f"{refused} separate"):
+        other.value_model.load(file.parent)
+    save_file({**load_file(file), "value_head.weight": torch.zeros(1, 24)}, file)
+    with pytest.raises(ValueError, match=f"{refused} shared, or of another base"):
+        trainer.value_model.load(file.parent)
+    file.unlink()
+    with pytest.raises(FileNotFoundError, match="there is no value function to go on with"):
+        trainer.value_model.load(file.parent)
+
+
+# ---- A model of its own ----
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_values_begin_as_the_rewards(adapter, policy_path, tmp_path):
+    """Before any update, the value after a text's last token is the reward model's score of the text."""
+    save, load = (save_adapter, partial(load_adapter, policy_path)) if adapter else (save_full_model, load_base)
+    folder = save(policy_path, tmp_path / "rewards")
+    spec = of_kind("separate", policy_path)
+    spec["args"]["value_model_name_or_path"] = folder
+    trainer = build(spec, str(tmp_path / "run"))
+    ids = torch.tensor([[0, 0, 20, 30, 40, 50], [9, 8, 7, 6, 5, 4]])
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
+    values = trainer.value_model.values(ids, mask, 2, 1)
+    assert values.requires_grad and all(weight.requires_grad for weight in trainer.value_model.parameters().values())
+    # The value before the last token is that of the text without it.
+    scores = plain_scores(load(folder), [ids[0, 2:-1].tolist(), ids[1, :-1].tolist()])
+    assert values[:, -1].tolist() == pytest.approx(scores.tolist(), abs=1e-5)

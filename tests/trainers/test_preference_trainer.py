@@ -1,22 +1,24 @@
-"""`PreferenceTrainer` equals TRL's `DPOTrainer` where both have a loss, and keeps its word where they differ."""
+"""`PreferenceTrainer`: equality with TRL's `DPOTrainer`, and what its loss is given."""
 
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForCausalLM
 
 import trl_ext.losses
 import trl_ext.trainers
 from tests.support.float64 import float32_again
-from tests.support.tiny import independent_scores, pairs
+from tests.support.tiny import independent_scores, pairs, token_ids, token_log_probs
 from tests.support.train_once import (
     REFERENCE,
     build,
+    build_plain,
     largest_difference,
     load_models,
     relative_difference,
@@ -24,9 +26,12 @@ from tests.support.train_once import (
     train,
     train_in_processes,
 )
+from trl_ext import preference_loss
+from trl_ext.losses import PreferenceScores
 from trl_ext.registry import preference_losses
 
 pytestmark = pytest.mark.usefixtures("in_float64")
+
 
 STEPS = {"max_steps": 3, "gradient_accumulation_steps": 2, "learning_rate": 0.1}
 SETUPS = {
@@ -54,24 +59,20 @@ def models(tiny_model_path):
 # ---- Equal to TRL ----
 
 
-@pytest.mark.parametrize("setup", SETUPS)
+@pytest.mark.parametrize("setup", [*SETUPS, "full in float32"])
 def test_dpo_is_trls_bit_by_bit(setup, tiny_model_path, tmp_path):
-    stock = result(train(specification(tiny_model_path, "trl.DPOTrainer", setup), str(tmp_path / "stock")))
-    own = result(train(specification(tiny_model_path, "DPOTrainer", setup), str(tmp_path / "own")))
+    """What is computed in a higher precision than TRL's would show in float32 alone."""
+    setup, _, dtype = setup.partition(" in ")
+    with float32_again() if dtype else nullcontext():
+        stock, own = (
+            result(
+                train({**specification(tiny_model_path, trainer, setup), "dtype": dtype or "float64"}, str(tmp_path))
+            )
+            for trainer in ("trl.DPOTrainer", "DPOTrainer")
+        )
     assert same_in_trl(own) == same_in_trl(stock)  # names and values of metrics
     assert len(own.logs) == 3
     assert largest_difference(own.parameters, stock.parameters) == 0.0
-
-
-@float32_again()
-def test_dpo_is_trls_bit_by_bit_in_float32(tiny_model_path, tmp_path):
-    """What is computed in a higher precision than TRL's would show here alone."""
-    runs = []
-    for trainer in ("trl.DPOTrainer", "DPOTrainer"):
-        spec = {**specification(tiny_model_path, trainer, "full"), "dtype": "float32"}
-        runs.append(result(train(spec, str(tmp_path / trainer))))
-    assert same_in_trl(runs[1]) == same_in_trl(runs[0])
-    assert largest_difference(runs[1].parameters, runs[0].parameters) == 0.0
 
 
 def same_in_trl(run) -> list[dict]:
@@ -202,3 +203,120 @@ def test_mixed_precision_on_a_cpu(bfloat16_on_the_cpu, tiny_model_path, tmp_path
     difference = relative_difference(mixed.gradient(tiny_model_path), exact.gradient(tiny_model_path))
     assert 1e-4 < difference < 0.1
     assert all(parameter.dtype == torch.float32 for parameter in mixed.parameters.values())
+
+
+SEEN: list[PreferenceScores] = []
+
+
+@preference_loss("seen_dpo")
+def seen_dpo(scores: PreferenceScores, *, beta: float = 0.1) -> torch.Tensor:
+    """DPO that remembers what it was given."""
+    SEEN.append(scores)
+    return -logsigmoid(beta * scores.margin)
+
+
+def scores_seen(trainer, rows: list[dict]) -> PreferenceScores:
+    """What the loss `seen_dpo` is given of rows in one batch."""
+    trainer.args.per_device_eval_batch_size = len(rows)
+    SEEN.clear()
+    trainer.evaluate(Dataset.from_list(rows))
+    (scores,) = SEEN
+    return scores
+
+
+# ---- What a loss is given ----
+
+
+def test_scores_are_those_of_each_row_alone(models, tiny_model_path, tmp_path):
+    trainer = build({"model": tiny_model_path, **REFERENCE, "args": {"loss": "seen_dpo"}}, str(tmp_path))
+    rows = pairs(6, seed=3)
+    seen, expected = scores_seen(trainer, rows), independent_scores(*models, rows)
+    for name in ("chosen", "rejected", "ref_chosen", "ref_rejected"):
+        torch.testing.assert_close(getattr(seen, name).double(), getattr(expected, name), atol=1e-9, rtol=1e-9)
+    assert seen.chosen_length.tolist() == expected.chosen_length.tolist()
+    assert seen.rejected_length.tolist() == expected.rejected_length.tolist()
+    assert seen.chosen_policy_weight is None
+
+
+def test_wpo_weights_are_those_of_the_full_softmax(models, tiny_model_path, tmp_path):
+    """`exp(mean_t(log p(y_t) - log sum_v p(v)^2))`, from the whole distribution of every position."""
+    trainer = build(
+        {"model": tiny_model_path, **REFERENCE, "args": {"loss": "seen_dpo", "weighting": ["wpo"]}}, str(tmp_path)
+    )
+    tokenizer, policy, _ = models
+    rows = pairs(4, seed=5)
+    seen = scores_seen(trainer, rows)
+    for index, row in enumerate(rows):
+        prompt, *responses = token_ids(tokenizer, row)
+        weights = seen.chosen_policy_weight[index], seen.rejected_policy_weight[index]
+        for response, weight in zip(responses, weights, strict=True):
+            with torch.no_grad():
+                log_probs = token_log_probs(policy, prompt, response)
+            of_token = log_probs.gather(1, torch.tensor(response)[:, None])[:, 0]
+            expected = (of_token - log_probs.exp().square().sum(dim=1).log()).mean().exp()
+            assert weight.item() == pytest.approx(expected.item(), rel=1e-9)
+
+
+@pytest.mark.parametrize("precompute", [False, True])
+def test_columns_reach_the_loss(precompute, tiny_model_path, tmp_path):
+    arguments = {"loss": "seen_dpo", "loss_columns": ["avg_confidence"], "precompute_ref_log_probs": precompute}
+    trainer = build({"model": tiny_model_path, **REFERENCE, "args": arguments}, str(tmp_path))
+    SEEN.clear()
+    trainer.train()
+    rows = pairs(8)
+    expected = [row["avg_confidence"] for row in rows]
+    torch.testing.assert_close(SEEN[0].columns, {"avg_confidence": torch.tensor(expected[:2], dtype=torch.float32)})
+    seen = scores_seen(trainer, rows)
+    torch.testing.assert_close(seen.columns["avg_confidence"], torch.tensor(expected, dtype=torch.float32))
+
+
+def test_a_missing_column_is_named(tiny_model_path, tmp_path):
+    spec = {"model": tiny_model_path, "args": {"loss": "seen_dpo", "loss_columns": ["margin"]}}
+    with pytest.raises(ValueError, match="column 'margin', which train_dataset does not have"):
+        build(spec, str(tmp_path))
+    bare = Dataset.from_list(pairs(4)).remove_columns("avg_confidence")
+    spec["args"] = {"weighting": ["confidence"]}
+    for name, held_out in (("eval_dataset", bare), ("held_out", {"held_out": bare})):
+        with pytest.raises(ValueError, match=f"column 'avg_confidence', which {name} does not have"):
+            build(spec, str(tmp_path), eval_dataset=held_out)
+
+
+@pytest.mark.parametrize("value", [None, "high"])
+def test_a_column_that_is_not_a_number_is_named(value, tiny_model_path, tmp_path):
+    rows = [{**row, "avg_confidence": value} for row in pairs(4)]
+    spec = {"model": tiny_model_path, "args": {"weighting": ["confidence"]}}
+    with pytest.raises(ValueError, match="column 'avg_confidence'"):
+        train(spec, str(tmp_path), train_dataset=Dataset.from_list(rows))
+
+
+@pytest.mark.parametrize("name", ["PreferenceTrainer", "RewardTrainer"])
+def test_prompts_lose_their_beginning_and_responses_their_end(name, models, tiny_model_path, tmp_path, caplog):
+    """No pair is dropped; the prompt stands before both responses of a reward model."""
+    texts = {"prompt": "".join(chr(97 + i % 26) for i in range(700)), "rejected": "no"}
+    texts["chosen"] = "".join(chr(97 + i % 25) for i in range(600))
+    long = {key: [{"role": "user" if key == "prompt" else "assistant", "content": texts[key]}] for key in texts}
+    prompt, chosen, rejected = token_ids(models[0], long)
+    assert (len(prompt), len(chosen)) > (700, 600)
+    rows = [{key: pairs(1)[0][key] for key in long}, long]
+    other = {"max_prompt_tokens": 5, "max_response_tokens": None}
+    for limits, first, second in (({}, prompt[-512:], chosen[:512]), (other, prompt[-5:], chosen)):
+        spec = {"trainer": name, "model": tiny_model_path, "rows": rows, "args": limits}
+        trainer = build_plain(spec, str(tmp_path), eval_dataset=Dataset.from_list(rows))
+        for prepared in (trainer.train_dataset, trainer.eval_dataset):
+            assert len(prepared) == 2
+            row = {"prompt_ids": [], **prepared[1]}
+            assert row["prompt_ids"] in (first, [])
+            both = [row["prompt_ids"] + row[f"{side}_ids"] for side in ("chosen", "rejected")]
+            assert both == [first + second, first + rejected]
+        # Cut once, and not to a joint limit again.
+        assert next(iter(trainer.get_train_dataloader()))["input_ids"].shape == (4, len(first + second))
+    assert "train: 1 of 2 prompts are longer than max_prompt_tokens 512 and are cut" in caplog.text
+    assert "train: 1 of 4 responses are longer than max_response_tokens 512 and are cut" in caplog.text
+
+
+def test_streamed_pairs_train_alike(tiny_model_path, tmp_path):
+    spec = {"model": tiny_model_path, "args": {"max_prompt_tokens": 6, "max_response_tokens": 4, "max_steps": 2}}
+    streamed = IterableDataset.from_generator(lambda: iter(pairs(8)))
+    expected = result(train(spec, str(tmp_path / "map")))
+    trained = result(train(spec, str(tmp_path / "stream"), train_dataset=streamed))
+    assert largest_difference(trained.parameters, expected.parameters) == 0.0

@@ -1,19 +1,46 @@
-"""Settings that configurations refuse: each message is one line and names the settings that are at fault."""
+"""What trainers, configurations and recipes refuse before they train: settings, models, rows and reward functions."""
 
 from __future__ import annotations
 
+import logging
 import math
+from types import SimpleNamespace
 
 import pytest
+from datasets import Dataset, DatasetDict
+from transformers import AutoTokenizer
 
 import trl_ext
+from tests.support.files import write_rows
 from tests.support.refusals import assert_refused
 from tests.support.rollout_once import DEFAULTS, OWN_RECIPES
+from trl_ext.models import resolve_model_path
+from trl_ext.runs.loading import load_rows
+from trl_ext.runs.offline import OfflineArguments
+from trl_ext.runs.results import _show
+from trl_ext.trainers.context import (
+    PAIRS,
+    PROMPTS,
+    check_dataset,
+    check_inputs,
+    check_rows,
+    check_template,
+    quiet_about_length,
+)
+from trl_ext.trainers.policy.reward_functions import as_reward_functions
+from trl_ext.trainers.policy.rollout_metrics import _warn_of_empty
 
 GDPO = f"{OWN_RECIPES}/gdpo.py:gdpo"
 BASE = {"PolicyConfig": DEFAULTS, "OnlinePreferenceConfig": {"per_device_train_batch_size": 8}}
+
+
+def singly(**settings) -> list[dict]:
+    """Settings of which each is refused by itself."""
+    return [{name: value} for name, value in settings.items()]
+
+
 # Every configuration of a trainer that reads pairs or rows.
-SHARED = [{"max_steps": 0}, {"learning_rate": -1.0}, {"fp16": True}, {"tf32": True}]
+SHARED = singly(max_steps=0, learning_rate=-1.0, fp16=True, tf32=True)
 SHARED += [
     ({"max_steps": -1, "num_train_epochs": epochs}, "num_train_epochs") for epochs in (0, -1.0, math.nan, math.inf)
 ]
@@ -31,24 +58,16 @@ REFUSED = {
         ({"delta": 1.1}, "delta", "1 + epsilon_high, 1.2"),
         ({"sapo_temperature_pos": 2.0}, "sapo_temperature_pos", "--algorithm_kwargs"),
         ({"vespo_k_neg": 2.0}, "vespo_k_neg", "recipes/own/vespo.py"),
-        {"multi_objective_aggregation": "normalize_then_sum"},
-        {"loss_type": "vespo"},
+        *singly(multi_objective_aggregation="normalize_then_sum", loss_type="vespo", overlong_share=1.5),
         {"algorithm": "dapo_full", "resample_groups": 0},
         {"algorithm": "dapo_full", "overlong_share": 0.0},
-        {"overlong_share": 1.5},
         ({"advantage": GDPO, "missing_eos_penalty": 1.0}, "each reward function by itself", "missing_eos_penalty"),
         ({"advantage": GDPO, "overlong_share": 0.2}, "each reward function by itself", "overlong_share"),
         ({"advantage": GDPO, "beta": 0.1, "kl_in": "reward", "kl_estimator": "k1"}, "by itself", "kl_in reward"),
         *({"temperature": value} for value in (0.0, math.inf)),
         *({"top_k": value} for value in (-1, 1)),
-        *({name: 0.0} for name in ("repetition_penalty", "top_p")),
-        {"min_p": 1.5},
-        {"min_new_tokens": 9},
-        {"reward_errors": "ignore"},
-        {"missing_eos_penalty": -1.0},
-        {"max_completion_length": None},
-        {"num_generations": 0},
-        {"algorithm_kwargs": "gamma"},
+        *singly(repetition_penalty=0.0, top_p=0.0, min_p=1.5, min_new_tokens=9, reward_errors="ignore"),
+        *singly(missing_eos_penalty=-1.0, max_completion_length=None, num_generations=0, algorithm_kwargs="gamma"),
         {"resample_groups": -1},
         *({"resample_groups": 1, "algorithm": name} for name in ("remax", "reinforce")),
     ],
@@ -57,13 +76,10 @@ REFUSED = {
         ({"loss_type": "ipo", "loss": "dpo"}, "loss_type 'ipo' selects loss ipo", "loss dpo"),
         ({"loss_type": ["sigmoid", "sft"]}, "('sigmoid', 'sft') has no equivalent"),
         ({"loss_weights": [1.0]}, "loss_weights", "loss=file.py:function"),
-        *({name: value} for name, value in {"ld_alpha": 0.5, "f_divergence_type": "js_divergence"}.items()),
+        *singly(ld_alpha=0.5, f_divergence_type="js_divergence", loss_kwargs="gamma=1", weighting_kwargs="3"),
+        *singly(aot_scope="rank", max_prompt_tokens=0, max_response_tokens=-3, beta=0.0),
         ({"use_weighting": True}, "use_weighting", "weighting=['wpo']"),
         ({"max_length": 1024}, "max_length", "max_prompt_tokens and max_response_tokens"),
-        {"aot_scope": "rank"},
-        {"max_prompt_tokens": 0},
-        {"max_response_tokens": -3},
-        {"beta": 0.0},
         ({"loss": "aott"}, "loss 'aott'; did you mean 'aot'?"),
         ({"loss": "nowhere.py:mine"}, "no file 'nowhere.py'"),
         ({"loss_kwargs": {"gama": 1}, "loss": "simpo"}, "'simpo' has no option 'gama'", "did you mean 'gamma'?"),
@@ -71,8 +87,6 @@ REFUSED = {
         ({"weighting_kwargs": {"power": 2}}, "weighting option 'power': no weighting is on"),
         ({"weighting": ["confidence"], "weighting_kwargs": {"powr": 2}}, "'powr'", "did you mean 'power'?"),
         ({"label_smoothing": 0.1}, "'dpo' has no label smoothing", "use cdpo or robust_dpo"),
-        {"loss_kwargs": "gamma=1"},
-        {"weighting_kwargs": "3"},
     ],
     "AOTConfig": [{"loss": "dpo"}, ({"loss_type": ["aot"]}, "loss_type 'aot' selects loss aot_paired", "loss aot:")],
     "IPOConfig": [
@@ -82,36 +96,22 @@ REFUSED = {
     "SimPOConfig": [({"gamma": 1.0, "loss_kwargs": {"gamma": 2.0}}, "gamma is given twice", "loss_kwargs")],
     "CDPOConfig": [({"label_smoothing": 0.1, "loss_kwargs": {"label_smoothing": 0.2}}, "label_smoothing", "twice")],
     "PPOConfig": [
-        {"algorithm": "grpo"},
-        {"advantage": "group_centered"},
-        {"std_ddof": 1},
+        *singly(algorithm="grpo", advantage="group_centered", std_ddof=1, surrogate="cispo", kl_horizon=20),
+        *singly(value_model="seperate", value_model_name_or_path="gpt2", lam=1.1, value_clip=0.0, resample_groups=1),
+        *singly(value_coefficient=-1.0, use_vllm=True, torch_compile=True),
         ({"ratio": "sequence", "aggregation": "sequence_mean"}, "--algorithm ppo and --ratio sequence"),
-        {"surrogate": "cispo"},
-        {"value_model": "seperate"},
         ({"value_model": "separate"}, "needs value_model_name_or_path"),
-        {"value_model_name_or_path": "gpt2"},
-        {"lam": 1.1},
-        {"value_clip": 0.0},
-        {"value_coefficient": -1.0},
         ({"kl_target": 6.0, "beta": 0.0}, "kl_target 6.0 has no coefficient to adapt"),
-        {"kl_horizon": 20},
         # 0.2 x 40 = 8: the coefficient could become 0.
         ({"kl_target": 6.0, "kl_horizon": 8, "generation_batch_size": 40}, "kl_horizon 8", "set it to 9 at least"),
-        {"use_vllm": True},
-        {"torch_compile": True},
         ({"kl_estimator": "k3"}, "a detached k3 in the reward"),
-        {"resample_groups": 1},
     ],
     "OnlinePreferenceConfig": [
-        {"num_generations": 1},
         *({"temperature": value} for value in (-1.0, math.nan)),
-        {"max_steps": 0},
+        *singly(num_generations=1, max_steps=0, pairs="best", tie_tolerance=-1.0, epsilon=0.2, algorithm="grpo"),
+        *singly(top_p=1.5, reward_timeout=-1.0, resample_groups=1),
         ({"loss": "ipoo"}, "loss 'ipoo'; did you mean 'ipo'"),
-        {"pairs": "best"},
-        {"tie_tolerance": -1.0},
-        {"epsilon": 0.2},
         ({"mask_truncated_completions": True}, "mask_truncated_completions", "missing_eos_penalty"),
-        {"algorithm": "grpo"},
         ({"replay_capacity": 8, "replay_fraction": 1.0}, "replay_fraction"),
         ({"replay_capacity": 8, "replay_max_age": 1, "num_iterations": 2}, "replay_max_age 1", "2 updates old"),
         ({"replay_capacity": 8, "replay_weights": "token"}, "replay_weights"),
@@ -120,32 +120,20 @@ REFUSED = {
         ({"replay_capacity": 8, "replay_weight_cap": 0.5}, "replay_weight_cap must be at least 1"),
         ({"replay_capacity": 8, "sync_ref_model": True}, "sync_ref_model", "replay"),
         {"gradient_accumulation_steps": 2, "steps_per_generation": 1},
-        {"top_p": 1.5},
-        {"reward_timeout": -1.0},
-        {"resample_groups": 1},
     ],
     "KTOConfig": [
         *SHARED,
-        {"per_device_train_batch_size": 1},
-        {"max_length": 100},
-        {"max_prompt_tokens": 0},
-        {"beta": 0},
-        {"undesirable_weight": -1.0},
-        {"packing": "on"},
+        *singly(per_device_train_batch_size=1, max_length=100, max_prompt_tokens=0, beta=0),
+        *singly(undesirable_weight=-1.0, packing="on"),
     ],
     "RewardConfig": [
         *SHARED,
-        {"max_length": 1024},
-        *({"label_smoothing": 0.5}, {"label_smoothing_factor": 0.1}),
-        {"margin_scale": math.nan},
-        {"max_prompt_tokens": 0},
-        {"center_rewards_coefficient": -0.01},
+        *singly(max_length=1024, label_smoothing=0.5, label_smoothing_factor=0.1, margin_scale=math.nan),
+        *singly(max_prompt_tokens=0, center_rewards_coefficient=-0.01),
     ],
-    "ExpertIterationConfig": [
-        *({name: 0} for name in ("n_steps", "max_per_question")),
-        *({"max_steps": 10}, {"num_train_epochs": 7}),
-        {"save_strategy": "steps"},
-    ],
+    "ExpertIterationConfig": singly(
+        n_steps=0, max_per_question=0, max_steps=10, num_train_epochs=7, save_strategy="steps"
+    ),
     "SFTConfig": [*SHARED, {"max_length": 1}],
 }
 
@@ -155,3 +143,204 @@ def test_refused(name, row, tmp_path):
     settings, *words = row if isinstance(row, tuple) else (row, *row)
     settings = {"output_dir": str(tmp_path), "report_to": "none", "use_cpu": True, **BASE.get(name, {}), **settings}
     assert_refused(lambda: getattr(trl_ext, name)(**settings), *words)
+
+
+# ---- Models, rows and reward functions ----
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(resolve_model_path("toy"))
+
+
+def model_of(context: int) -> SimpleNamespace:
+    config = SimpleNamespace(max_position_embeddings=context)
+    config.get_text_config = lambda: config
+    return SimpleNamespace(config=config)
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"prompt_ids": [[1] * 4, [1]], "chosen_ids": [[1], [1] * 2], "rejected_ids": [[1] * 3, [1]]},
+        {"prompt_ids": [[1] * 4], "completion_ids": [[1] * 3]},
+        {"chosen_ids": [[1] * 7], "rejected_ids": [[1]]},
+        {"input_ids": [[1], [1] * 7]},
+    ],
+)
+def test_the_longest_row(columns):
+    """Of 7 tokens, with its prompt."""
+    rows, limits = Dataset.from_dict(columns), {"max_response_tokens": 512, "max_prompt_tokens": None}
+    check_rows(model_of(7), rows, limits)
+    with pytest.raises(ValueError, match="up to 7 tokens.*holds 6: lower --max_resp"):
+        check_rows(model_of(6), rows, limits)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "lengths", "told"),
+    [
+        ("text", [1] * 9 + [4], "9 of the 10 responses of the first rollout are a single token"),
+        ("text", [1] * 10, "call their column prompt_text"),
+        ([{"role": "user", "content": "text"}], [1] * 10, "check that the model can continue"),
+        ("text", [1] * 8 + [4] * 2, None),
+    ],
+)
+def test_a_first_rollout_that_ends_at_once(tokenizer, caplog, prompt, lengths, told):
+    rows = Dataset.from_dict({"prompt": [prompt]})
+    trainer = SimpleNamespace(max_completion_length=8, processing_class=tokenizer, train_dataset=rows)
+    with caplog.at_level(logging.WARNING):
+        _warn_of_empty(trainer, lengths)
+    assert told in caplog.text if told else not caplog.text
+
+
+USER, ASSISTANT = ([{"role": role, "content": "a"}] for role in ("user", "assistant"))
+# Trainer -> a right row; the last column is the response that a wrong row changes.
+ROWS = {
+    "DPO": {"prompt": USER, "chosen": ASSISTANT, "rejected": ASSISTANT},
+    "KTO": {"prompt": USER, "label": True, "completion": ASSISTANT},
+    "Reward": {"prompt": USER, "chosen": ASSISTANT, "rejected": ASSISTANT},
+    "SFT": {"prompt": USER, "completion": ASSISTANT},
+    "GRPO": {"prompt": USER},
+}
+KIND = r"must be text or messages such as .*, got"
+
+
+def _datasets(row: dict) -> dict[str, object]:
+    """Wrong data, under what the message says about it after `train_dataset` or `eval_dataset`."""
+    response = list(row)[-1]
+    data = {
+        " has no rows": Dataset.from_list([row]).select([]),
+        " has no column 'prompt': give rows of prompt.*; it has question$": [{"question": "b"}],
+        " holds several data sets, train_prefs: give one": DatasetDict(train_prefs=Dataset.from_list([row])),
+        " must be a Dataset, got str: ": "toy",
+        " must be a Dataset, got tuple: ": (row,),
+        rf", row 1 \(row_id 7\): {response} {KIND} None": [{**row, "row_id": 6}, {**row, response: None, "row_id": 7}],
+        rf", row 0: {response} {KIND} \[\]": [{**row, response: []}],
+        rf", row 0: prompt {KIND} \['hi'\]": [{**row, "prompt": ["hi"]}],
+        rf", row 0: prompt {KIND} \[{{'from': ": [{**row, "prompt": [{"from": "human", "value": "a"}]}],
+    }
+    if response != "prompt":
+        data[f" (holds prompts and no pairs|has no column '{response}'): give rows of"] = [{"prompt": USER}]
+    if response == "rejected":
+        data[" has no column 'rejected'"] = [{"prompt": USER, "chosen": ASSISTANT}]
+        data[" holds labelled responses and no pairs: they are for KTOTrainer"] = [ROWS["KTO"]]
+    if response == "rejected" or "label" in row:
+        data[", row 0: prompt is text.*: give all of them as messages, or all as text"] = [{**row, "prompt": "b"}]
+    return {message: Dataset.from_list(rows) if isinstance(rows, list) else rows for message, rows in data.items()}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_wrong_inputs_to_a_trainer(name, tmp_path):
+    """One line each, before a model is loaded: there are no weights in the folder."""
+    (tmp_path / "config.json").write_text("{}")
+    config, trainer = getattr(trl_ext, f"{name}Config"), getattr(trl_ext, f"{name}Trainer")
+    options = {"reward_funcs": len} if name == "GRPO" else {}
+    arguments = config(str(tmp_path / "run"), use_cpu=True, report_to="none")
+    right = Dataset.from_list([ROWS[name]])
+    for message, wrong in _datasets(ROWS[name]).items():
+        for given in ({"train_dataset": wrong}, {"train_dataset": right, "eval_dataset": {"a": wrong}}):
+            where = r"eval_dataset\['a'\]" if "eval_dataset" in given else "train_dataset"
+            with pytest.raises((ValueError, TypeError), match=f"^{where}{message}") as caught:
+                trainer(str(tmp_path), args=arguments, **given, **options)
+            assert "\n" not in str(caught.value)
+    wrong_models = {
+        "no model folder 'runs/aot-tyo'": "runs/aot-tyo",
+        "^no model 'tooy'; did you mean 'toy'": "tooy",
+        "^model must be a model, got NoneType": None,
+    }
+    for message, model in wrong_models.items():
+        with pytest.raises((OSError, TypeError), match=message):
+            trainer(model, args=arguments, train_dataset=right, **options)
+    if name in ("DPO", "KTO"):
+        with pytest.raises(TypeError, match="^ref_model must be a model, got str"):
+            trainer(str(tmp_path), "toy", args=arguments, train_dataset=right)
+    tokenizer = SimpleNamespace(chat_template=None, name_or_path="mine")
+    with pytest.raises(ValueError, match="the model mine has no chat template .*: put a chat_template.jinja into"):
+        check_template(tokenizer, right)
+
+
+def test_plain_prompts_are_pointed_out_and_not_rejected(tokenizer, caplog):
+    check_template(tokenizer, Dataset.from_dict({"prompt": ["Name a fruit."]}))
+    assert "the model's chat template is not applied" in caplog.text
+
+
+def test_what_a_trainer_does_not_read_is_not_checked():
+    pair = {"prompt": "p", "chosen": "c", "rejected": "r"}
+    check_dataset("train_dataset", Dataset.from_list([{**pair, "completion": 3}]), PAIRS, one_kind=True)
+    check_dataset("train_dataset", Dataset.from_list([{"prompt": "p", "chosen": 1}]), PROMPTS)
+    check_dataset("train_dataset", Dataset.from_list([{"prompt": USER}]).with_format("numpy"), PROMPTS)
+    assert check_inputs("toy", {"train_dataset": Dataset.from_list([pair]), "eval_dataset": {}}, PAIRS)
+
+
+def test_pairs_without_a_prompt_need_a_common_beginning(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    rows = Dataset.from_list([{"question": "q", "chosen": "c", "rejected": "r"}])
+    args = trl_ext.DPOConfig(str(tmp_path / "run"), use_cpu=True, report_to="none")
+    with pytest.raises(ValueError, match="^train_dataset has no column 'prompt', .*; it has question,"):
+        trl_ext.DPOTrainer(str(tmp_path), args=args, train_dataset=rows)
+
+
+def test_wrong_reward_functions():
+    for given, message in {"missing.py:f": "no file 'missing.py'", 3: "reward_funcs holds 3: give functions"}.items():
+        with pytest.raises((ValueError, TypeError), match=message):
+            as_reward_functions(given)
+    assert as_reward_functions("math:sqrt") == [math.sqrt]
+
+
+def test_identical_responses_are_said(capsys):
+    parts = ("win_rate", "score", "rewards", "preferences", "kl", "generations")
+    for response, told in (("a", True), ("b", False)):
+        row = {"prompt_text": "p", "response_text": response, "base_response_text": "a"}
+        _show(dict.fromkeys(parts), [row] * 12)
+        assert ("responses are identical, all 12 of them" in capsys.readouterr().out) == told
+
+
+def test_an_alarm_without_a_cause_is_turned_off(tokenizer, caplog):
+    tokenizer.model_max_length = 4
+    quiet_about_length(tokenizer)
+    tokenizer("one two three four five six")
+    assert "indexing errors" not in caplog.text
+
+
+def rows_of(path, *, train_split: str = "train_gen", **splits: str) -> SimpleNamespace:
+    """A recipe's arguments as far as `load_rows` reads them."""
+    given = {"dataset_name": str(path), "train_split": train_split, "skip_bad_rows": False, "eval_fraction": None}
+    return SimpleNamespace(**given, **splits)
+
+
+def test_one_file_is_the_split_to_train_on(tmp_path):
+    path = tmp_path / "mine.jsonl"
+    path.write_text('{"prompt": "p", "chosen": "c", "rejected": "r"}\n')
+    rows = load_rows(rows_of(path), 42)
+    assert list(rows) == ["train_gen"] and rows["train_gen"]["prompt"][:] == ["p"]
+    path.rename(tmp_path / "test_gen.jsonl")
+    with pytest.raises(
+        ValueError, match=r"only test_gen. Name one .*, call the file of prompts \(prompt\) train_gen.jsonl"
+    ):
+        load_rows(rows_of(tmp_path), 42)
+
+
+def test_a_fraction_of_the_prompts_is_held_out(tmp_path, capsys):
+    """Of 20 prompts of two rows, 0.1: two prompts, which no training row has, in both held-out splits."""
+    path = tmp_path / "mine.jsonl"
+    rows = [{"prompt": f"p{n % 20}", "chosen": f"c{n}", "rejected": "r"} for n in range(40)]
+    write_rows(path, rows)
+    given = rows_of(path, train_split="train_prefs", eval_split="test_prefs", prompt_split="test_gen")
+    given.eval_fraction = 0.1
+    loaded = [load_rows(given, seed) for seed in (42, 42, 43)]
+    chosen = [{*splits["test_gen"]["prompt"]} for splits in loaded]
+    assert len(chosen[0]) == 2 and chosen[0] == chosen[1] != chosen[2]
+    assert "held out: 2 of 20 prompts, in 4 rows, as test_prefs and test_gen" in capsys.readouterr().out
+    for splits, prompts in zip(loaded, chosen, strict=True):
+        counts = {name: len(split) for name, split in splits.items()}
+        assert counts == {"train_prefs": 36, "test_prefs": 4, "test_gen": 2}
+        assert {*splits["test_prefs"]["prompt"]} == prompts
+        assert not prompts & {*splits["train_prefs"]["prompt"]}
+    given.eval_fraction = 0.01
+    with pytest.raises(ValueError, match="eval_fraction 0.01 holds out 0 of the 20 prompts"):
+        load_rows(given, 42)
+    given.dataset_name = "toy"
+    with pytest.raises(ValueError, match="eval_fraction makes the held-out rows, and test_prefs is there already"):
+        load_rows(given, 42)
+    with pytest.raises(ValueError, match="eval_fraction must lie between 0 and 1, got 10"):
+        OfflineArguments(eval_fraction=10)

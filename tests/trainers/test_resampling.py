@@ -10,6 +10,7 @@ import torch
 from datasets import Dataset, IterableDataset
 
 from tests.support.rollout_once import build, prompts, train
+from tests.support.tiny import token_log_probs
 from tests.support.train_once import largest_difference, parameters, result
 from tests.support.trl_private import logged_metrics, logged_samples, score_rollout
 from trl_ext.rewards import ShapedReward
@@ -209,8 +210,7 @@ def test_the_update_is_that_of_the_kept_groups(policy_path, tmp_path):
         deviation = math.sqrt(sum((reward - mean) ** 2 for reward in rewards) / GROUP)
         for ids, reward in zip(responses, rewards, strict=True):
             advantage = (reward - mean) / (deviation + 1e-6)
-            logits = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
-            own = logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0]
+            own = token_log_probs(model, prompt, ids).gather(1, torch.tensor(ids)[:, None])[:, 0]
             counted = torch.tensor([token % 5 > 0 for token in ids])
             total = total - advantage * own[counted].sum()
             expected -= advantage * int(counted.sum())

@@ -1,17 +1,26 @@
-"""`RewardTrainer` equals TRL's where both have a loss, divides batches exactly, and loses neither pairs nor head."""
+"""`RewardTrainer`: equality with TRL's, its loss, what it saves, and the pairs that it reads and refuses."""
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
 import torch
+from datasets import IterableDataset
 from peft import PeftModel, get_peft_model
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from safetensors.torch import load_file
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+)
 
 from tests.support.reward_once import THREE_STEPS, build, lora, rows_with, scores_one_by_one, train
 from tests.support.tiny import pairs
-from tests.support.train_once import largest_difference, parameters, relative_difference, result
+from tests.support.train_once import DEFAULTS, largest_difference, parameters, relative_difference, result
+from trl_ext import RewardConfig, RewardTrainer
+from trl_ext.rewards import RewardModel
+from trl_ext.toy import MODEL_DIR
 
 # ---- Equal to TRL ----
 
@@ -136,3 +145,210 @@ def test_models_that_are_no_reward_models(tiny_model_path, tmp_path):
     with pytest.raises(ValueError, match="adapter is an adapter, and training starts from a whole model: merge"):
         build(str(tmp_path / "adapter"), tmp_path)
     assert not isinstance(build(tiny_model_path, tmp_path).model, PeftModel)
+
+
+# ---- Adapters ----
+
+
+@pytest.mark.parametrize("task_type", [None, "CAUSAL_LM", "SEQ_CLS"])
+def test_an_adapter_is_trained_and_saved_with_its_head(task_type, tiny_model_path, tmp_path):
+    config = lora(task_type=task_type)
+    trainer = build(tiny_model_path, tmp_path, peft_config=config, **THREE_STEPS)
+    (name,) = [name for name in parameters(trainer) if "score" in name]
+    before = parameters(trainer)[name]
+    trainer.train()
+    assert (parameters(trainer)[name] - before).abs().max() > 1e-3
+    trainer.save_model()
+    saved = load_file(tmp_path / "adapter_model.safetensors")
+    assert (saved["base_model.model.score.weight"] == parameters(trainer)[name]).all()
+    assert (config.task_type, config.modules_to_save) == (task_type, None), "the user's configuration was changed"
+
+
+def test_an_adapter_that_would_lose_its_head_is_refused(tiny_model_path, tmp_path):
+    load = lambda: AutoModelForSequenceClassification.from_pretrained(tiny_model_path, num_labels=1)  # noqa: E731
+    with pytest.raises(ValueError, match="leave the score head untrained and unsaved.*SEQ_CLS"):
+        build(get_peft_model(load(), lora()), tmp_path)
+    trainer = build(get_peft_model(load(), lora(task_type="SEQ_CLS")), tmp_path)
+    assert any("score" in name for name in parameters(trainer))
+
+
+# ---- Limits and padding travel with the model ----
+
+
+@pytest.mark.parametrize("adapter", [False, True], ids=["full", "lora"])
+def test_the_limits_of_training_are_saved_and_read_again(adapter, tiny_model_path, tmp_path):
+    """With every checkpoint as well; pairs that training cut are cut alike when the model is a reward function."""
+    limits = {"max_prompt_tokens": 11, "max_response_tokens": None}
+    saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2}
+    trainer = train(tiny_model_path, tmp_path, peft_config=lora() if adapter else None, **limits, **saving)
+    trainer.save_model()
+    rows = pairs(8)
+    prompts, chosen = [row["prompt"] for row in rows], [row["chosen"] for row in rows]
+    expected = trainer.score(list(trainer.train_dataset["chosen_ids"]))
+    for folder in (tmp_path, tmp_path / "checkpoint-2"):
+        assert json.loads((folder / "reward_model.json").read_text()) == limits
+        assert RewardModel(folder).limits == limits
+        torch.testing.assert_close(RewardModel(folder).score(prompts, chosen), expected, atol=2e-6, rtol=1e-5)
+
+
+# ---- A bfloat16 base ----
+
+
+def test_a_head_on_a_bfloat16_base_is_trained_in_float32(bfloat16_on_the_cpu, tiny_model_path, tmp_path):
+    """An update of 1e-6 of a weight near 0.02 is less than a 256th of it, and would be lost in bfloat16.
+
+    The saved head has all its bits.
+    """
+    arguments = {"bf16": True, "model_init_kwargs": {"dtype": "bfloat16"}, "learning_rate": 1e-6, "max_steps": 2}
+    trainer = build(tiny_model_path, tmp_path, peft_config=lora(), optim="adamw_torch", **arguments)
+    types = {name: parameter.dtype for name, parameter in trainer.model.named_parameters()}
+    assert {types[n] for n, p in trainer.model.named_parameters() if p.requires_grad} == {torch.float32}
+    assert {types[n] for n, p in trainer.model.named_parameters() if not p.requires_grad} == {torch.bfloat16}
+    (head,) = [name for name in types if "score.modules_to_save" in name]
+    assert types[head] == torch.float32
+    before = parameters(trainer)[head]
+    # Before any step, when the model is not wrapped for mixed precision yet.
+    chosen, rejected = trainer.score_pairs(trainer.train_dataset)
+    assert torch.cat([chosen, rejected]).isfinite().all()
+    trainer.train()
+    assert {entry["grad_norm"] > 0 for entry in result(trainer).logs} == {True}
+    moved = (parameters(trainer)[head] - before).abs()
+    # Adam's first steps are of the learning rate's size, whatever the gradient's.
+    assert 5e-7 < moved.median() < 3e-6
+    assert types[head] == dict(trainer.model.named_parameters())[head].dtype
+    trainer.save_model()
+    saved = load_file(tmp_path / "adapter_model.safetensors")["base_model.model.score.weight"]
+    assert saved.dtype == torch.float32 and torch.equal(saved, parameters(trainer)[head])
+    assert not torch.equal(saved, saved.bfloat16().float())
+
+
+# ---- The best checkpoint ----
+
+
+FIGURES = {
+    "accuracy": (lambda margins: sum(m > 0 for m in margins) / 6, 1),
+    "margin": (lambda margins: sum(margins) / 6, 1),
+    "loss": (lambda margins: sum(math.log1p(math.exp(-m)) for m in margins) / 6, -1),
+}
+
+
+@pytest.mark.parametrize("metric", FIGURES)
+def test_the_best_checkpoint_by_scores_taken_singly(metric, tiny_model_path, tmp_path):
+    """Four steps with a checkpoint after each, whose figures on six other pairs follow from its files alone."""
+    rows = pairs(6, seed=8)
+    arguments = {"max_steps": 4, "learning_rate": 0.3, "per_device_train_batch_size": 4}
+    arguments |= {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
+    arguments |= {"load_best_model_at_end": True, "metric_for_best_model": metric}
+    trainer = build(tiny_model_path, tmp_path, eval_rows=rows, **arguments)
+    trainer.train()
+    figure, sign = FIGURES[metric]
+    expected = []
+    for step in (1, 2, 3, 4):
+        model = AutoModelForSequenceClassification.from_pretrained(tmp_path / f"checkpoint-{step}")
+        scores = scores_one_by_one(model, trainer.processing_class, rows)
+        expected.append(figure([chosen - rejected for chosen, rejected in scores]))
+    assert len(set(expected)) > 1, "checkpoints that are all alike show nothing"
+    logged = [entry[f"eval_{metric}"] for entry in trainer.state.log_history if f"eval_{metric}" in entry]
+    assert logged == pytest.approx(expected, rel=1e-4)
+    best = 1 + expected.index(max(expected, key=lambda value: sign * value))
+    assert trainer.state.best_model_checkpoint == str(tmp_path / f"checkpoint-{best}")
+    kept = load_file(tmp_path / f"checkpoint-{best}" / "model.safetensors")
+    assert largest_difference(parameters(trainer), kept) == 0.0
+
+
+# ---- Pairs as token ids ----
+
+
+def test_plain_text_streams_and_token_ids(tiny_model_path, tmp_path):
+    """Plain prompts get an end token after the response; a stream and prepared ids train as the list does."""
+    plain = [{"prompt": "ab", "chosen": "cd", "rejected": "e<|im_end|>"}]
+    trainer = build(tiny_model_path, tmp_path, plain)
+    tokenizer = trainer.processing_class
+    ids = {text: tokenizer(text)["input_ids"] for text in ("abcd", "abe")}
+    assert trainer.train_dataset[0]["chosen_ids"] == [*ids["abcd"], tokenizer.eos_token_id]
+    assert trainer.train_dataset[0]["rejected_ids"] == [*ids["abe"], tokenizer.eos_token_id]
+
+    rows = rows_with(8, margin=lambda row: row["avg_confidence"])
+    expected = train(tiny_model_path, tmp_path, rows, **THREE_STEPS)
+    prepared = train(tiny_model_path, tmp_path, list(expected.train_dataset), **THREE_STEPS)
+    assert largest_difference(parameters(prepared), parameters(expected)) == 0.0
+    stream = IterableDataset.from_generator(lambda: iter(rows))
+    arguments = RewardConfig(**{**DEFAULTS, **THREE_STEPS, "output_dir": str(tmp_path)})
+    streamed = RewardTrainer(tiny_model_path, arguments, train_dataset=stream)
+    streamed.train()
+    assert largest_difference(parameters(streamed), parameters(expected)) == 0.0
+
+
+TEXTS = [
+    # What both begin with, " car", is a part of the embedded model's token " carrot".
+    ("Its favourite food is carrot", "Its favourite food is cargo"),
+    ("It is carrot", "It is carrot, is it?"),
+    ("No prefix", "in common"),
+    ("ends itself<|im_end|>", "ends as well"),
+]
+
+
+def test_whole_texts_are_tokenized_as_trl_does(tmp_path):
+    """Pairs without a prompt: the ids are TRL's and so is what is learnt; they are cut between tokens."""
+    rows = [{"chosen": chosen, "rejected": rejected} for chosen, rejected in TEXTS]
+    settings = {"per_device_train_batch_size": 4, "learning_rate": 0.1}
+    stock = train(str(MODEL_DIR), tmp_path / "stock", rows, stock=True, **settings)
+    own = train(str(MODEL_DIR), tmp_path / "own", rows, packing="off", **settings)
+    for column in ("chosen_ids", "rejected_ids"):
+        assert own.train_dataset[column] == stock.train_dataset[column]
+    carrot, car = own.processing_class(" carrot car")["input_ids"]
+    assert [row["chosen_ids"].count(carrot) for row in own.train_dataset] == [1, 1, 0, 0]
+    assert car in own.train_dataset[0]["rejected_ids"]
+    before = parameters(build(str(MODEL_DIR), tmp_path, rows))
+    moved = [
+        torch.cat([(after[name] - before[name]).flatten() for name in before]).double()
+        for after in (parameters(own), parameters(stock))
+    ]
+    assert relative_difference(*moved) < 1e-5
+    cut = build(str(MODEL_DIR), tmp_path, rows, max_prompt_tokens=2, max_response_tokens=1).train_dataset
+    assert cut[0]["chosen_ids"] == own.train_dataset[0]["chosen_ids"][-4:-1]
+    assert cut[0]["rejected_ids"] == [*cut[0]["chosen_ids"][:2], car]
+
+
+def test_what_trl_reads_beside_the_messages(tiny_model_path, tmp_path):
+    """`tools` and `chat_template_kwargs` reach the chat template, and ids may have TRL's earlier names."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_path)
+    tokenizer.chat_template = "{% if tools %}{{ tools | tojson }}{% endif %}{{ style }}" + tokenizer.chat_template
+    rows = rows_with(
+        2,
+        tools=lambda row: '[{"name": "add"}]' if row["row_id"] == "row0" else None,
+        chat_template_kwargs=lambda row: {"style": "brief"},
+    )
+    ids = [
+        build(tiny_model_path, tmp_path, rows, stock=is_stock, processing_class=tokenizer).train_dataset
+        for is_stock in (True, False)
+    ]
+    for column in ("chosen_ids", "rejected_ids"):
+        assert ids[0][column] == ids[1][column]
+    assert "add" in tokenizer.decode(ids[1][0]["chosen_ids"]) and "brief" in tokenizer.decode(ids[1][1]["chosen_ids"])
+    names = {"chosen_ids": "chosen_input_ids", "rejected_ids": "rejected_input_ids"}
+    earlier = ids[1].select_columns(list(names)).rename_columns(names).to_list()
+    with pytest.warns(FutureWarning, match="legacy dataset columns"):
+        assert build(tiny_model_path, tmp_path, earlier).train_dataset["chosen_ids"] == ids[1]["chosen_ids"]
+
+
+REFUSED = {
+    "margin_column 'strength' is not in the train dataset; it has row_id": (pairs(2), {"margin_column": "strength"}),
+    r"margin_scale 2\.0 needs margins: name a margin_column": (pairs(2), {"margin_scale": 2.0}),
+    "row_id row0: the margin column 'strength' must hold a number, got None": (
+        rows_with(2, strength=lambda row: None),
+        {"margin_column": "strength"},
+    ),
+    "row_id row0: the margin column 'margin' must hold a number": (rows_with(2, margin=lambda row: "high"), {}),
+    "row_id row0 cannot be encoded: a response is one assistant message, got 2": (
+        rows_with(1, chosen=lambda row: row["chosen"] * 2),
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_refused_data(message, tiny_model_path, tmp_path):
+    rows, arguments = REFUSED[message]
+    with pytest.raises(ValueError, match=message):
+        build(tiny_model_path, tmp_path, rows, **arguments)

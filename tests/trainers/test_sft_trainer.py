@@ -1,19 +1,30 @@
-"""`SFTTrainer`: the tokens and the loss of its rows, packed passes, long rows, and what it refuses."""
+"""Fine-tuning on demonstrations, and expert iteration: tokens, loss, what a round keeps, resumption, the recipe."""
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 
 import pytest
 import torch
+from accelerate.utils import set_seed
 from datasets import Dataset
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from trl_ext import SFTConfig, SFTTrainer
+from tests.support import recipes
+from tests.support.files import read_rows
+from tests.support.tiny import response_log_prob
+from tests.support.train_once import DEFAULTS, largest_difference, parameters
+from trl_ext import ExpertIterationConfig, ExpertIterationTrainer, SFTConfig, SFTTrainer
+from trl_ext.data.math import load_math, math_prompt
+from trl_ext.evaluation.reasoning import grader
 from trl_ext.models import packing_of
+from trl_ext.rollouts import SamplingSettings
+from trl_ext.rollouts import graded as sampling
 from trl_ext.toy import MODEL_DIR
+from trl_ext.trainers.expert_iteration import NoCorrectResponseError, keep_correct
 
 ROWS = [
     {"prompt": "one and ", "completion": "two"},
@@ -29,10 +40,7 @@ def messages(rows: list[dict]) -> list[dict]:
 
 
 def trainer_of(model: str, folder: Path, rows: list[dict], **args) -> SFTTrainer:
-    options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 1, "logging_steps": 1}
-    options |= {"learning_rate": 1.0, "optim": "sgd", "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
-    options |= {"report_to": "none", "save_strategy": "no", "use_cpu": True, "disable_tqdm": True}
-    args = SFTConfig(output_dir=str(folder), **{**options, **args})
+    args = SFTConfig(**{**DEFAULTS, "gradient_accumulation_steps": 2, **args, "output_dir": str(folder)})
     return SFTTrainer(model, args=args, train_dataset=Dataset.from_list(rows))
 
 
@@ -49,11 +57,8 @@ def test_rows_are_the_tokens_of_prompt_and_completion(conversational, tmp_path):
         else:
             prompt = tokenizer(text["prompt"])["input_ids"]
         completion = tokenizer(text["completion"])["input_ids"]
-        assert encoded["input_ids"][: len(prompt) + len(completion) + 1] == [
-            *prompt,
-            *completion,
-            tokenizer.eos_token_id,
-        ]
+        whole = [*prompt, *completion, tokenizer.eos_token_id]
+        assert encoded["input_ids"][: len(whole)] == whole
         labels = encoded["labels"]
         assert labels[: len(prompt)] == [-100] * len(prompt)
         assert labels[len(prompt) :] == encoded["input_ids"][len(prompt) :]
@@ -65,17 +70,14 @@ def test_the_loss_is_the_mean_over_completion_tokens(tiny_model_path, tmp_path):
     """Of the whole optimizer batch, with two micro-batches: their tokens count alike, whichever they are in."""
     model = AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(tiny_model_path)
-    losses = []
+    total = tokens = 0
     for row in ROWS:
-        prompt = tokenizer(row["prompt"])["input_ids"]
         completion = [*tokenizer(row["completion"])["input_ids"], tokenizer.eos_token_id]
-        with torch.no_grad():
-            log_probs = model(torch.tensor([prompt + completion])).logits[0].log_softmax(-1)
-        places = range(len(prompt) - 1, len(prompt) + len(completion) - 1)
-        losses += [-log_probs[place, token].item() for place, token in zip(places, completion, strict=True)]
+        total -= response_log_prob(model, tokenizer(row["prompt"])["input_ids"], completion).item()
+        tokens += len(completion)
     trainer = trainer_of(tiny_model_path, tmp_path, ROWS)
     trainer.train()
-    assert trainer.state.log_history[0]["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-4)
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(total / tokens, rel=1e-4)
 
 
 def test_packed_passes_train_alike(tiny_model_path, tmp_path):
@@ -84,13 +86,12 @@ def test_packed_passes_train_alike(tiny_model_path, tmp_path):
         trainer = trainer_of(tiny_model_path, tmp_path, ROWS, share_prefixes=share)
         assert (packing_of(trainer.model) is not None) is share
         trainer.train()
-        trained[share] = {name: value.detach().clone() for name, value in trainer.model.named_parameters()}
+        trained[share] = parameters(trainer)
         if share:
             assert trainer.packing.active and trainer.packing.packed_tokens < trainer.packing.padded_tokens
+    assert largest_difference(trained[True], trained[False]) < 1e-5
     initial = load_file(Path(tiny_model_path) / "model.safetensors")
-    for name, value in trained[True].items():
-        assert (value - trained[False][name]).abs().max() < 1e-5
-    assert any((trained[True][name] - initial[name]).abs().max() > 1e-3 for name in initial), "it trains"
+    assert largest_difference(trained[True], initial) > 1e-3, "it trains"
 
 
 def test_long_rows_are_counted(tiny_model_path, tmp_path, caplog):
@@ -104,9 +105,244 @@ def test_long_rows_are_counted(tiny_model_path, tmp_path, caplog):
         trainer_of(tiny_model_path, tmp_path, ROWS, max_length=2)
 
 
-def test_refusals(tiny_model_path, tmp_path):
-    bad = [{**ROWS[0], "row_id": "x"}, {"row_id": "y", "prompt": "a", "completion": None}]
-    with pytest.raises(ValueError, match=r"train_dataset, row 1 \(row_id y\): completion must be text or messages"):
-        trainer_of(tiny_model_path, tmp_path, bad)
+def test_tools_are_refused(tiny_model_path, tmp_path):
     with pytest.raises(ValueError, match="'tools' of the train dataset would not be used"):
         trainer_of(tiny_model_path, tmp_path, [{**ROWS[0], "tools": "[]"}])
+
+
+# ---- Expert iteration ----
+
+COMMON = {"learning_rate": 5e-4, "per_device_train_batch_size": 16, "per_device_eval_batch_size": 64}
+COMMON |= {"logging_steps": 1, "report_to": "none", "use_cpu": True, "disable_tqdm": True}
+SHORT = "--n_steps=2 --questions_per_step=40 --rollouts_per_question=2 --sft_epochs=1 --num_validation_prompts=4"
+SHORT = [*SHORT.split(), "--num_eval_prompts=6", "--logging_steps=1", "--disable_tqdm=true"]
+
+
+def build(folder: Path, *, grade=None, rows=None, ask=None, limit=48, **settings) -> ExpertIterationTrainer:
+    """320 responses to a round, of which 256 are saved at once, so that a round's sampling can break in the middle."""
+    rows = rows or load_math("toy", "train")
+    own = {"n_steps": 3, "questions_per_step": 80, "rollouts_per_question": 4, "sft_epochs": 1, "seed": 3}
+    return ExpertIterationTrainer(
+        str(MODEL_DIR),
+        ExpertIterationConfig(output_dir=str(folder), **{**COMMON, **own, **settings}),
+        rows=rows,
+        prompts=[math_prompt(row, ask) for row in rows],
+        grade=grade or grader("r1_zero"),
+        settings=SamplingSettings(max_new_tokens=limit, batch_size=128),
+    )
+
+
+def right(response, row):
+    return {"reward": 1.0, "format_reward": 1.0, "answer_reward": 1.0}
+
+
+def wrong(response, row):
+    return {"reward": 0.0, "format_reward": 1.0, "answer_reward": 0.0}
+
+
+def same_weights(one: Path, other: Path) -> bool:
+    one, other = (load_file(folder / "model.safetensors") for folder in (one, other))
+    return one.keys() == other.keys() and all(one[name].equal(other[name]) for name in one)
+
+
+# ---- What is kept ----
+
+
+def graded(*rows: tuple[str, str, str]) -> list[dict]:
+    return [{"row_id": i, "response_text": text, "category": category, "finished": True} for i, text, category in rows]
+
+
+def test_correct_responses_are_kept_once():
+    """Of a: x twice and y are correct, z is not. Of b: x, the same text, is a response to another question."""
+    rows = graded(("a", "x", "correct"), ("a", "z", "wrong_answer"), ("a", "x", "correct"), ("a", "y", "correct"))
+    rows += graded(("b", "w", "wrong_format"), ("b", "x", "correct"))
+    for limit, expected in ((None, ["ax", "ay", "bx"]), (1, ["ax", "bx"]), (2, ["ax", "ay", "bx"])):
+        assert [row["row_id"] + row["response_text"] for row in keep_correct(rows, limit)] == expected
+
+
+def test_what_the_limit_cut_is_not_kept():
+    """Behind its right answer the first goes on in mid-sentence; the same text of another row ended there."""
+    rows = graded(("a", r"\boxed{5}, for the", "correct"), ("a", r"\boxed{5}.", "correct"))
+    rows[0]["finished"] = False
+    assert keep_correct(rows) == keep_correct(rows, 1) == rows[1:]
+
+
+@pytest.mark.parametrize(
+    ("grade", "limit", "counts", "cut"),
+    [
+        # Two tokens are too few for any end.
+        (right, 2, "'correct': 10, 'wrong_answer': 0", 10),
+        (wrong, 48, "'correct': 0, 'wrong_answer': 10", 0),
+    ],
+)
+def test_a_round_without_a_response_to_keep_says_so(grade, limit, counts, cut, tmp_path):
+    trainer = build(tmp_path, grade=grade, limit=limit, questions_per_step=5, rollouts_per_question=2)
+    expected = f"round 1 .* none of 10 responses to 5 questions .*{counts}.*, {cut} of the correct cut"
+    with pytest.raises(NoCorrectResponseError, match=expected):
+        trainer.train()
+    (figures,) = [row for row in read_rows(tmp_path / "metrics.jsonl") if "rollouts/kept" in row]
+    assert (figures["rollouts/kept"], figures["rollouts/correct_but_cut"]) == (0, cut)
+
+
+# ---- A round ----
+
+
+def test_rounds_sample_anew(tmp_path):
+    """With one question and a learning rate of 0, the rounds differ by their seeds alone."""
+    one = {"n_steps": 2, "questions_per_step": 1, "rollouts_per_question": 8, "learning_rate": 0.0}
+    build(tmp_path, grade=right, rows=load_math("toy", "train")[:1], **one).train()
+    first, second = (read_rows(tmp_path / "samples" / f"expert_{step}_rollouts.jsonl") for step in (1, 2))
+    assert [row["response_text"] for row in first] != [row["response_text"] for row in second]
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory) -> Path:
+    """Three rounds without interruption."""
+    folder = tmp_path_factory.mktemp("expert")
+    trainer = build(folder)
+    trainer.train()
+    # As a notebook has them.
+    logged, written = trainer.state.log_history, read_rows(folder / "metrics.jsonl")
+    names = ("rollouts/reward", "loss", "train_loss")
+    assert [[row.get(name) for name in names] for row in logged] == [[row.get(n) for n in names] for row in written]
+    return folder
+
+
+@pytest.mark.slow
+class TestRounds:
+    def test_a_dataset_is_the_correct_responses_of_its_round(self, straight):
+        answers = {row["row_id"]: row["answer"] for row in load_math("toy", "train")}
+        for step in (1, 2, 3):
+            rollouts = read_rows(straight / "samples" / f"expert_{step}_rollouts.jsonl")
+            assert len(rollouts) == 320 and len({row["row_id"] for row in rollouts}) == 80
+            expected = {
+                (row["row_id"], row["response_text"])
+                for row in rollouts
+                if row["response_text"].endswith(f"</think> <answer>{answers[row['row_id']]}</answer>")
+            }
+            rows = read_rows(straight / "samples" / f"expert_{step}_dataset.jsonl")
+            found = [(row["row_id"], row["completion"][0]["content"]) for row in rows]
+            assert len(found) == len(set(found)) and set(found) == expected
+
+    def test_metrics(self, straight):
+        """Steps go on over the rounds: a round of n rows makes ceil(n / 16) updates."""
+        metrics = read_rows(straight / "metrics.jsonl")
+        rounds = [row for row in metrics if "expert_step" in row]
+        assert [row["expert_step"] for row in rounds] == [1, 2, 3]
+        updates = [-(-row["rollouts/kept"] // 16) for row in rounds]
+        assert [row["step"] for row in rounds] == [0, updates[0], updates[0] + updates[1]]
+        losses = [row["step"] for row in metrics if "loss" in row]
+        assert losses == list(range(1, sum(updates) + 1))
+        for row in rounds:
+            rollouts = read_rows(straight / "samples" / f"expert_{row['expert_step']}_rollouts.jsonl")
+            for name, key in (("reward", "reward"), ("format", "format_reward"), ("entropy", "entropy")):
+                assert row[f"rollouts/{name}"] == pytest.approx(sum(one[key] for one in rollouts) / 320)
+        # Twice the standard error of the difference of two means of 320 such rewards.
+        assert rounds[2]["rollouts/reward"] > rounds[0]["rollouts/reward"] + 0.06
+        assert rounds[2]["rollouts/entropy"] < rounds[0]["rollouts/entropy"]
+
+    def test_a_round_is_fine_tuning_on_its_dataset(self, straight, tmp_path):
+        """`SFTTrainer` by itself, on what the file of the first round holds, ends with the same weights."""
+        rows = Dataset.from_list(read_rows(straight / "samples" / "expert_1_dataset.jsonl"))
+        config = SFTConfig(output_dir=str(tmp_path), num_train_epochs=1, save_strategy="no", seed=3, **COMMON)
+        trainer = SFTTrainer(str(MODEL_DIR), config, train_dataset=rows)
+        set_seed(3 + 1)
+        trainer.train()
+        trainer.save_model(str(tmp_path / "sft"))
+        assert same_weights(tmp_path / "sft", straight / "checkpoint-1")
+
+    def test_a_run_that_breaks_in_sampling_goes_on_as_the_straight_one(self, straight, tmp_path, monkeypatch):
+        """In the second round, with 256 of 320 responses sampled."""
+        append = sampling._append
+
+        def breaking(path, rows):
+            append(path, rows)
+            if path.name == "expert_2_rollouts.jsonl":
+                raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(sampling, "_append", breaking)
+            build(tmp_path).train(resume_from_checkpoint=False)
+        assert (tmp_path / "checkpoint-1").is_dir() and not (tmp_path / "checkpoint-2").exists()
+        build(tmp_path).train(resume_from_checkpoint=True)
+        assert same_weights(tmp_path / "checkpoint-3", straight / "checkpoint-3")
+        for name in ("expert_1_dataset", "expert_2_rollouts", "expert_3_dataset"):
+            path = Path("samples") / f"{name}.jsonl"
+            assert (tmp_path / path).read_bytes() == (straight / path).read_bytes()
+        steps = [[row["step"] for row in read_rows(folder / "metrics.jsonl")] for folder in (tmp_path, straight)]
+        assert steps[0] == steps[1]
+
+    def test_a_checkpoint_that_cannot_be_resumed_from(self, straight, tmp_path):
+        with pytest.raises(FileNotFoundError, match="has no checkpoint to resume from"):
+            build(tmp_path).train(resume_from_checkpoint=True)
+        with pytest.raises(ValueError, match="is of a run with 16 examples to an update, and now it is 8: "):
+            build(straight, per_device_train_batch_size=8).train(resume_from_checkpoint=True)
+
+
+def test_more_questions_than_there_are(tmp_path):
+    with pytest.raises(ValueError, match="questions_per_step 500 is more than the 400 problems"):
+        build(tmp_path, questions_per_step=500)
+
+
+# ---- The recipe ----
+
+
+def check_a_run(run: Path) -> None:
+    """Check what a run of two rounds of 80 responses leaves, of which one to a question is kept."""
+    results, rows = json.loads((run / "results.json").read_text()), read_rows(run / "generations.jsonl")
+    assert results["score"]["policy"] == sum(row["score"] for row in rows) / 6
+    assert results["run"]["sampled_responses"] == 160
+    validations = [row for row in read_rows(run / "metrics.jsonl") if "eval_score" in row]
+    assert len(validations) == 3 and validations[0]["step"] == 0
+    assert validations[-1]["step"] == results["run"]["optimizer_steps"]
+    for step in (1, 2):
+        questions = [row["row_id"] for row in read_rows(run / "samples" / f"expert_{step}_dataset.jsonl")]
+        assert len(questions) == len(set(questions))
+    assert sorted(path.name for path in run.glob("checkpoint-*")) == ["checkpoint-2"]
+    assert (run / "report.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_a_run_out_of_time_ends_after_its_round(tmp_path, monkeypatch, capsys):
+    """A budget that is spent at once: of two rounds the first is finished, and with more hours the second, too."""
+    monkeypatch.chdir(tmp_path)
+    short = [*SHORT, "--max_per_question", "1"]
+    recipes.run(monkeypatch, "expert_iteration", *short, "--output_dir", "straight")
+    check_a_run(tmp_path / "straight")
+    assert "accuracy, sampled" in capsys.readouterr().out
+    recipes.run(monkeypatch, "expert_iteration", *short, "--output_dir", "broken", "--max_hours", "1e-7")
+    assert "stopped by --max_hours 1e-07 after 1 of 2 rounds; with more hours" in capsys.readouterr().out
+    results = json.loads((tmp_path / "broken" / "results.json").read_text())["run"]
+    assert results["stopped_by_max_hours"] and results["sampled_responses"] == 80
+    assert results["objective"].startswith("expert iteration (1 round of 40 questions")
+    resume = ["--output_dir", "broken", "--resume_from_checkpoint", "--max_hours"]
+    with pytest.raises(SystemExit):
+        recipes.run(monkeypatch, "expert_iteration", *short, *resume, "1e-7")
+    assert "of its --max_hours 1e-07: give more" in capsys.readouterr().err
+    recipes.run(monkeypatch, "expert_iteration", *short, *resume, "1")
+    runs = [json.loads((tmp_path / name / "results.json").read_text())["run"] for name in ("straight", "broken")]
+    assert [run["sampled_responses"] for run in runs] == [160, 160] and not runs[1]["stopped_by_max_hours"]
+    assert same_weights(tmp_path / "straight", tmp_path / "broken")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--generation_temperature", "0"], "generation_temperature 0"),
+        # Answers in a box are asked for, which the embedded model never writes.
+        (["--reward", "question_only"], "none of 80 responses to 40 questions was correct"),
+    ],
+    ids=lambda value: "-".join(value)[-30:] if isinstance(value, list) else "",
+)
+def test_bad_input_is_one_line(arguments, expected, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    line = recipes.refused(monkeypatch, capsys, "expert_iteration", *SHORT, "--output_dir", "run", *arguments)
+    assert expected in line
+
+
+@pytest.mark.long
+def test_the_default_run_improves(tmp_path):
+    """The recipe without arguments, as a user starts it: the interval of the gain lies above 0.2."""
+    recipes.launch("expert_iteration", folder=tmp_path, timeout=600)
+    results = json.loads((tmp_path / "runs" / "expert-iteration-toy" / "results.json").read_text())
+    assert results["score"]["gain"]["low"] > 0.2

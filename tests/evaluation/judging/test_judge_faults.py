@@ -364,23 +364,6 @@ class TestProcesses:
             run_all([context.Process(target=open_and_write, args=(path, f"{k}", start)) for k in range(count)])
             assert kept(path) == count + 1
 
-    def test_two_on_one_cache(self, processes, tmp_path):
-        """Both judge the same 60 pairs at the same time, and share the work.
-
-        Only what both have open at one moment is paid for twice. They ask in different orders, so that this is rare
-        until few questions are left: about 4 / n of the questions with n left, and most of the last eight.
-        """
-        cache, count = tmp_path / "cache.sqlite", 60
-        with LoopbackServer(latency=0.05) as server:
-            arguments = (server.url, str(cache), count, 4)
-            run_all([processes.Process(target=judge_in_process, args=arguments) for _ in range(2)])
-            assert server.most_open > 4, "both were at work"
-            result = judge_pairs(judge_of(server), *pairs(count), cache=cache)
-        print(f"{len(server.calls) - 2 * count} of {2 * count} questions were paid for twice")
-        assert 2 * count <= len(server.calls) <= 2 * count + 40
-        assert (result.usage.cached, result.usage.calls) == (120, 0)
-        assert [row["outcome"] for row in result.verdicts] == expected_outcomes(count)
-
     def test_an_interrupt_waits_for_what_is_open(self, processes, tmp_path):
         """Ctrl-C: nothing more is asked, and the answers on their way are written down."""
         cache = tmp_path / "cache.sqlite"

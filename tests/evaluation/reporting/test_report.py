@@ -161,33 +161,30 @@ def point(run: str, kl: float, reward: float, setting: str = "same", half_widths
     return {"run": run, "setting": setting, **estimates}
 
 
-@pytest.mark.parametrize("intervals", [False, True])
 @pytest.mark.parametrize(
-    ("points", "front"),
+    ("points", "half_widths", "front", "of_intervals"),
     [
         # b has more reward than c at less KL; d has as much as b at more; e has another base: nothing beats it.
-        ([("a", 1, 0.2), ("b", 2, 0.5), ("c", 3, 0.4), ("d", 2.5, 0.5), ("e", 9, 0.1, "other")], {"a", "b", "e"}),
-        ([("a", 1, 1), ("b", 1, 1)], {"a", "b"}),
+        (
+            [("a", 1, 0.2), ("b", 2, 0.5), ("c", 3, 0.4), ("d", 2.5, 0.5), ("e", 9, 0.1, "other")],
+            *(None, "abe", "abe"),
+        ),
+        ([("a", 1, 1), ("b", 1, 1)], None, "ab", "ab"),
         # a and b both read 0.200 at KL 1.00, so both stay; c reads 0.199, below both; d reads 0.201 and 1.01.
-        ([("a", 1.001, 0.2001), ("b", 1.002, 0.1999), ("c", 0.999, 0.1994), ("d", 1.006, 0.2009)], {"a", "b", "d"}),
+        ([("a", 1.001, 0.2001), ("b", 1.002, 0.1999), ("c", 0.999, 0.1994), ("d", 1.006, 0.2009)], None, "abd", "abd"),
+        # To dominate, one must be better by .5 in KL and by .25 in reward. b is worse than a by 1 and .125, within the
+        # intervals of the reward, c by .25 and .375, within those of KL, d by 1 and .25, where the intervals touch.
+        (
+            [("a", 1.0, 0.5), ("b", 2.0, 0.375), ("c", 1.25, 0.125), ("d", 2.0, 0.25), ("e", 3.0, 0.0)],
+            *((0.25, 0.125), "a", "abc"),
+        ),
     ],
 )
-def test_pareto_front_by_hand(points, front, intervals):
+def test_pareto_front_by_hand(points, half_widths, front, of_intervals):
     """A figure without an interval is its own interval."""
-    assert pareto_front([point(*one) for one in points], intervals=intervals) == front
-
-
-def test_the_front_of_intervals_by_hand():
-    """Half-widths of .25 in KL and .125 in reward, so that one must be better by .5 and by .25 to dominate.
-
-    a at (1, .5). b at (2, .375) is worse by 1 and .125: within the intervals of the reward, so it stays. c at
-    (1.25, .125) is worse by .25 and .375: within those of the KL, so it stays. d at (2, .25) is worse by 1 and
-    .25, where the intervals touch; e at (3, 0) is far worse. Without intervals only a is left.
-    """
-    places = {"a": (1.0, 0.5), "b": (2.0, 0.375), "c": (1.25, 0.125), "d": (2.0, 0.25), "e": (3.0, 0.0)}
-    points = [point(name, *place, half_widths=(0.25, 0.125)) for name, place in places.items()]
-    assert pareto_front(points, intervals=True) == {"a", "b", "c"}
-    assert pareto_front(points, intervals=False) == {"a"}
+    points = [point(*one, half_widths=half_widths) for one in points]
+    assert pareto_front(points, intervals=False) == set(front)
+    assert pareto_front(points, intervals=True) == set(of_intervals)
 
 
 def test_each_task_has_its_own_tables_and_charts(tmp_path, capsys):

@@ -10,10 +10,7 @@ from tests.support.report_runs import HOSTILE, write_example, write_two_tasks
 from trl_ext.evaluation import write_report
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get install chromium"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get install chromium")]
 PROMPTS = ["Name a bird.", "Say hi, politely.", "Sort 2 1.", HOSTILE]
 
 

@@ -29,14 +29,6 @@ UNLABELLED = [1] * 14 + [0] * 6
 C, B, T = "candidate", "base", "tie"
 
 
-def drawn(seed: int, n: int = 30, further: int = 70) -> tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray]:
-    """Labels and related verdicts, with ties."""
-    rng = numpy.random.default_rng(seed)
-    true = rng.choice([0, 0.5, 1], n + further, p=[0.3, 0.2, 0.5])
-    judged = numpy.where(rng.random(n + further) < 0.7, true, rng.choice([0, 0.5, 1], n + further))
-    return true[:n], judged[:n], judged[n:]
-
-
 class TestPredictionPowered:
     """Eight labels with mean 5/8 beside eight verdicts with mean 5/8; further verdicts 14/20.
 
@@ -66,23 +58,13 @@ class TestPredictionPowered:
         assert (found.low, found.high) == pytest.approx((centre - half, centre + half), abs=1e-5)
         assert (found.labels_only.low, found.labels_only.high) == rate_interval(LABELS)
 
-    def test_weight_has_the_least_variance(self):
-        """Against a search over weights, with one variance of the verdicts in both terms, as the formula has it."""
-        labels, judged, unlabelled = drawn(0)
-        of_judge = numpy.concatenate([judged, unlabelled]).var(ddof=1)
-        covariance = labels @ judged / 30 - labels.mean() * judged.mean()
-
-        def variance(weight):
-            own = labels.var() - 2 * weight * covariance + weight**2 * of_judge
-            return weight**2 * of_judge / 70 + own / 30
-
-        best = min(numpy.linspace(0, 1, 1001), key=variance)
-        assert prediction_powered(labels, judged, unlabelled).weight == pytest.approx(best, abs=1e-3)
-
     def test_symmetries(self):
-        columns = drawn(0)
-        found = prediction_powered(*columns)
-        swapped = prediction_powered(*(1 - values for values in columns))
+        """Labels on the first 30 prompts of 100, and related verdicts, with ties."""
+        rng = numpy.random.default_rng(0)
+        true = rng.choice([0, 0.5, 1], 100, p=[0.3, 0.2, 0.5])
+        judged = numpy.where(rng.random(100) < 0.7, true, rng.choice([0, 0.5, 1], 100))
+        found = prediction_powered(true[:30], judged[:30], judged[30:])
+        swapped = prediction_powered(1 - true[:30], 1 - judged[:30], 1 - judged[30:])
         assert (swapped.rate, swapped.low, swapped.high) == pytest.approx(
             (1 - found.rate, 1 - found.high, 1 - found.low)
         )
@@ -99,12 +81,8 @@ class TestPredictionPowered:
         assert (found.weight, found.rate, found.effective_n) == (0, 0.625, 8)
         assert (found.low, found.high) == rate_interval(LABELS)
 
-    def test_a_judge_that_is_always_right(self):
-        """Nearly what labels on every prompt would give, and never more. Ten equal labels have Wilson's interval."""
-        rng = numpy.random.default_rng(0)
-        labels = (rng.random(1000) < 0.7).astype(float)
-        found = prediction_powered(labels[:100], labels[:100], labels[100:])
-        assert found.rate == pytest.approx(labels.mean(), abs=0.02) and 700 < found.effective_n <= 1000
+    def test_equal_labels(self):
+        """On equal labels it tells nothing of its errors: ten of them have Wilson's interval."""
         found = prediction_powered([1] * 10, [1] * 9 + [0], [1] * 40)
         assert (found.weight, found.rate, found.standard_error) == (0, 1, 0)
         assert (found.low, found.high) == pytest.approx((0.722467, 1), abs=1e-6)

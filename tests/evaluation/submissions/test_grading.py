@@ -183,14 +183,6 @@ class TestAssets:
         ):
             assert_refused(call, "no ", error=FileNotFoundError)
 
-    def test_the_courses_files(self, wildchat):
-        """128 prompts, their base responses, of which 59 were cut at 256 tokens, and 256 pairs."""
-        prompts = load_prompts(wildchat / "public_test_gen_prompts_128.jsonl")
-        base = load_base(prompts, wildchat / "public_test_gen_base_responses_128.jsonl")
-        assert len(prompts) == len(base) == 128
-        assert sum(not r.finished for r in base) == 59
-        assert len(load_pairs(wildchat / "public_test_prefs_256.jsonl")) == 256
-
 
 @pytest.fixture
 def assets(tmp_path):
@@ -273,24 +265,6 @@ class TestPolicies:
         write_policy(folder, "aot", rows)
         grade = only(grade_submission(folder, {"aot": 0.5}, max_new_tokens=9, **assets))
         assert (grade.figure, grade.n) == (0.0, 10)
-
-    def test_bad_rows_fail_the_file_and_are_not_judged(self, folder, assets):
-        rows = response_rows(plan(win=10))
-        rows[0]["generated_num_tokens"] = 300
-        rows[1]["row_id"] = rows[2]["row_id"]
-        path = write_policy(folder, "aot", rows)
-
-        def never(prompt, a, b):
-            pytest.fail("a file that cannot be graded was judged")
-
-        grade = only(grade_submission(folder, {"aot": 0.5}, judge=never, **assets))
-        assert (grade.passed, grade.figure, grade.reason) == (False, None, "4 bad rows")
-        assert grade.problems == [
-            f"{path}: row_id row-beach: duplicate: on lines 2 and 3",
-            f"{path}: row_id row-banana: missing",
-            f"{path}: row_id row-axe: over the token budget: generated_num_tokens is 300, at most 256 are allowed",
-            f"{path}: row_id row-beach: prompt_text is not the benchmark's for this row_id",
-        ]
 
     def test_too_many_errors(self, folder, assets):
         write_policy(folder, "aot", response_rows(plan(win=10)))

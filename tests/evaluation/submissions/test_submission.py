@@ -6,13 +6,12 @@ from functools import partial
 import huggingface_hub
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from tests.support.files import read_rows, write_rows
 from tests.support.public_evaluation import response, write_prompts
 from tests.support.refusals import assert_refused
-from tests.support.reward_adapters import randomize, save_full_model
+from tests.support.reward_adapters import load_policy, save_full_model
 from tests.support.tiny import save_tiny_model
 from trl_ext import rollouts
 from trl_ext.evaluation import grade_submission
@@ -112,9 +111,7 @@ class TestGenerate:
 
     def test_an_adapter(self, tiny_model_path, prompts_file, tmp_path):
         """A LoRA whose output is far from zero answers as its merged model does, and not as its base."""
-        base = AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.float32)
-        adapted = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM"))
-        randomize(adapted, "lora_", seed=3, scale=0.5)
+        adapted = load_policy(tiny_model_path)
         adapted.save_pretrained(tmp_path / "adapter")
         adapted.merge_and_unload().save_pretrained(tmp_path / "merged")
         AutoTokenizer.from_pretrained(tiny_model_path).save_pretrained(tmp_path / "merged")
