@@ -68,7 +68,7 @@ class TestFolder:
         assert f"{path}: dropped from messages: name, turn; role and content are used" in caplog.text
 
     def test_columns_that_are_dropped(self, tmp_path, caplog):
-        rows = [pair(name, tags=["x"], mixed=1, messages="m") for name in "abc"]
+        rows = [pair(name, tags=["x"], mixed=1, messages="m", hash=2**63) for name in "abc"]
         rows[0] |= {"score": 1.0}
         rows[1] |= {"score": None, "mixed": "1"}
         write_rows(tmp_path / "train_prefs.jsonl", rows)
@@ -78,6 +78,7 @@ class TestFolder:
         warnings = sorted(record.getMessage().split(": ", 1)[1] for record in caplog.records)
         unsuitable = "only the column rubric may hold lists; others hold strings, booleans or numbers"
         assert warnings == [
+            "dropped column 'hash': its numbers need more than 64 bits",
             "dropped column 'messages': TRL would mistake the format of the data set by it",
             f"dropped column 'mixed': {unsuitable}",
             "dropped column 'score': only 1 of 3 rows have it",

@@ -277,6 +277,7 @@ EMBEDDING = {"base_model.model.model.embed_tokens.weight": torch.zeros(300, 16)}
     ("changes", "message"),
     [
         ({"bias": "all"}, "bias='all'"),
+        ({"layer_replication": [[0, 1], [0, 1]]}, "layer_replication="),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights='pissa_niter_4'"),
         ({"tensors": lambda weights: weights.update(EMBEDDING)}, "weights of the base.*embed_tokens.weight"),
         ({"tensors": lambda weights: weights.pop(ONE)}, "lacks 1 tensors.*v_proj.lora_B"),

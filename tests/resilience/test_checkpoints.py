@@ -69,6 +69,7 @@ DAMAGES = {
     "no optimizer": ("optimizer.pt", Path.unlink, "optimizer.pt is missing"),
     "cut state": ("trainer_state.json", cut, "trainer_state.json has"),
     "no state": ("trainer_state.json", Path.unlink, "it has no trainer_state.json, so it was not finished"),
+    "empty list": (FILES_FILE, lambda path: path.write_text(""), f"{FILES_FILE} is damaged"),
     "no progress": ("progress_0.json", Path.unlink, "progress_0.json is missing"),
 }
 

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from tests.support import train_once
 from tests.support.faults_once import At, build, end_of_processes
@@ -286,6 +287,7 @@ def test_what_is_a_lost_process(error, lost, processes, monkeypatch):
         (RuntimeError("prompt.txt: file too large for the tokenizer"), None),
         (FileNotFoundError(errno.ENOENT, "No such file or directory", "a.jsonl"), None),
         (OSError(errno.ENOSPC, "No space left on device", "a.jsonl"), "^the disk is full: a.jsonl could not be"),
+        (SafetensorError("I/O error: File too large (os error 27)"), "^the model could not be written, and .* MiB"),
         (OSError(errno.EDQUOT, "Disk quota exceeded"), "^the disk is full: a file could not be written, and .* MiB"),
     ],
 )

@@ -247,3 +247,10 @@ def test_an_interrupt_reaches_the_stage_as_from_a_terminal(tmp_path):
     stage = Stage(tmp_path)
     stage.driver.send_signal(signal.SIGINT)
     assert stage.end() == ("interrupted", "SIGINT")
+
+
+@pytest.mark.slow
+def test_ctrl_backslash_ends_the_stage_at_once(tmp_path):
+    stage = Stage(tmp_path)
+    stage.driver.send_signal(signal.SIGQUIT)
+    assert stage.end() == (75, None)
