@@ -18,7 +18,6 @@ from tests.support.tiny import independent_scores, pairs, token_ids, token_log_p
 from tests.support.train_once import (
     REFERENCE,
     build,
-    build_plain,
     largest_difference,
     load_models,
     relative_difference,
@@ -300,8 +299,8 @@ def test_prompts_lose_their_beginning_and_responses_their_end(name, models, tiny
     rows = [{key: pairs(1)[0][key] for key in long}, long]
     other = {"max_prompt_tokens": 5, "max_response_tokens": None}
     for limits, first, second in (({}, prompt[-512:], chosen[:512]), (other, prompt[-5:], chosen)):
-        spec = {"trainer": name, "model": tiny_model_path, "rows": rows, "args": limits}
-        trainer = build_plain(spec, str(tmp_path), eval_dataset=Dataset.from_list(rows))
+        spec = {"trainer": name, "model": tiny_model_path, "dtype": None, "rows": rows, "held_out": rows}
+        trainer = build({**spec, "args": limits}, str(tmp_path))
         for prepared in (trainer.train_dataset, trainer.eval_dataset):
             assert len(prepared) == 2
             row = {"prompt_ids": [], **prepared[1]}
