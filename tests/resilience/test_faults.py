@@ -69,7 +69,7 @@ def test_a_full_disk_ends_the_run_and_leaves_the_earlier_checkpoint(trainer, siz
     message = str(caught.value)
     assert "\n" not in message
     assert message.startswith("the checkpoint of step 2 could not be written, and ")
-    assert "MiB were free there. Make room" in message
+    assert "MiB were free there. If the disk is full, make room" in message
     assert f"--resume_from_checkpoint goes on from {tmp_path / 'run' / 'checkpoint-1'}" in message
     assert last_checkpoint(tmp_path / "run") == tmp_path / "run" / "checkpoint-1"
     assert not (tmp_path / "run" / PARTIAL_FOLDER).exists()
