@@ -34,7 +34,8 @@ def main() -> None:
     run.open(trainer, metrics=trainer.metrics_file)
     evaluation.base(progress=True)
     trainer.validate = partial(log_reasoning, evaluate_on(trainer, validation, settings))
-    for budget in run.time_budget(trainer):
+    budget = run.time_budget(trainer)
+    if budget is not None:
         trainer.stops = budget.is_spent
 
     run.train(trainer, mendable=(NoCorrectResponseError, *MENDABLE_IN_TRAINING))

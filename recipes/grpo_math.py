@@ -36,7 +36,8 @@ def main() -> None:
     run.open(trainer)
     while_training = evaluate_on(trainer, validation, settings)
     trainer.add_callback(ReasoningCallback(while_training, every=arguments.eval_every, final=evaluation))
-    for budget in run.time_budget(trainer, period=training.updates_per_rollout):
+    budget = run.time_budget(trainer, period=training.updates_per_rollout)
+    if budget is not None:
         trainer.add_callback(budget)
 
     run.train(trainer)

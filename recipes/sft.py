@@ -25,7 +25,8 @@ def main() -> None:
     run.open(trainer)
     every, prompts = arguments.generation_eval_every, arguments.num_generation_prompts
     trainer.add_callback(ReasoningCallback(evaluation, every=every, prompts=prompts))
-    for budget in run.time_budget(trainer):
+    budget = run.time_budget(trainer)
+    if budget is not None:
         trainer.add_callback(budget)
 
     run.train(trainer)

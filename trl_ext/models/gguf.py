@@ -45,6 +45,7 @@ def gguf_folder(file: str | Path) -> Path:
 
     Raises:
         ImportError: gguf is not installed; the message names the extra.
+        ValueError: transformers cannot read the file.
     """
     file = Path(file).resolve()
     status = file.stat()

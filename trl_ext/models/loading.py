@@ -30,7 +30,7 @@ def resolve_model_path(name_or_path: str) -> str:
     Raises:
         FileNotFoundError: the name looks like a path, and no such folder exists or it holds no `config.json`; or
             the package of smollm2 is not installed.
-        ImportError: a GGUF file cannot be read without the package gguf.
+        ImportError, ValueError: a GGUF file cannot be read.
     """
     if name_or_path == "toy":
         return str(MODEL_DIR)
@@ -50,7 +50,7 @@ def resolve_model_path(name_or_path: str) -> str:
     if _looks_like_path(name_or_path):
         raise FileNotFoundError(
             f"no model folder {name_or_path!r}: give a folder, a GGUF file, a hub name such as "
-            f"Qwen/Qwen2.5-1.5B-Instruct, toy or smollm2"
+            "Qwen/Qwen2.5-1.5B-Instruct, toy or smollm2"
         )
     return name_or_path
 
@@ -138,8 +138,8 @@ def check_vocabulary(model, tokenizer) -> None:
             f"model.resize_token_embeddings({len(tokenizer)}) first"
         )
     warn_once_per_run(
-        f"the tokenizer has {len(tokenizer)} tokens, and the model embeddings for {size}: a text with the rest fails "
-        f"until you call model.resize_token_embeddings({len(tokenizer)})"
+        f"the tokenizer has {len(tokenizer)} tokens, and the model has embeddings for {size}: training fails "
+        f"at a token beyond them; model.resize_token_embeddings({len(tokenizer)}) adds the missing ones"
     )
 
 

@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from safetensors import SafetensorError
-
 from trl_ext.processes import world_size
 from trl_ext.resilience.checkpoints import last_checkpoint
 
@@ -39,9 +37,6 @@ def plain_faults(output_dir: str | None = None) -> Iterator[None]:
         if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
             what = f"the disk is full: {error.filename or 'a file'} could not be written"
             raise TrainingFault(disk_message(what, error, output_dir)) from error
-        # Of safetensors, which keeps no error number, in saving a model.
-        if isinstance(error, SafetensorError):
-            raise TrainingFault(disk_message("the model could not be written", error, output_dir)) from error
         raise
 
 

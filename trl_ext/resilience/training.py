@@ -175,7 +175,16 @@ class ResilientTraining:
         self.update_guard.observe_gradient_norm(norm)
         return norm
 
-    # ---- Writing a checkpoint ----
+    # ---- Writing a model and a checkpoint ----
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        try:
+            super().save_model(output_dir, _internal_call)
+        # It keeps no error number. `_save_checkpoint` reports the one of a checkpoint.
+        except SafetensorError as error:
+            if _internal_call:
+                raise
+            raise TrainingFault(disk_message("the model could not be written", error, output_dir)) from error
 
     def _get_output_dir(self, trial) -> str:
         return super()._get_output_dir(trial) if self._partial is None else str(self._partial)

@@ -118,10 +118,10 @@ class TrainingRun:
             "total_seconds": time.time() - self.started,
         }
 
-    def time_budget(self, trainer, *, period: int = 1) -> list[TimeBudgetCallback]:
-        """Callbacks, one or none, that end training when `max_hours` are used up, at multiples of `period` steps."""
+    def time_budget(self, trainer, *, period: int = 1) -> TimeBudgetCallback | None:
+        """A callback that ends training after `max_hours`, at a multiple of `period` steps; None without a limit."""
         hours = self.arguments.max_hours
-        return [] if hours is None else [TimeBudgetCallback(hours, self.metrics, trainer.accelerator, period=period)]
+        return None if hours is None else TimeBudgetCallback(hours, self.metrics, trainer.accelerator, period=period)
 
     def _check_time_left(self) -> None:
         hours = getattr(self.arguments, "max_hours", None)
