@@ -15,7 +15,8 @@ _OF_TRL += "get_quantization_config"
 _NAMES, __getattr__, __dir__ = lazy_names(
     __name__,
     {
-        ".registry": "preference_loss preference_weighting policy_algorithm",
+        ".registry": "preference_loss preference_weighting",
+        ".algorithms": "policy_algorithm",
         ".data": "load_benchmark",
         ".models": "share_prefixes",
         ".rollouts": "fast_rollouts",

@@ -178,7 +178,7 @@ class RolloutMetrics(StepMetrics):
         return {"tokens": mask.sum(), "counted": counted.sum(), "rows": rows}
 
     def _loss_weight(self) -> str:
-        return "counted" if self.objective.aggregation == "token_mean" else "rows"
+        return "counted" if self.algorithm.aggregation == "token_mean" else "rows"
 
     def _step_metrics(self, mode: str) -> dict[str, str]:
         by = "rows" if self.importance_sampling_level == "sequence" else "tokens"

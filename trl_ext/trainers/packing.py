@@ -46,7 +46,7 @@ def keeps_groups(trainer) -> bool:
     whole = args.gradient_accumulation_steps % args.steps_per_generation == 0
     averaged_apart = trainer._entropy_bonus_enabled or trainer.top_entropy_quantile < 1 or trainer.aux_loss_enabled
     # Your own loss may compare the responses of a micro-batch.
-    coupled = averaged_apart or trainer.objective.surrogate == "own"
+    coupled = averaged_apart or trainer.algorithm.surrogate == "own"
     return packing is not None and packing.active and whole and not coupled
 
 

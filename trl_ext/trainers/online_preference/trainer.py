@@ -108,7 +108,7 @@ class OnlinePreferenceTrainer(SampledPairMetrics, PolicyTrainer):
 
     @beta.setter
     def beta(self, value: float) -> None:
-        self._beta = value if self.objective.needs_reference else 0.0
+        self._beta = value if self.algorithm.needs_reference else 0.0
 
     def _fit_trl_to_objective(self) -> None:
         super()._fit_trl_to_objective()
@@ -278,12 +278,12 @@ class OnlinePreferenceTrainer(SampledPairMetrics, PolicyTrainer):
     @property
     def _looks_ahead(self) -> bool:
         """Whether the loss of a pair depends on the other pairs of the optimizer batch."""
-        return self.objective.preference.batch_coupled or self.args.replay_weights != "none"
+        return self.algorithm.preference.batch_coupled or self.args.replay_weights != "none"
 
     def _compute_loss(self, model, inputs):
         training = self.model.training
         scores, auxiliary_loss = self._score(model, inputs, log=True)
-        preference, counted = self.objective.preference, inputs["counted"]
+        preference, counted = self.algorithm.preference, inputs["counted"]
         if not training:
             loss = self._held_out_mean(scores, counted)
         elif self._looks_ahead:
@@ -312,7 +312,7 @@ class OnlinePreferenceTrainer(SampledPairMetrics, PolicyTrainer):
         self._forward = None
         sums = (log_probs * rows.mask).sum(dim=1)[rows.index]
         lengths = rows.mask.sum(dim=1)[rows.index]
-        reference = inputs["reference"].unbind(1) if self.objective.needs_reference else (None, None)
+        reference = inputs["reference"].unbind(1) if self.algorithm.needs_reference else (None, None)
         scores = PreferenceScores(*sums.unbind(1), *reference, *lengths.unbind(1))
         if log:
             self._log_pairs(scores, inputs, (entropies.detach() * rows.mask).sum(dim=1)[rows.index].sum(dim=1))
@@ -340,7 +340,7 @@ class OnlinePreferenceTrainer(SampledPairMetrics, PolicyTrainer):
         gather = self.accelerator.gather
         weights = gather(weights)[gather(counted).bool()]
         shares = coupled_shares(
-            lambda scores: weighted_mean(self.objective.preference(scores), weights),
+            lambda scores: weighted_mean(self.algorithm.preference(scores), weights),
             parts,
             window.rank,
             gather,

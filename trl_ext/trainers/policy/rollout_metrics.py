@@ -9,7 +9,6 @@ from accelerate.utils import gather_object
 from datasets import Dataset
 from torch import Tensor
 
-from trl_ext.losses import PolicyScores
 from trl_ext.processes import warn_once_per_run
 from trl_ext.rollouts.diagnostics import diagnose_generations
 
@@ -48,13 +47,13 @@ def log_reward_errors(trainer, mode: str, errors: int) -> None:
         trainer._metrics[mode]["reward_errors"].append(float(sum(gather_object([errors]))))
 
 
-def log_clipped(trainer, scores: PolicyScores, ref_log_probs: Tensor | None, mode: str) -> None:
+def log_clipped(trainer, share: Tensor, mask: Tensor, mode: str) -> None:
     """Log the share of a micro-batch's tokens, over all processes, with a clamped log-ratio."""
-    objective, metrics = trainer.objective, trainer._metrics[mode]
-    counts = torch.stack([objective.clamped(scores, ref_log_probs).sum(), (scores.mask != 0).sum()]).float()
+    metrics, count = trainer._metrics[mode], (mask != 0).sum()
+    counts = torch.stack([share * count, count.to(share)])
     clamped, tokens = trainer.accelerator.reduce(counts, reduction="sum").tolist()
     metrics["log_ratio/clamped"].append(clamped / max(tokens, 1))
-    if objective.surrogate == "gmpo":
+    if trainer.algorithm.surrogate == "gmpo":
         # TRL knows only the clip of the ratio, which this surrogate does not have, and has just logged zeros.
         for name in [name for name in metrics if name.startswith("clip_ratio/")]:
             del metrics[name]

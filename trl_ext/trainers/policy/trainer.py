@@ -81,7 +81,7 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
     def __init__(self, model, reward_funcs=None, args: PolicyConfig | None = None, **kwargs: Any):
         args = configuration(self, args, self._config_class)
         model = check_inputs(model, kwargs, PROMPTS)
-        self.objective = args.build_objective()
+        self.algorithm = args.build_algorithm()
         functions = as_reward_functions(reward_funcs, args.packing)
         if not functions and not kwargs.get("environment_factory"):
             raise ValueError(
@@ -89,7 +89,7 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
                 "environment_factory whose environments have get_reward"
             )
         several = [name for name in ("tools", "environment_factory", "rollout_func") if kwargs.get(name)]
-        if several and self.objective.reads("greedy_rewards"):
+        if several and self.algorithm.reads("greedy_rewards"):
             raise ValueError(f"a greedy baseline does not go with {several[0]}: its greedy responses are single turns")
         dataset = kwargs.get("train_dataset")
         self._check_prompts(dataset, args)
@@ -136,7 +136,7 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
 
     def _fit_trl_to_objective(self) -> None:
         """Choose settings that make TRL's metrics describe this algorithm; TRL's loss is discarded."""
-        objective = self.objective
+        objective = self.algorithm
         self.loss_type = "cispo" if objective.surrogate == "cispo" else "grpo"
         self.scale_rewards = "group"
         self.importance_sampling_level = "sequence" if objective.ratio == "sequence" else "token"
@@ -208,7 +208,7 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
         bad = [index in self.reward_guard.not_finite for index in range(len(inputs))]
         rewards = self._weighted_sum(self._rollout[0])
         penalties = length_penalty(self)
-        if self.objective.kl_in == "reward" and self.beta != 0.0:
+        if self.algorithm.kl_in == "reward" and self.beta != 0.0:
             penalties = penalties + gather(self._kl_penalty(output))
         shaped = rewards - penalties
         log_rollout(self, mode, rewards, shaped, self._rollout[1], output)
@@ -218,12 +218,12 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
         mask = self._token_mask(output)
         known = {"lengths": gather(mask.sum(dim=1)), "components": self._rollout[0], "weights": self.reward_weights}
         errors = len(self.reward_guard.failed)
-        if self.objective.reads("greedy_rewards"):
+        if self.algorithm.reads("greedy_rewards"):
             known["greedy_rewards"], bad_greedy = greedy_rewards(self, inputs, group_size, mode)
             bad = [own or bad_greedy[index // group_size] for index, own in enumerate(bad)]
             errors += len(self.reward_guard.failed)
         log_reward_errors(self, mode, errors)
-        advantages = self.objective.advantages(shaped, group_size, **known)
+        advantages = self.algorithm.advantages(shaped, group_size, **known)
         first = self.accelerator.process_index * len(inputs)
         output["advantages"] = advantages[first : first + len(inputs)]
         output["bad_reward"] = torch.tensor(bad, device=advantages.device)
@@ -242,7 +242,7 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
             raise ValueError("the KL term in the reward is for text: use kl_in loss with images")
         if log_probs is None:
             log_probs = self.rollout_log_probs(output)
-        return self.objective.reward_penalty(log_probs, output["ref_per_token_logps"], self._token_mask(output))
+        return self.algorithm.reward_penalty(log_probs, output["ref_per_token_logps"], self._token_mask(output))
 
     def rollout_log_probs(self, output: dict) -> Tensor:
         """Log-probabilities of a rollout's responses under the policy. [n, T]."""
@@ -272,7 +272,7 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
 
     @property
     def _needs_token_count(self) -> bool:
-        return "token_mean" in (self.objective.aggregation, self.objective.kl_aggregation)
+        return "token_mean" in (self.algorithm.aggregation, self.algorithm.kl_aggregation)
 
     def _mean_tokens_of_window(self, inputs: dict) -> Tensor:
         """Tokens per micro-batch, averaged over the micro-batches and processes of this optimizer step."""
@@ -309,21 +309,21 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
             old_log_probs=log_probs.detach() if old_log_probs is None else old_log_probs,
             mask=mask,
             advantages=advantages,
-            ratio=self.objective.ratio,
+            ratio=self.algorithm.ratio,
             sampler_log_probs=inputs.get("sampling_per_token_logps"),
+            ref_log_probs=inputs.get("ref_per_token_logps"),
         )
         mode = "train" if training else "eval"
-        log_clipped(self, scores, inputs.get("ref_per_token_logps"), mode)
         entropy_mask, kept = None, self.top_entropy_quantile
         if kept < 1:
             entropy_mask = self.get_high_entropy_mask(entropies, mask, 1 - kept)
-        loss = self.objective(
+        loss, metrics = self.algorithm.loss(
             scores,
-            ref_log_probs=inputs.get("ref_per_token_logps"),
             weights=self._surrogate_weights(inputs, scores, entropy_mask),
             token_count=inputs.get("mean_tokens"),
             constant=self.max_completion_length,
         )
+        log_clipped(self, metrics["log_ratio/clamped"], mask, mode)
         if self._entropy_bonus_enabled:
             # Replace the value that TRL has logged for its own loss.
             self._metrics[mode]["policy_loss"][-1] = gather(loss.detach()).nanmean().item()
@@ -350,7 +350,7 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
                     off_policy_threshold=self.off_policy_mask_threshold,
                 )
             )
-        if self.use_vllm and self.vllm_importance_sampling_correction and not self.objective.algorithm.reads_sampler:
+        if self.use_vllm and self.vllm_importance_sampling_correction and not self.algorithm.reads_sampler:
             factors.append(inputs["importance_sampling_ratio"])
         return functools.reduce(operator.mul, factors) if factors else None
 

@@ -47,7 +47,7 @@ class PPOTrainer(PolicyTrainer):
     _paper = {"title": "Proximal Policy Optimization Algorithms", "id": "1707.06347"}
     _config_class = PPOConfig
     # An adaptive coefficient continues from its last value.
-    carried_over = (*PolicyTrainer.carried_over, "objective.beta")
+    carried_over = (*PolicyTrainer.carried_over, "algorithm.beta")
     _own_means = ("value_loss", "value_clip_ratio", "approx_kl")
 
     def __init__(self, model, reward_funcs=None, args: PPOConfig | None = None, **kwargs: Any):
@@ -129,8 +129,8 @@ class PPOTrainer(PolicyTrainer):
         advantages, returns = gae(rewards.to(values.dtype), values, mask, self.args.gamma, self.args.lam)
         if self.args.whiten_advantages:
             advantages = whiten(advantages, counted, reduce=self._sum_up)
-        if self.objective.advantage_clip is not None:
-            advantages = clip_advantages(advantages, self.objective.advantage_clip)
+        if self.algorithm.advantage_clip is not None:
+            advantages = clip_advantages(advantages, self.algorithm.advantage_clip)
         advantages = advantages.masked_fill(counted == 0, 0)
         output |= {"advantages": advantages, "returns": returns, "value_mask": counted}
         # The divisor of a step that spans several rollouts.
@@ -140,24 +140,24 @@ class PPOTrainer(PolicyTrainer):
 
     def _token_penalties(self, output: dict, mask: Tensor, mode: str) -> Tensor | None:
         """Beta times k1 of each token, for its reward; None if the rewards have no KL term. [B, T]."""
-        if not self.objective.needs_reference:
+        if not self.algorithm.needs_reference:
             return None
         divergence = kl_estimate(output["old_per_token_logps"], output["ref_per_token_logps"], "k1")
         divergence = divergence.detach().masked_fill(mask == 0, 0)
-        coefficient = self.objective.beta
+        coefficient = self.algorithm.beta
         per_response = gather(divergence.sum(dim=1))
         self._metrics[mode]["kl_coef"].append(coefficient)
         self._metrics[mode]["kl/sequence"].append(per_response.mean().item())
         if mode == "train" and self.args.kl_target is not None:
             # Applies from the next rollout's rewards on; a KL term in the loss uses it from this rollout's updates on.
-            self.objective.beta = adapted_coefficient(
+            self.algorithm.beta = adapted_coefficient(
                 coefficient,
                 per_response.mean().item(),
                 target=self.args.kl_target,
                 horizon=self.args.kl_horizon,
                 count=len(per_response),
             )
-        return coefficient * divergence if self.objective.kl_in == "reward" else None
+        return coefficient * divergence if self.algorithm.kl_in == "reward" else None
 
     def _log_rollout_values(self, mode: str, values, returns, counted, advantages, mask) -> None:
         metrics = self._metrics[mode]
