@@ -181,7 +181,7 @@ class RolloutMetrics(StepMetrics):
         return "counted" if self.algorithm.aggregation == "token_mean" else "rows"
 
     def _step_metrics(self, mode: str) -> dict[str, str]:
-        by = "rows" if self.importance_sampling_level == "sequence" else "tokens"
+        by = "rows" if self.algorithm.ratio == "sequence" else "tokens"
         return {
             "kl": "tokens",
             "entropy": "tokens",

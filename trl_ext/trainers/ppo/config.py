@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from torch import Tensor
-
-from trl_ext.advantages import no_baseline
+from trl_ext.advantages import gae
 from trl_ext.algorithms import Algorithm
 from trl_ext.trainers.defaults import check_at_least, check_choice, check_positive, check_shares
 from trl_ext.trainers.policy.config import PolicyConfig
@@ -16,11 +14,6 @@ from trl_ext.trainers.trl_settings import refuse_given
 VALUE_MODELS = ("shared", "separate")
 # Largest change of the KL coefficient per horizon of responses.
 LARGEST_ERROR = 0.2
-
-
-def gae(rewards: Tensor, group_size: int) -> Tensor:
-    """The rewards of whole responses, [N], used until the trainer has computed each token's advantage."""
-    return no_baseline(rewards, group_size)
 
 
 # Not a row of the table, since `PolicyTrainer` has no value function and could not use it.
