@@ -25,8 +25,8 @@ from trl_ext.resilience.reward_guard import RewardError, RewardGuard
 from trl_ext.rollouts.replay import importance_weights
 from trl_ext.trainers.online_preference import trainer as online_preference
 from trl_ext.trainers.online_preference.judge_rewards import JudgeRewards
+from trl_ext.trainers.online_preference.pairs import deal_pairs
 from trl_ext.trainers.policy.scoring import ScoringTemperature
-from trl_ext.trainers.preference.pair_batches import deal_pairs
 
 pytestmark = pytest.mark.usefixtures("in_float64")
 

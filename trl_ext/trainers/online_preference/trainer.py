@@ -32,16 +32,16 @@ from trl_ext.rollouts.replay import (
 from trl_ext.trainers.defaults import configuration
 from trl_ext.trainers.online_preference.config import OnlinePreferenceConfig
 from trl_ext.trainers.online_preference.judge_rewards import JudgeRewards
-from trl_ext.trainers.policy.reward_functions import as_reward_functions
-from trl_ext.trainers.policy.scoring import ScoringTemperature
-from trl_ext.trainers.policy.trainer import PolicyTrainer
-from trl_ext.trainers.preference.optimizer_batch import CoupledShare, Window, coupled_shares, join_scores, map_scores
-from trl_ext.trainers.preference.pair_batches import (
+from trl_ext.trainers.online_preference.pairs import (
     SampledPairMetrics,
     deal_pairs,
     encode_pairs,
     forward_rows,
 )
+from trl_ext.trainers.policy.reward_functions import as_reward_functions
+from trl_ext.trainers.policy.scoring import ScoringTemperature
+from trl_ext.trainers.policy.trainer import PolicyTrainer
+from trl_ext.trainers.preference.whole_batch import CoupledShare, Window, coupled_shares, join_scores, map_scores
 
 REPLAY_FILE = "replay.json"
 

@@ -37,7 +37,7 @@ from trl_ext.trainers.metrics import RewardMetrics
 from trl_ext.trainers.model_card import WritesModelCard
 from trl_ext.trainers.packing import pack_trainer
 from trl_ext.trainers.policies import is_zero3, trained_policy
-from trl_ext.trainers.preference.optimizer_batch import Window
+from trl_ext.trainers.preference.whole_batch import Window
 from trl_ext.trainers.reward.config import RewardConfig
 
 # Entries of a batch that the loss reads and the model must not see.

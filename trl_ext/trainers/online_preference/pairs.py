@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from trl_ext.losses import PreferenceScores
 from trl_ext.rollouts.replay import SampledPair
-from trl_ext.trainers.preference.optimizer_batch import join_scores, map_scores
+from trl_ext.trainers.preference.whole_batch import join_scores, map_scores
 
 
 def deal_pairs(
