@@ -24,6 +24,7 @@ class StepMetrics:
     twice in these means.
     """
 
+    mean_of_nothing = math.nan
     # Sum and count of each metric of the step or the evaluation in progress; kept apart, as TRL keeps its metrics.
     _sums: dict[str, dict[str, tuple[float, float]]] | None = None
 
@@ -34,7 +35,7 @@ class StepMetrics:
 
         Args:
             values: for each metric, the sum over this process's micro-batch, and how much it sums over (such as the
-                number of pairs, or of tokens), each a tensor of one number. The mean over nothing is NaN.
+                number of pairs, or of tokens), each a tensor of one number.
         """
         mode = "train" if self.model.training else "eval"
         numbers = torch.stack([number.detach().double() for value in values.values() for number in value])
@@ -49,7 +50,7 @@ class StepMetrics:
     def _end_step(self, mode: str) -> None:
         sums = self._sums[mode] if self._sums else {}
         for name, (total, count) in sums.items():
-            self._metrics[mode].setdefault(name, []).append(total / count if count else math.nan)
+            self._metrics[mode].setdefault(name, []).append(total / count if count else self.mean_of_nothing)
         sums.clear()
 
     def held_out_loss(self) -> float | None:
@@ -180,47 +181,6 @@ class RewardMetrics(MergedMetrics):
     def _step_metrics(self, mode: str) -> dict[str, str]:
         by_pair = {"accuracy": "pairs", "margin": "pairs"} if mode == "train" else {}
         return {"min_reward": "min", "max_reward": "max", "mean_reward": "pairs", **by_pair}
-
-
-class RolloutMetrics(MergedMetrics):
-    """For a policy's responses; a metric of clipped sequence ratios is weighted by responses.
-
-    With several processes, TRL's own held-out loss drops responses of the last batch, because accelerate takes the
-    repeated prompts for rows that pad the batch.
-    """
-
-    # A trainer's own means over the tokens that its loss counts.
-    _own_means: tuple[str, ...] = ()
-
-    @staticmethod
-    def _token_mask(inputs: dict) -> Tensor:
-        """1 where the policy chose the token: neither padding nor tool output. [B, T]."""
-        mask = inputs["completion_mask"]
-        return mask * inputs["tool_mask"] if "tool_mask" in inputs else mask
-
-    def _micro_batch_counts(self, inputs: dict[str, Any]) -> dict[str, Tensor]:
-        # A trainer's loss may leave out responses; TRL's metrics cover all tokens.
-        mask, counted = RolloutMetrics._token_mask(inputs), self._token_mask(inputs)
-        rows = torch.tensor(len(mask), device=mask.device)
-        return {"tokens": mask.sum(), "counted": counted.sum(), "rows": rows}
-
-    def _loss_weight(self) -> str:
-        return "counted" if self.algorithm.aggregation == "token_mean" else "rows"
-
-    def _step_metrics(self, mode: str) -> dict[str, str]:
-        by = "rows" if self.algorithm.ratio == "sequence" else "tokens"
-        return {
-            "kl": "tokens",
-            "entropy": "tokens",
-            "cispo_clip_ratio": "tokens",
-            "log_ratio/clamped": "counted",
-            **dict.fromkeys(self._own_means, "counted"),
-            "sampling/sampling_logp_difference/mean": "counted",
-            "sampling/sampling_logp_difference/max": "max",
-            **{f"clip_ratio/{name}_mean": by for name in ("low", "high", "region")},
-            "clip_ratio/low_min": "min",
-            "clip_ratio/high_max": "max",
-        }
 
 
 class TokenMetrics(MergedMetrics):

@@ -14,6 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from trl_ext.losses import PreferenceScores
 from trl_ext.rollouts.replay import SampledPair
+from trl_ext.trainers.metrics import MergedMetrics
 from trl_ext.trainers.preference.whole_batch import join_scores, map_scores
 
 
@@ -105,7 +106,7 @@ def forward_rows(batch: dict[str, Tensor]) -> ForwardRows:
     return ForwardRows(ids, attended, attended[:, int(prompts.sum()) :], index.unflatten(0, (-1, 2)))
 
 
-class SampledPairMetrics:
+class SampledPairMetrics(MergedMetrics):
     """Logs TRL's pair metrics for a trainer on batches of pairs, over the pairs that count and their tokens.
 
     The held-out loss of a batch-coupled loss treats all held-out pairs as one batch.

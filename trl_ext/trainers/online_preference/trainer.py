@@ -8,6 +8,7 @@ the loss.
 
 from __future__ import annotations
 
+import math
 from array import array
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -80,6 +81,7 @@ class OnlinePreferenceTrainer(SampledPairMetrics, PolicyTrainer):
     _name = "Online preference optimization"
     _paper: ClassVar[dict] = {"title": "Direct Language Model Alignment from Online AI Feedback", "id": "2402.04792"}
     _config_class: ClassVar[type[OnlinePreferenceConfig]] = OnlinePreferenceConfig
+    mean_of_nothing = math.nan
     _without_signal = "no pair was made, as where all responses to a prompt are within tie_tolerance or not rewarded"
 
     def __init__(
@@ -249,7 +251,7 @@ class OnlinePreferenceTrainer(SampledPairMetrics, PolicyTrainer):
         if output.get("old_per_token_logps") is not None and not self.scoring.differs:
             return output["old_per_token_logps"]
         with self.scoring.of_the_sampler():
-            return self.rollout_log_probs(output)
+            return self.score(self.model, output).log_probs
 
     # ---- From log-probabilities to the loss ----
 
