@@ -33,19 +33,16 @@ HEAD = "value_head"
 class ValueModel:
     """Estimates the value before each token of responses: a float32 linear head on hidden states.
 
-    Args:
-        trainer: a `PPOTrainer` that already has its policy.
-
     Attributes:
         kind: its name in the configuration.
+        trainer: its `PPOTrainer`, which already has its policy.
         policy: the policy, unwrapped.
     """
 
     kind: str
 
     def __init__(self, trainer):
-        self.trainer = trainer
-        self.policy = trainer.model
+        self.trainer, self.policy = trainer, trainer.model
 
     def score(self, score: Callable[[], ScoredTokens], inputs: dict) -> ScoredTokens:
         """The scores of responses under the policy, by `score()`, and their values, with gradient if enabled."""
@@ -133,25 +130,17 @@ class SeparateValueModel(ValueModel):
         _add_head(self.policy, nn.ModuleDict({"trunk": trunk, "head": head}))
 
     def score(self, score: Callable[[], ScoredTokens], inputs: dict) -> ScoredTokens:
-        scored = score()
-        ids, mask = (
-            torch.cat([inputs[f"prompt_{name}"], inputs[f"completion_{name}"]], dim=1) for name in ("ids", "mask")
-        )
-        trainer, args = self.trainer, self.trainer.args
-        rows = args.per_device_train_batch_size if trainer.model.training else args.per_device_eval_batch_size
-        scored.values = self.values(ids, mask, inputs["completion_ids"].size(1), rows)
+        scored, parts = score(), ("prompt", "completion")
+        ids, mask = (torch.cat([inputs[f"{part}_{name}"] for part in parts], dim=1) for name in ("ids", "mask"))
+        scored.values = self.values(ids, mask, inputs["completion_ids"].size(1), self.trainer.rows_per_pass)
         return scored
 
     def values(self, input_ids: Tensor, attention_mask: Tensor, count: int, rows_per_pass: int) -> Tensor:
         """Estimates before each of the last `count` tokens of prompts and responses. [B, count]."""
         own = self.policy.value_head
         with self.trainer.accelerator.autocast():
-            parts = [
-                _estimate(own["head"], _hidden_states(own["trunk"], ids, attended))
-                for ids, attended in zip(
-                    input_ids.split(rows_per_pass), attention_mask.split(rows_per_pass), strict=True
-                )
-            ]
+            passes = zip(input_ids.split(rows_per_pass), attention_mask.split(rows_per_pass), strict=True)
+            parts = [_estimate(own["head"], _hidden_states(own["trunk"], *rows)) for rows in passes]
         return _before(torch.cat(parts), count)
 
 
