@@ -227,9 +227,9 @@ class TestConfidence:
         ("columns", "message"),
         [
             ({"strength": CONFIDENCES}, "reads the column 'avg_confidence', which the dataset does not have"),
-            ({"avg_confidence": (0.9, -0.1, 0.2)}, "the column 'avg_confidence' holds negative values"),
+            ({"avg_confidence": (0.9, -0.1, 0.2)}, "the column 'avg_confidence' holds values that are negative"),
             # One such weight, normalised, would make every loss of the batch NaN.
-            ({"avg_confidence": (0.9, math.nan, 0.2)}, "the column 'avg_confidence' holds values that are not finite"),
+            ({"avg_confidence": (0.9, math.nan, 0.2)}, "holds values that are negative or not finite"),
         ],
     )
     def test_columns_that_cannot_weight(self, columns, message):
