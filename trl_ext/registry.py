@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -58,7 +58,7 @@ class Entry:
 
 @dataclass
 class PreferenceLoss(Entry):
-    """A loss of `PreferenceScores`.
+    """A loss `f(scores, *, beta, ...) -> [B]` of `PreferenceScores`, registered with `@preference_loss(name)`.
 
     Attributes:
         needs_reference: False if it does not read reference log-probabilities; none are computed.
@@ -74,7 +74,7 @@ class PreferenceLoss(Entry):
 
 @dataclass
 class PreferenceWeighting(Entry):
-    """A weight per pair, multiplied with any preference loss.
+    """A weight per pair, `f(scores, ...) -> [B]`, multiplied with any preference loss.
 
     Attributes:
         normalize: whether weights are divided by their mean over the optimizer batch; they may then read
@@ -87,16 +87,46 @@ class PreferenceWeighting(Entry):
     needs_policy_weights: bool = False
     column_option: str | None = None
 
+    def __post_init__(self):
+        # Their mean over the optimizer batch is unknown before training on that batch.
+        if self.normalize and self.needs_policy_weights:
+            raise ValueError(f"the weighting {self.name!r} cannot both read policy weights and be normalised")
+
 
 EntryType = TypeVar("EntryType", bound=Entry)
 
 
 class Registry(dict[str, EntryType], Generic[EntryType]):
-    """A table from names to entries in which each name occurs once; `kind` is its name in messages."""
+    """A table from names to entries in which each name occurs once.
 
-    def __init__(self, kind: str):
+    Args:
+        kind: what an entry is called in messages.
+        entry_class: the class of the entries.
+    """
+
+    def __init__(self, kind: str, entry_class: type[EntryType]):
         super().__init__()
-        self.kind = kind
+        self.kind, self.entry_class = kind, entry_class
+
+    def register(self, name: str, **attributes: Any) -> Callable[[Callable], Callable]:
+        """Decorator that adds a function under `name`, with the other attributes of an entry.
+
+        Raises:
+            ValueError: the name is taken, or there is no such attribute.
+        """
+        known = [own.name for own in fields(self.entry_class) if own.name not in ("name", "function")]
+        for attribute in attributes:
+            if attribute not in known:
+                raise ValueError(
+                    f"the {self.kind} {name!r} has no setting {attribute!r}: it takes {', '.join(known)}"
+                    f"{nearest(attribute, known)}"
+                )
+
+        def register(function: Callable) -> Callable:
+            self.add(self.entry_class(name, function, **attributes))
+            return function
+
+        return register
 
     def add(self, entry: EntryType) -> None:
         """Add an entry.
@@ -150,48 +180,7 @@ def _same(one: Callable, other: Callable) -> bool:
     return one.__qualname__ == other.__qualname__ and (one.__module__ == other.__module__ or file == other_file)
 
 
-preference_losses: Registry[PreferenceLoss] = Registry("preference loss")
-preference_weightings: Registry[PreferenceWeighting] = Registry("preference weighting")
-
-
-def preference_loss(
-    name: str,
-    *,
-    needs_reference: bool = True,
-    batch_coupled: bool = False,
-    columns: tuple[str, ...] = (),
-    paper: str = "",
-) -> Callable[[Callable], Callable]:
-    """Register a preference loss `f(scores, *, beta, ...) -> [B]` under `name`, which `--loss` and
-    `PreferenceConfig(loss=...)` accept; the other arguments are the attributes of `PreferenceLoss`.
-
-    Raises:
-        ValueError: the name is taken.
-    """
-
-    def register(function: Callable) -> Callable:
-        entry = PreferenceLoss(name, function, paper, needs_reference, batch_coupled, tuple(columns))
-        preference_losses.add(entry)
-        return function
-
-    return register
-
-
-def preference_weighting(
-    name: str, *, normalize: bool = False, needs_policy_weights: bool = False, column_option: str | None = None
-) -> Callable[[Callable], Callable]:
-    """Register a weighting `f(scores, ...) -> [B]` under `name`; the flags are those of `PreferenceWeighting`.
-
-    Raises:
-        ValueError: the name is taken, or a weighting that reads policy weights requests normalisation: its mean over
-            the optimizer batch is unknown before training on that batch.
-    """
-    if normalize and needs_policy_weights:
-        raise ValueError(f"the weighting {name!r} cannot both read policy weights and be normalised")
-
-    def register(function: Callable) -> Callable:
-        entry = PreferenceWeighting(name, function, "", normalize, needs_policy_weights, column_option)
-        preference_weightings.add(entry)
-        return function
-
-    return register
+preference_losses = Registry("preference loss", PreferenceLoss)
+preference_weightings = Registry("preference weighting", PreferenceWeighting)
+preference_loss = preference_losses.register
+preference_weighting = preference_weightings.register

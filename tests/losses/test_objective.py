@@ -340,7 +340,7 @@ def test_objects_are_given_a_name_once():
 def test_policy_weights_cannot_be_normalised():
     """Their mean over the optimizer batch is known only once the batch has been trained on."""
     with pytest.raises(ValueError, match="cannot both read policy weights and be normalised"):
-        preference_weighting("both", normalize=True, needs_policy_weights=True)
+        preference_weighting("both", normalize=True, needs_policy_weights=True)(lambda scores: scores.chosen)
 
 
 def test_unknown_name_lists_the_known_and_hints():

@@ -130,12 +130,13 @@ def _check_value(flag: str, value: Any) -> None:
 class Algorithm(AlgorithmSettings, Entry):
     """An online algorithm: from rewards to advantages, and from scores to the loss.
 
-    Settings that are not given have their defaults; `replace` gives others.
+    Settings that are not given have their defaults; `replace` gives others. `@policy_algorithm(name, ...)` registers
+    your own function as an algorithm, with the attributes below and the settings that belong to no built-in surrogate.
 
     Attributes:
-        function: the surrogate. If given, your own `f(scores, ...)` of `PolicyScores`, which returns one loss per
-            token, [B, T], or per response, [B, 1]; the setting `surrogate` is then `own`. If it has a keyword
-            `beta`, it compares with the reference itself: no KL term is added.
+        function: the surrogate. If given, your own `f(scores, *, option=default)` of `PolicyScores`, which returns one
+            loss per token, [B, T], or per response, [B, 1]; the setting `surrogate` is then `own`. If it has a keyword
+            `beta`, it is passed the coefficient and compares with the reference itself: no KL term is added.
         summary: one line for the table.
         surrogate_options: keyword options of your own function, or the temperatures of `sapo`.
         advantage_options: options of the advantage that are not settings.
@@ -160,9 +161,16 @@ class Algorithm(AlgorithmSettings, Entry):
     defined_by: tuple[str, ...] = ()
 
     def __post_init__(self):
-        self.surrogate = (self.surrogate or "clip") if self.function is None else "own"
         self._own = {name: getattr(self, name) for name in SETTINGS if getattr(self, name) is not None}
-        self._resolve({})
+        given = {}
+        if self.function is not None:
+            self.surrogate = "own"
+            self.summary = self.summary or (inspect.getdoc(self.function) or "").partition("\n")[0]
+            # Your own function has keyword options where a built-in surrogate has settings.
+            given = {name: value for name, value in self._own.items() if name in ("surrogate", *_OF_SURROGATES)}
+            self._check_name(given)
+        self._own["surrogate"] = self.surrogate or "clip"
+        self._resolve(given)
 
     def replace(self, *, surrogate_options: Mapping[str, Any] | None = None, **settings: Any) -> Algorithm:
         """The algorithm with other settings; None keeps the algorithm's own.
@@ -471,39 +479,8 @@ def _mean(values: Tensor, mask: Tensor) -> Tensor:
 # ---- The table ----
 
 # Name to `Algorithm`, in the order of the table.
-algorithms: Registry[Algorithm] = Registry("policy algorithm")
-
-
-def policy_algorithm(name: str, **settings: Any) -> Callable[[Callable], Callable]:
-    """Register a policy loss `f(scores, *, option=default) -> [B, T] or [B, 1]` as the algorithm `name`.
-
-    The function takes `trl_ext.losses.PolicyScores` and returns one loss per token, or one per response. If it has a
-    keyword `beta`, it is passed the coefficient and compares with `scores.ref_log_probs` itself: no KL term is added.
-
-    Args:
-        name: its name in `--algorithm` and `PolicyConfig(algorithm=...)`.
-        settings: `advantage` (a name, or a function), `ratio`, `aggregation`, `beta`, `group_size` and the other
-            attributes of `Algorithm` that do not belong to a built-in surrogate.
-
-    Raises:
-        ValueError: the name is taken, there is no such setting, or the settings contradict one another.
-    """
-    # Your own function has keyword options where a built-in surrogate has settings.
-    of_built_in = ("name", "function", "surrogate", "surrogate_options", "defined_by", *_OF_SURROGATES)
-    known = [setting.name for setting in fields(Algorithm) if setting.name not in of_built_in]
-    for setting in settings:
-        if setting not in known:
-            raise ValueError(
-                f"the policy algorithm {name!r} has no setting {setting!r}: it takes {', '.join(known)}"
-                f"{nearest(setting, known)}"
-            )
-
-    def register(function: Callable) -> Callable:
-        summary = (inspect.getdoc(function) or "").partition("\n")[0]
-        algorithms.add(Algorithm(name, function, **{"summary": summary, **settings}))
-        return function
-
-    return register
+algorithms = Registry("policy algorithm", Algorithm)
+policy_algorithm = algorithms.register
 
 
 def _add(name: str, summary: str, paper: str, **settings: Any) -> None:
