@@ -234,8 +234,8 @@ UP_TO_A_FACTOR = [("group_centered", "leave_one_out"), ("constant", "sum")]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_a_refusal_suggests_is_possible(name):
-    """Every value that a name rules out: the message's last suggestion is a combination that runs."""
+def test_a_name_is_defined_by_its_settings(name):
+    """Those that differ from its own by a factor only are the same algorithm."""
     choices = {
         "advantage": ["group_normalized", "group_centered", "leave_one_out", "no_baseline"],
         "ratio": ["token", "sequence", "none"],
@@ -247,13 +247,9 @@ def test_what_a_refusal_suggests_is_possible(name):
         equal = next((pair for pair in UP_TO_A_FACTOR if own in pair), (own,))
         for value in equal:
             assert getattr(algorithm(name, **{flag: value}), flag) == value
-        for value in set(choices[flag]) - set(equal):
-            with pytest.raises(ValueError, match=f"--algorithm {name} and --{flag} {value} contradict") as refusal:
+        for value in {*choices[flag]} - {*equal}:
+            with pytest.raises(ValueError, match=f"--algorithm {name} and --{flag} {value} contradict.*use --{flag} "):
                 algorithm(name, **{flag: value})
-            assert "contradict each other: " in str(refusal.value) and "\n" not in str(refusal.value)
-            suggestion = str(refusal.value).split("or --algorithm ")[-1].split()
-            settings = dict(zip([f.removeprefix("--") for f in suggestion[1::2]], suggestion[2::2], strict=True))
-            assert algorithm(suggestion[0], **settings).to_dict()[flag] == value
 
 
 @pytest.mark.parametrize(
