@@ -16,7 +16,7 @@ from torch import Tensor
 from trl_ext import losses
 from trl_ext.advantages import group_centered, group_normalized
 from trl_ext.data.packed_sft import PackedSFTDataset, encode_documents, iterate_batches
-from trl_ext.models.tokenization import response_log_probs, token_entropy, tokenize_prompt_and_output
+from trl_ext.models import response_log_probs, token_entropy, tokenize_prompt_and_output
 from trl_ext.names import check_choice
 from trl_ext.rewards.parsers import parse_gsm8k_response, parse_mmlu_response
 

@@ -19,8 +19,7 @@ from trl.trainer.utils import disable_dropout_in_model
 
 from trl_ext.files import replacing
 from trl_ext.models import resolve_model_path
-from trl_ext.models.packing.attention import PLAN_KEYWORD
-from trl_ext.models.packing.hook import unwrapped
+from trl_ext.models.packing import unwrapped
 from trl_ext.models.shared_backbone import preserved_random_state
 from trl_ext.rewards import RewardModel
 from trl_ext.trainers.policies import is_zero3
@@ -99,13 +98,12 @@ class SharedValueModel(ValueModel):
         passes: list[Tensor] = []
         latest: list[Tensor] = []
 
-        def of_trunk(trunk, args, kwargs, output) -> None:
-            values, plan = _estimate(self.policy.value_head, output.last_hidden_state), kwargs.get(PLAN_KEYWORD)
-            latest[:] = [values if plan is None else values[0][plan.columns]]
+        def of_trunk(trunk, args, output) -> None:
+            latest[:] = [_estimate(self.policy.value_head, output.last_hidden_state)]
 
         # Packing's check of itself also runs the trunk; the second hook marks the end of a requested pass.
         with (
-            unwrapped(self.policy).base_model.register_forward_hook(of_trunk, with_kwargs=True),
+            unwrapped(self.policy).base_model.register_forward_hook(of_trunk),
             self.policy.register_forward_hook(lambda *_: passes.extend(latest)),
         ):
             scored = score()
