@@ -20,7 +20,8 @@ _METHODS = (
 _NAMES, __getattr__, __dir__ = lazy_names(
     __name__,
     {
-        ".registry": "preference_loss preference_weighting policy_algorithm",
+        ".registry": "preference_loss preference_weighting",
+        ".algorithms": "policy_algorithm",
         ".data": "load_benchmark",
         ".models": "share_prefixes",
         ".rollouts": "fast_rollouts",

@@ -18,7 +18,8 @@ import trl_ext
 from tests.support import REPOSITORY
 from tests.support.rollout_once import DEFAULTS, build, train
 from tests.support.train_once import named_methods
-from trl_ext.registry import policy_algorithms, preference_losses
+from trl_ext.algorithms import algorithms
+from trl_ext.registry import preference_losses
 from trl_ext.rollouts.generation import prompt_tokens
 from trl_ext.trainers import defaults
 from trl_ext.trainers.policy import config as policy_config
@@ -78,7 +79,7 @@ def test_settings_in_trls_words(configure):
     """Each says what our setting says; what a named algorithm is anyway may be said again."""
 
     def settings(name: str, **given) -> dict:
-        return configure(name, num_generations=4, **given).build_objective().to_dict()
+        return configure(name, num_generations=4, **given).build_algorithm().to_dict()
 
     assert settings("GRPOConfig", loss_type="grpo") == settings("GRPOConfig")
     said = settings("DrGRPOConfig", loss_type="dr_grpo", scale_rewards=False, importance_sampling_level="token")
@@ -172,7 +173,7 @@ def test_a_run_names_the_defaults_that_are_others(config, given, expected, polic
 
 def test_the_defaults_of_ppo_are_the_papers(configure):
     config = configure("PPOConfig", num_generations=None)
-    settings = config.build_objective().to_dict()
+    settings = config.build_algorithm().to_dict()
     expected = {"algorithm": "ppo", "advantage": "gae", "ratio": "token", "surrogate": "clip", "epsilon": 0.2}
     expected |= {"epsilon_high": 0.2, "aggregation": "token_mean", "beta": 0.05, "kl_estimator": "k1"}
     expected["kl_in"] = "reward"
@@ -189,7 +190,7 @@ def test_beta_defaults_to_the_losses_own(configure):
         assert configure(name, beta=0.7).beta == 0.7
     online = [configure("OnlinePreferenceConfig", loss=loss) for loss in ("ipo", "simpo")]
     assert [config.beta for config in online] == [0.1, 2.0]
-    objective = online[0].build_objective()
+    objective = online[0].build_algorithm()
     assert objective.describe().startswith("online ipo (beta 0.1, length_normalized False), pairs best_worst")
     assert objective.to_dict()["loss"] == "ipo"
 
@@ -255,7 +256,7 @@ def test_the_launcher_can_ask_for_the_cpu(device):
 # ---- Group sizes and batches ----
 
 
-@pytest.mark.parametrize("name", policy_algorithms)
+@pytest.mark.parametrize("name", algorithms)
 def test_a_group_of_one(name, configure):
     """Only where nothing is compared within a group."""
     if name in ("remax", "reinforce"):
@@ -416,7 +417,7 @@ def test_command_line(parser_class, tmp_path):
     arguments += ["--generation_kwargs", '{"top_k": 9}']
     for name in ("Policy", *POLICY_METHODS):
         (config,) = parser_class(getattr(trl_ext, f"{name}Config")).parse_args_into_dataclasses(arguments)
-        objective = config.build_objective()
+        objective = config.build_algorithm()
         assert (config.beta, objective.beta, objective.advantage_clip) == (0.2, 0.2, 5.0)
         assert config.generation_kwargs == {"top_k": 9, "min_new_tokens": 3}
         assert (config.max_prompt_tokens, config.share_backbone, config.missing_eos_penalty) == (9, "never", 0.5)

@@ -357,7 +357,7 @@ def test_what_the_judge_could_not_compare_has_no_reward():
     """Whatever another function, the first, gives for it."""
     trainer = OnlinePreferenceTrainer.__new__(OnlinePreferenceTrainer)
     trainer._has_judge, trainer.reward_weights = True, torch.tensor([1.0, 2.0])
-    total = trainer._weighted_sum(torch.tensor([[1.0, 0.5], [1.0, float("nan")]]))
+    total = trainer.weighted_sum(torch.tensor([[1.0, 0.5], [1.0, float("nan")]]))
     assert total[0] == 2 and total[1].isnan()
 
 

@@ -205,10 +205,10 @@ class RolloutMetrics(MergedMetrics):
         return {"tokens": mask.sum(), "counted": counted.sum(), "rows": rows}
 
     def _loss_weight(self) -> str:
-        return "counted" if self.objective.aggregation == "token_mean" else "rows"
+        return "counted" if self.algorithm.aggregation == "token_mean" else "rows"
 
     def _step_metrics(self, mode: str) -> dict[str, str]:
-        by = "rows" if self.importance_sampling_level == "sequence" else "tokens"
+        by = "rows" if self.algorithm.ratio == "sequence" else "tokens"
         return {
             "kl": "tokens",
             "entropy": "tokens",

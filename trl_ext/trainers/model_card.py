@@ -11,9 +11,10 @@ from typing import Any
 from huggingface_hub import ModelCardData
 from peft import PeftModel
 
+from trl_ext.algorithms import algorithms
 from trl_ext.files import markdown_line, read_json, write_json, write_text
 from trl_ext.models.loading import portable_name
-from trl_ext.registry import policy_algorithms, preference_losses
+from trl_ext.registry import preference_losses
 
 CARD_NAME = "README.md"
 ARXIV_ID = re.compile(r"\d{4}\.\d{4,5}")
@@ -74,7 +75,7 @@ class WritesModelCard:
 def method_of(trainer) -> dict[str, str]:
     """The training method's `name`, and its paper's `id`, `title` and `citation`, which may be empty."""
     paper: dict[str, str] = dict(trainer._paper)
-    for field, table in (("loss", preference_losses), ("algorithm", policy_algorithms)):
+    for field, table in (("loss", preference_losses), ("algorithm", algorithms)):
         name = getattr(trainer.args, field, None)
         if not paper and name in table:
             source = table[name].paper
@@ -125,7 +126,7 @@ def _run(folder: Path) -> dict[str, Any]:
 def _tags(trainer) -> set[str]:
     """The trainer's tags, with the method's own name in place of the one that its trainer is built on."""
     method = getattr(trainer.args, "loss", None) or getattr(trainer.args, "algorithm", None)
-    if method not in preference_losses and method not in policy_algorithms:
+    if method not in preference_losses and method not in algorithms:
         return {*trainer._tag_names}
     return {*trainer._tag_names} - METHOD_TAGS | {method}
 
@@ -164,8 +165,8 @@ def _how_to_use(trainer, base: str, is_adapter: bool) -> str:
 
 
 def _method(trainer, run: dict[str, Any]) -> str:
-    method = method_of(trainer)
-    objective = run.get("objective") or (trainer.objective.describe() if hasattr(trainer, "objective") else "")
+    method, found = method_of(trainer), getattr(trainer, "algorithm", None) or getattr(trainer, "objective", None)
+    objective = run.get("objective") or (found.describe() if found else "")
     settings = objective.replace("`", "'")
     lines = ["## Method", "", markdown_line(method["name"]) + (f": `{settings}`." if settings else ".")]
     title = markdown_line(method["title"]) or f"arXiv {method['id']}"
