@@ -6,7 +6,6 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -68,9 +67,8 @@ class MetricsFileCallback(TrainerCallback):
             at_step = [row for row in rows if row["step"] == step]
             self.keep([*(row for row in rows if row["step"] < step), *at_step[:logged]])
 
-    def keep(self, rows: Iterable[dict[str, Any]]) -> None:
+    def keep(self, rows: list[dict[str, Any]]) -> None:
         """Keep these rows of an earlier part of the run, and continue after them, in time as well."""
-        rows = list(rows)
         self._zero = time.monotonic() - max((row.get("seconds", 0.0) for row in rows), default=0.0)
         write_json_lines(self.path, rows)
 
@@ -97,14 +95,17 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     return rows
 
 
-class StepLineCallback(TrainerCallback):
-    """Prints the main metrics on one line whenever the trainer logs. `show_in` adds it to a trainer.
+class _Bar(ProgressCallback):
+    """transformers' progress bar without its own lines of metrics."""
 
-    On a terminal, unless `disable_tqdm` is set, it also shows a progress bar, which disappears when training ends.
-    """
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        pass
+
+
+class StepLineCallback(TrainerCallback):
+    """Prints the main metrics on one line whenever the trainer logs. `show_in` adds it to a trainer."""
 
     def __init__(self):
-        self._bar: tqdm | None = None
         # Widths so far; the first ones leave room for a minus sign.
         self._widths = {"reward": 6, "margin": 6}
         self._round: int | None = None
@@ -113,21 +114,15 @@ class StepLineCallback(TrainerCallback):
 
     @classmethod
     def show_in(cls, trainer: Trainer) -> None:
-        """Make these lines the trainer's only progress display."""
+        """Show progress by these lines and, on a terminal and unless `disable_tqdm` is set, by a bar."""
         for other in (PrinterCallback, ProgressCallback):
             trainer.remove_callback(other)
+        if not trainer.args.disable_tqdm and sys.stdout.isatty() and sys.stderr.isatty():
+            trainer.add_callback(_Bar())
         trainer.add_callback(cls())
 
     def on_step_begin(self, args, state, control, **kwargs):
         self._began = self._began or (state.global_step, time.monotonic())
-
-    def on_step_end(self, args, state, control, **kwargs):
-        shows = state.is_world_process_zero and not args.disable_tqdm
-        # The bar starts after the first step, since most warnings are printed before or during it.
-        if self._bar is None and shows and sys.stdout.isatty() and sys.stderr.isatty():
-            self._bar = tqdm(total=state.max_steps, initial=self._began[0], leave=False, dynamic_ncols=True)
-        if self._bar is not None:
-            self._bar.update(state.global_step - self._bar.n)
 
     def on_log(self, args, state, control, logs: dict[str, Any] | None = None, **kwargs):
         # The last row summarizes the run; the recipe prints its own summary.
@@ -139,9 +134,7 @@ class StepLineCallback(TrainerCallback):
                 sys.stdout.flush()
 
     def on_train_end(self, args, state, control, **kwargs):
-        if self._bar is not None:
-            self._bar.close()
-        self._bar = self._began = None
+        self._began = None
 
     def _line(self, state, metrics: dict[str, Any], shown: dict[str, str]) -> str:
         in_training = "learning_rate" in metrics

@@ -188,7 +188,7 @@ class ExpertIterationTrainer(SFTTrainer):
         if self.accelerator.is_main_process:
             # The next round's first line has the step at which the finished ones ended.
             rows, end = read_metrics(self.metrics_file.path) if done else [], self.state.global_step
-            self.metrics_file.keep(r for r in rows if r["step"] <= end and r.get("expert_step", 0) <= done)
+            self.metrics_file.keep([row for row in rows if row["step"] <= end and row.get("expert_step", 0) <= done])
             for path in (Path(self.args.output_dir) / "samples").glob("expert_*.jsonl"):
                 if int(path.name.split("_")[1]) > done:
                     path.unlink()

@@ -18,14 +18,12 @@ from trl_ext.registry import policy_algorithms, preference_losses
 CARD_NAME = "README.md"
 ARXIV_ID = re.compile(r"\d{4}\.\d{4,5}")
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
-# Models and data that have a name of this library's, and how cards describe them.
-OURS = {name: f"`{name}`, which is embedded in trl_ext" for name in ("toy", "instructions", "word_problems")}
-OURS["smollm2"] = (
-    "[SmolLM2-135M-Instruct](https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct), quantized to 4 bits"
-)
-# The hub's model behind one of ours, and the licence of both.
+# The hub's model behind an embedded one, and the embedded models' licence.
 HUB_BASE = {"smollm2": "HuggingFaceTB/SmolLM2-135M-Instruct"}
 LICENCES = {"toy": "apache-2.0", "smollm2": "apache-2.0"}
+# Embedded models and data, and how cards describe them.
+OURS = {name: f"`{name}`, which is embedded in trl_ext" for name in ("toy", "instructions", "word_problems")}
+OURS["smollm2"] = f"[SmolLM2-135M-Instruct](https://huggingface.co/{HUB_BASE['smollm2']}), quantized to 4 bits"
 # TRL's tags of the method that a trainer is built on.
 METHOD_TAGS = {"dpo", "grpo"}
 # The entries of results.json that count the training data, with their units.
@@ -71,17 +69,6 @@ class WritesModelCard:
             write_text(card, _card(self, None, None, []))
 
 
-def method_of(trainer) -> dict[str, str]:
-    """The training method's `name`, and its paper's `id`, `title` and `citation`, which may be empty."""
-    paper: dict[str, str] = dict(trainer._paper)
-    for field, table in (("loss", preference_losses), ("algorithm", policy_algorithms)):
-        name = getattr(trainer.args, field, None)
-        if not paper and name in table:
-            source = table[name].paper
-            paper = {"id": source} if ARXIV_ID.fullmatch(source) else {"title": source}
-    return {"name": trainer._name, **{key: paper.get(key) or "" for key in ("id", "title", "citation")}}
-
-
 def _card(trainer, model_name: str | None, dataset_name: str | None, tags: list[str]) -> str:
     """The whole card: metadata for the hub, and the text below."""
     folder = Path(trainer.args.output_dir)
@@ -98,14 +85,18 @@ def _card(trainer, model_name: str | None, dataset_name: str | None, tags: list[
         library_name="peft" if is_adapter else "transformers",
         tags=sorted({"generated_from_trainer", *_tags(trainer), *tags}),
     )
+    counts = [f"{run[key]} {unit}" for key, unit in COUNTS.items() if run.get(key) is not None]
+    if not counts and hasattr(trainer.train_dataset, "__len__"):
+        counts = [f"{len(trainer.train_dataset)} rows"]
+    counted = ", ".join([*([_shown(data, "datasets/")] if data else []), *counts])
     libraries = ", ".join(f"{name} {version(name)}" for name in ("trl_ext", "trl", "transformers", "torch", "peft"))
     parts = [
         f"---\n{head.to_yaml()}\n---",
         f"# {markdown_line(name)}",
-        f"{'An adapter of' if is_adapter else 'A fine-tuned version of'} {_shown(base, 'models')}.",
+        f"{'An adapter of' if is_adapter else 'A fine-tuned version of'} {_shown(base)}.",
         _how_to_use(trainer, base, is_adapter),
         _method(trainer, run),
-        _data(trainer, run, data),
+        f"## Data\n\n{counted}; {trainer.state.global_step} updates.",
         trainer.card_results,
         _how_to_repeat(folder, run),
         f"Trained with {libraries}.",
@@ -122,68 +113,66 @@ def _run(folder: Path) -> dict[str, Any]:
     return run if isinstance(run, dict) else {}
 
 
-def _tags(trainer) -> set[str]:
-    """The trainer's tags, with the method's own name in place of the one that its trainer is built on."""
-    method = getattr(trainer.args, "loss", None) or getattr(trainer.args, "algorithm", None)
-    if method not in preference_losses and method not in policy_algorithms:
-        return {*trainer._tag_names}
-    return {*trainer._tag_names} - METHOD_TAGS | {method}
-
-
 def _is_hub_name(name: str) -> bool:
     """Whether a name is on the hub rather than a path."""
     return name not in OURS and HUB_NAME.fullmatch(name) is not None and not Path(name).exists()
 
 
-def _shown(name: str, kind: str) -> str:
+def _shown(name: str, kind: str = "") -> str:
     """The name of a model or dataset, linked if it is on the hub; for a path, its last part."""
     if _is_hub_name(name):
-        return f"[{name}](https://huggingface.co/{'datasets/' if kind == 'datasets' else ''}{name})"
+        return f"[{name}](https://huggingface.co/{kind}{name})"
     return OURS.get(name) or f"`{Path(name).name}`"
+
+
+def _tags(trainer) -> set[str]:
+    """The trainer's tags, with the method's own name in place of the one that its trainer is built on."""
+    method = getattr(trainer.args, "loss", None) or getattr(trainer.args, "algorithm", None)
+    known = method in preference_losses or method in policy_algorithms
+    return {*trainer._tag_names} - METHOD_TAGS | {method} if known else {*trainer._tag_names}
 
 
 def _how_to_use(trainer, base: str, is_adapter: bool) -> str:
     """Lines of Python that load the model from its folder or from the hub, and use it."""
     model = trainer.args.hub_model_id or "."
-    prompt = "What is the capital of France?"
+    prompt: Any = "What is the capital of France?"
     if getattr(getattr(trainer, "processing_class", None), "chat_template", None):
         prompt = [{"role": "user", "content": prompt}]
-    lines = ["from transformers import pipeline", "", f'generate = pipeline("text-generation", model="{model}")']
     if "reward-trainer" in trainer._tag_names:
-        lines = ["from trl_ext import RewardModel", "", f'reward_model = RewardModel("{model}")']
+        load = f'from trl_ext import RewardModel\n\nreward_model = RewardModel("{model}")'
         ask = f'reward_model.score([{json.dumps(prompt)}], ["Paris."])'
     else:
+        load = f'from transformers import pipeline\n\ngenerate = pipeline("text-generation", model="{model}")'
         # transformers finds only bases that are on the hub.
         if is_adapter and not _is_hub_name(base):
-            lines[1:] = ["", "from trl_ext.models import load_policy", ""]
-            lines += [f'model, tokenizer = load_policy("{model}")']
-            lines += ['generate = pipeline("text-generation", model=model, tokenizer=tokenizer)']
+            load = "from transformers import pipeline\n\nfrom trl_ext.models import load_policy\n\n"
+            load += f'model, tokenizer = load_policy("{model}")\n'
+            load += 'generate = pipeline("text-generation", model=model, tokenizer=tokenizer)'
         ask = f"generate({json.dumps(prompt)}, max_new_tokens=64, return_full_text=False)"
-    code = "\n".join([*lines, f"print({ask})"])
-    return f"## Use\n\nRun{' in its folder' if model == '.' else ''}:\n\n```python\n{code}\n```"
+    return f"## Use\n\nRun{' in its folder' if model == '.' else ''}:\n\n```python\n{load}\nprint({ask})\n```"
+
+
+def paper_of(trainer) -> dict[str, str]:
+    """The paper of the training method, by its `id` on arXiv and its `title`; a key may be missing."""
+    if trainer._paper:
+        return trainer._paper
+    for field, table in (("loss", preference_losses), ("algorithm", policy_algorithms)):
+        name = getattr(trainer.args, field, None)
+        if name in table:
+            source = table[name].paper
+            return {"id" if ARXIV_ID.fullmatch(source) else "title": source}
+    return {}
 
 
 def _method(trainer, run: dict[str, Any]) -> str:
-    method = method_of(trainer)
-    objective = run.get("objective") or (trainer.objective.describe() if hasattr(trainer, "objective") else "")
-    settings = objective.replace("`", "'")
-    lines = ["## Method", "", markdown_line(method["name"]) + (f": `{settings}`." if settings else ".")]
-    title = markdown_line(method["title"]) or f"arXiv {method['id']}"
-    if method["id"]:
-        lines += ["", f"Paper: [{title}](https://arxiv.org/abs/{method['id']})."]
-    elif method["title"]:
-        lines += ["", f"Source: {title}."]
-    if method["citation"]:
-        lines += ["", f"```bibtex\n{method['citation']}\n```"]
-    return "\n".join(lines)
-
-
-def _data(trainer, run: dict[str, Any], data: str | None) -> str:
-    counts = [f"{run[key]} {unit}" for key, unit in COUNTS.items() if run.get(key) is not None]
-    if not counts and hasattr(trainer.train_dataset, "__len__"):
-        counts = [f"{len(trainer.train_dataset)} rows"]
-    what = [_shown(data, "datasets")] if data else []
-    return "## Data\n\n" + ", ".join(what + counts) + f"; {trainer.state.global_step} updates."
+    objective = getattr(trainer, "objective", None) or getattr(trainer, "algorithm", None)
+    settings = (run.get("objective") or (objective.describe() if objective else "")).replace("`", "'")
+    text = f"## Method\n\n{markdown_line(trainer._name)}" + (f": `{settings}`." if settings else ".")
+    paper = paper_of(trainer)
+    title = markdown_line(paper.get("title") or "")
+    if arxiv := paper.get("id"):
+        return f"{text}\n\nPaper: [{title or f'arXiv {arxiv}'}](https://arxiv.org/abs/{arxiv})."
+    return f"{text}\n\nSource: {title}." if title else text
 
 
 def _how_to_repeat(folder: Path, run: dict[str, Any]) -> str:
