@@ -81,7 +81,7 @@ def check_dataset(name: str, dataset: Any, formats: Formats, *, one_kind: bool =
         )
     if not len(dataset):
         raise ValueError(f"{name} has no rows")
-    # A transform may add columns.
+    # A transform may add and change columns, and is not applied to all rows ahead.
     first = dataset[0]
     if any(column.endswith("_ids") for column in first):
         return
@@ -97,11 +97,8 @@ def check_dataset(name: str, dataset: Any, formats: Formats, *, one_kind: bool =
         )
     texts = [column for column in read or () if column in _TEXTS]
     rows = [first]
-    if dataset.format["type"] is None:
-        rows = dataset.select_columns([*texts, *(["row_id"] if "row_id" in dataset.column_names else [])])
-    elif dataset.format["type"] != "custom":
-        # Formats such as numpy's hold no lists.
-        return
+    if dataset.format["type"] != "custom":
+        rows = dataset.with_format(None).select_columns([*texts, *({"row_id"} & {*dataset.column_names})])
     for index, row in enumerate(rows):
         where = f"{name}, row {index}" + (f" (row_id {row['row_id']})" if "row_id" in row else "")
         kinds = {column: _kind(row[column]) for column in texts}

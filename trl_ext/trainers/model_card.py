@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import ModelCardData
+from jinja2 import Environment
 from peft import PeftModel
 
 from trl_ext.files import markdown_line, read_json, write_json, write_text
@@ -70,38 +71,65 @@ class WritesModelCard:
 
 
 def _card(trainer, model_name: str | None, dataset_name: str | None, tags: list[str]) -> str:
-    """The whole card: metadata for the hub, and the text below."""
-    folder = Path(trainer.args.output_dir)
+    """The whole card: `model_card.md` with the trainer's and the run's values."""
+    args, folder, is_adapter = trainer.args, Path(trainer.args.output_dir), isinstance(trainer.model, PeftModel)
     run = _run(folder)
-    name = model_name or (trainer.args.hub_model_id or folder.absolute().name).split("/")[-1]
+    name = model_name or (args.hub_model_id or folder.absolute().name).split("/")[-1]
     base = portable_name(run.get("model") or trainer.model.config._name_or_path)
-    data = run.get("dataset") or dataset_name
-    is_adapter = isinstance(trainer.model, PeftModel)
-    head = ModelCardData(
+    dataset = run.get("dataset") or dataset_name
+    metadata = ModelCardData(
         model_name=name,
         license=LICENCES.get(base),
         base_model=HUB_BASE.get(base) or (base if _is_hub_name(base) else None),
-        datasets=data if data and _is_hub_name(data) else None,
+        datasets=dataset if dataset and _is_hub_name(dataset) else None,
         library_name="peft" if is_adapter else "transformers",
         tags=sorted({"generated_from_trainer", *_tags(trainer), *tags}),
     )
     counts = [f"{run[key]} {unit}" for key, unit in COUNTS.items() if run.get(key) is not None]
     if not counts and hasattr(trainer.train_dataset, "__len__"):
         counts = [f"{len(trainer.train_dataset)} rows"]
-    counted = ", ".join([*([_shown(data, "datasets/")] if data else []), *counts])
-    libraries = ", ".join(f"{name} {version(name)}" for name in ("trl_ext", "trl", "transformers", "torch", "peft"))
-    parts = [
-        f"---\n{head.to_yaml()}\n---",
-        f"# {markdown_line(name)}",
-        f"{'An adapter of' if is_adapter else 'A fine-tuned version of'} {_shown(base)}.",
-        _how_to_use(trainer, base, is_adapter),
-        _method(trainer, run),
-        f"## Data\n\n{counted}; {trainer.state.global_step} updates.",
-        trainer.card_results,
-        _how_to_repeat(folder, run),
-        f"Trained with {libraries}.",
-    ]
-    return "\n\n".join(part for part in parts if part) + "\n"
+    prompt: Any = "What is the capital of France?"
+    if getattr(getattr(trainer, "processing_class", None), "chat_template", None):
+        prompt = [{"role": "user", "content": prompt}]
+    objective = getattr(trainer, "objective", None) or getattr(trainer, "algorithm", None)
+    settings = run.get("objective") or (objective.describe() if objective else "")
+    # The command to train again runs where training was started; of a folder elsewhere, only the last part is told.
+    here, there = Path.cwd().resolve(), folder.resolve()
+    environment = Environment(trim_blocks=True, keep_trailing_newline=True)
+    environment.filters["markdown_line"] = markdown_line
+    template = environment.from_string(Path(__file__).with_suffix(".md").read_text(encoding="utf-8"))
+    return template.render(
+        metadata=metadata.to_yaml(),
+        name=name,
+        is_adapter=is_adapter,
+        base=_shown(base),
+        model=args.hub_model_id or ".",
+        is_reward_model="reward-trainer" in trainer._tag_names,
+        # transformers finds only bases that are on the hub.
+        needs_loading=is_adapter and not _is_hub_name(base),
+        prompt=json.dumps(prompt),
+        method=trainer._name,
+        settings=settings.replace("`", "'"),
+        paper=paper_of(trainer),
+        data=[*([_shown(dataset, "datasets/")] if dataset else []), *counts],
+        updates=trainer.state.global_step,
+        results=trainer.card_results,
+        recipe=run.get("recipe") if (folder / "config.yaml").is_file() else None,
+        folder=there.relative_to(here).as_posix() if there.is_relative_to(here) else there.name,
+        libraries=[f"{name} {version(name)}" for name in ("trl_ext", "trl", "transformers", "torch", "peft")],
+    )
+
+
+def paper_of(trainer) -> dict[str, str]:
+    """The paper of the training method, by its `id` on arXiv and its `title`; a key may be missing."""
+    if trainer._paper:
+        return trainer._paper
+    for field, table in (("loss", preference_losses), ("algorithm", policy_algorithms)):
+        name = getattr(trainer.args, field, None)
+        if name in table:
+            source = table[name].paper
+            return {"id" if ARXIV_ID.fullmatch(source) else "title": source}
+    return {}
 
 
 def _run(folder: Path) -> dict[str, Any]:
@@ -130,59 +158,3 @@ def _tags(trainer) -> set[str]:
     method = getattr(trainer.args, "loss", None) or getattr(trainer.args, "algorithm", None)
     known = method in preference_losses or method in policy_algorithms
     return {*trainer._tag_names} - METHOD_TAGS | {method} if known else {*trainer._tag_names}
-
-
-def _how_to_use(trainer, base: str, is_adapter: bool) -> str:
-    """Lines of Python that load the model from its folder or from the hub, and use it."""
-    model = trainer.args.hub_model_id or "."
-    prompt: Any = "What is the capital of France?"
-    if getattr(getattr(trainer, "processing_class", None), "chat_template", None):
-        prompt = [{"role": "user", "content": prompt}]
-    if "reward-trainer" in trainer._tag_names:
-        load = f'from trl_ext import RewardModel\n\nreward_model = RewardModel("{model}")'
-        ask = f'reward_model.score([{json.dumps(prompt)}], ["Paris."])'
-    else:
-        load = f'from transformers import pipeline\n\ngenerate = pipeline("text-generation", model="{model}")'
-        # transformers finds only bases that are on the hub.
-        if is_adapter and not _is_hub_name(base):
-            load = "from transformers import pipeline\n\nfrom trl_ext.models import load_policy\n\n"
-            load += f'model, tokenizer = load_policy("{model}")\n'
-            load += 'generate = pipeline("text-generation", model=model, tokenizer=tokenizer)'
-        ask = f"generate({json.dumps(prompt)}, max_new_tokens=64, return_full_text=False)"
-    return f"## Use\n\nRun{' in its folder' if model == '.' else ''}:\n\n```python\n{load}\nprint({ask})\n```"
-
-
-def paper_of(trainer) -> dict[str, str]:
-    """The paper of the training method, by its `id` on arXiv and its `title`; a key may be missing."""
-    if trainer._paper:
-        return trainer._paper
-    for field, table in (("loss", preference_losses), ("algorithm", policy_algorithms)):
-        name = getattr(trainer.args, field, None)
-        if name in table:
-            source = table[name].paper
-            return {"id" if ARXIV_ID.fullmatch(source) else "title": source}
-    return {}
-
-
-def _method(trainer, run: dict[str, Any]) -> str:
-    objective = getattr(trainer, "objective", None) or getattr(trainer, "algorithm", None)
-    settings = (run.get("objective") or (objective.describe() if objective else "")).replace("`", "'")
-    text = f"## Method\n\n{markdown_line(trainer._name)}" + (f": `{settings}`." if settings else ".")
-    paper = paper_of(trainer)
-    title = markdown_line(paper.get("title") or "")
-    if arxiv := paper.get("id"):
-        return f"{text}\n\nPaper: [{title or f'arXiv {arxiv}'}](https://arxiv.org/abs/{arxiv})."
-    return f"{text}\n\nSource: {title}." if title else text
-
-
-def _how_to_repeat(folder: Path, run: dict[str, Any]) -> str:
-    if "recipe" not in run or not (folder / "config.yaml").is_file():
-        return ""
-    # The command runs where training was started; of a folder elsewhere, only the last part is told.
-    here, folder = Path.cwd().resolve(), folder.resolve()
-    shown = folder.relative_to(here).as_posix() if folder.is_relative_to(here) else folder.name
-    return (
-        "## Training it again\n\n`config.yaml` in this folder holds every argument; paths in it are as seen from the "
-        f"folder that training was started in.\n\n```bash\ntrl-ext train {run['recipe']} --config {shown}/config.yaml "
-        f"--output_dir {shown}-again\n```"
-    )

@@ -74,24 +74,21 @@ def check_base_of_adapter(model) -> None:
     """
     if not is_peft_model(model):
         return
+    needed = "and switching the adapter off does not give the model that training begins from, which is needed here"
     for config in model.peft_config.values():
         start = getattr(config, "init_lora_weights", None)
         if isinstance(start, str) and start.startswith(_CHANGE_THE_BASE):
             raise ValueError(
-                f"init_lora_weights={start!r} changes the weights of the base, so that switching the adapter off does "
-                "not give the model that training begins from, which is needed here: leave the setting out"
+                f"init_lora_weights={start!r} changes the weights of the base, {needed}: leave the setting out"
             )
-    # Beside the base there may be a value head, and the vectors of a learned prompt.
-    names = [
-        name for name, weight in model.named_parameters() if weight.requires_grad and name.startswith("base_model.")
-    ]
-    inside = [name for name in names if not set(model.peft_config).intersection(name.split("."))]
-    if inside:
-        raise ValueError(
-            f"beside the adapter, parameters of the base are trained, such as {inside[0]}, and switching the adapter "
-            "off does not give the model that training begins from, which is needed here: freeze them "
-            '(LoraConfig(bias="none")), or name their modules in modules_to_save'
-        )
+    for name, weight in model.named_parameters():
+        # Beside the base there may be a value head, and the vectors of a learned prompt.
+        in_base = name.startswith("base_model.") and not {*model.peft_config} & {*name.split(".")}
+        if weight.requires_grad and in_base:
+            raise ValueError(
+                f"beside the adapter, parameters of the base are trained, such as {name}, {needed}: freeze them "
+                '(LoraConfig(bias="none")), or name their modules in modules_to_save'
+            )
 
 
 @contextmanager
