@@ -61,6 +61,5 @@ from trl_ext.trainers.preference.methods import (
     SPPOTrainer,
 )
 from trl_ext.trainers.preference.trainer import PreferenceTrainer
-from trl_ext.trainers.reward.config import RewardConfig
-from trl_ext.trainers.reward.trainer import RewardTrainer
+from trl_ext.trainers.reward import RewardConfig, RewardTrainer
 from trl_ext.trainers.sft import SFTConfig, SFTTrainer

@@ -171,17 +171,6 @@ def merged(values: Sequence[float], by: str, counts: Sequence[dict[str, float]])
     return sum(value * count[by] for value, count in known) / total if total else 0.0
 
 
-class RewardMetrics(MergedMetrics):
-    """For a reward model's pairs; the trainer itself logs held-out accuracy and margin for each pair."""
-
-    def _micro_batch_counts(self, inputs: dict[str, Any]) -> dict[str, Tensor]:
-        return {"pairs": torch.tensor(len(inputs["input_ids"]) // 2, device=inputs["input_ids"].device)}
-
-    def _step_metrics(self, mode: str) -> dict[str, str]:
-        by_pair = {"accuracy": "pairs", "margin": "pairs"} if mode == "train" else {}
-        return {"min_reward": "min", "max_reward": "max", "mean_reward": "pairs", **by_pair}
-
-
 class RolloutMetrics(MergedMetrics):
     """For a policy's responses; a metric of clipped sequence ratios is weighted by responses.
 
