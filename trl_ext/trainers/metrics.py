@@ -24,6 +24,8 @@ class StepMetrics:
     twice in these means.
     """
 
+    # The mean of a metric over no pairs or tokens; TRL's is 0.
+    mean_of_nothing = 0.0
     # Sum and count of each metric of the step or the evaluation in progress; kept apart, as TRL keeps its metrics.
     _sums: dict[str, dict[str, tuple[float, float]]] | None = None
 
@@ -34,7 +36,7 @@ class StepMetrics:
 
         Args:
             values: for each metric, the sum over this process's micro-batch, and how much it sums over (such as the
-                number of pairs, or of tokens), each a tensor of one number. The mean over nothing is NaN.
+                number of pairs, or of tokens), each a tensor of one number.
         """
         mode = "train" if self.model.training else "eval"
         numbers = torch.stack([number.detach().double() for value in values.values() for number in value])
@@ -49,7 +51,7 @@ class StepMetrics:
     def _end_step(self, mode: str) -> None:
         sums = self._sums[mode] if self._sums else {}
         for name, (total, count) in sums.items():
-            self._metrics[mode].setdefault(name, []).append(total / count if count else math.nan)
+            self._metrics[mode].setdefault(name, []).append(total / count if count else self.mean_of_nothing)
         sums.clear()
 
     def held_out_loss(self) -> float | None:
