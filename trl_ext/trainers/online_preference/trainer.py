@@ -222,7 +222,7 @@ class OnlinePreferenceTrainer(PolicyTrainer):
             sampler = rollout.get("old_per_token_logps")
             if sampler is None or self.scoring.differs:
                 with self.scoring.of_the_sampler():
-                    sampler = self.rollout_log_probs(rollout)
+                    sampler = self.score(self.model, rollout).log_probs
         sums = []
         for log_probs in (sampler, rollout.get("ref_per_token_logps")):
             sums.append([math.nan] * len(mask) if log_probs is None else (log_probs * mask).sum(dim=1).tolist())

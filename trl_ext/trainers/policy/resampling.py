@@ -149,7 +149,6 @@ def _merge(trainer, rounds: list[Round], places: list[tuple[int, int]]) -> dict:
         # Of all rounds.
         failed=sum(one.rewards.failed for one in rounds),
     )
-    merged["num_items_in_batch"] = gather(trainer._token_mask(merged).sum()).sum()
     for name, column in _table(trainer).items():
         if all(len(one.table.get(name, [])) == len(sources) for one in rounds):
             column.extend(rounds[turn].table[name][row] for turn, row in sources)

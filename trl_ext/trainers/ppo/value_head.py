@@ -47,14 +47,8 @@ class ValueModel:
         self.trainer = trainer
         self.policy = trainer.model
 
-    def score(self, score: Callable[[], ScoredTokens], inputs: dict, rows_per_pass: int | None) -> ScoredTokens:
-        """The scores of responses under the policy, and their values, with gradient if enabled.
-
-        Args:
-            score: makes the forward pass of the policy over the responses.
-            inputs: the responses, as `PolicyTrainer.score` takes them.
-            rows_per_pass: rows of a forward pass; None for all.
-        """
+    def score(self, score: Callable[[], ScoredTokens], inputs: dict) -> ScoredTokens:
+        """The scores of responses under the policy, by `score()`, and their values, with gradient if enabled."""
         raise NotImplementedError
 
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -104,7 +98,7 @@ class SharedValueModel(ValueModel):
         super().__init__(trainer)
         _add_head(self.policy, _new_head(self.policy))
 
-    def score(self, score: Callable[[], ScoredTokens], inputs: dict, rows_per_pass: int | None) -> ScoredTokens:
+    def score(self, score: Callable[[], ScoredTokens], inputs: dict) -> ScoredTokens:
         passes: list[Tensor] = []
         latest: list[Tensor] = []
 
@@ -138,12 +132,14 @@ class SeparateValueModel(ValueModel):
         trunk, head = _load_value_model(trainer)
         _add_head(self.policy, nn.ModuleDict({"trunk": trunk, "head": head}))
 
-    def score(self, score: Callable[[], ScoredTokens], inputs: dict, rows_per_pass: int | None) -> ScoredTokens:
+    def score(self, score: Callable[[], ScoredTokens], inputs: dict) -> ScoredTokens:
         scored = score()
         ids, mask = (
             torch.cat([inputs[f"prompt_{name}"], inputs[f"completion_{name}"]], dim=1) for name in ("ids", "mask")
         )
-        scored.values = self.values(ids, mask, inputs["completion_ids"].size(1), rows_per_pass or len(ids))
+        trainer, args = self.trainer, self.trainer.args
+        rows = args.per_device_train_batch_size if trainer.model.training else args.per_device_eval_batch_size
+        scored.values = self.values(ids, mask, inputs["completion_ids"].size(1), rows)
         return scored
 
     def values(self, input_ids: Tensor, attention_mask: Tensor, count: int, rows_per_pass: int) -> Tensor:
