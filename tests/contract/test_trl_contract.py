@@ -187,7 +187,7 @@ METHODS = {
     "_run_epoch": (EPOCH, RESUMABLE),
     "_finalize_training": (["self", "trial", "num_train_samples", "start_time"], RESUMABLE),
     "_load_from_checkpoint": (["self", "resume_from_checkpoint", "model"], "trl_ext.ExpertIterationTrainer._begin"),
-    "_save": (["self", "output_dir", "state_dict"], "trl_ext.trainers.reward.trainer.RewardTrainer._save"),
+    "_save": (["self", "output_dir", "state_dict"], "trl_ext.RewardTrainer._save"),
     "get_batch_samples": (["self", "epoch_iterator", "num_batches", "device"], f"{PREFERENCE}.get_batch_samples"),
     "_get_grad_norm": (["self", "model", "grad_norm"], GUARD),
     "_save_optimizer_and_scheduler": (["self", "output_dir"], "trl_ext.OnlinePreferenceTrainer"),

@@ -289,7 +289,7 @@ def test_every_method_is_in_the_tables():
     losses, _, of_algorithms = TEXTS["docs/methods.md"].partition("## Algorithms")
     own_losses = [one for one in preference_losses if preference_losses[one].function.__module__[:8] == "trl_ext."]
     own_algorithms = [name for name in algorithms if algorithms[name].surrogate != "own"]
-    trainers = {name: getattr(trl_ext.trainers, name) for name in trl_ext.trainers.__all__ if name.endswith("Trainer")}
+    trainers = {name: value for name, value in vars(trl_ext.trainers).items() if name.endswith("Trainer")}
     of_pairs = [name for name, one in trainers.items() if issubclass(one, PreferenceTrainer)]
     of_policies = [name for name, one in trainers.items() if issubclass(one, PolicyTrainer)]
     of_pairs.remove("PreferenceTrainer")

@@ -260,7 +260,10 @@ def test_sizes_of_the_course_become_those_of_trl(build):
         ({"train_batch_size": 32, "gradient_accumulation_steps": 2}, "train_batch_size 32 means gradient_accumul"),
         ({"group_size": 4, "num_generations": 8}, "group_size 4 means num_generations 4, and num_generations is 8"),
         ({"group_size": 0}, "group_size must be at least 1, got 0"),
-        ({"length_normalization": "mean"}, "length_normalization must be one of masked_mean, masked_normalize"),
+        (
+            {"length_normalization": "mean"},
+            "unknown --length_normalization 'mean'.* Known: masked_mean, masked_normalize",
+        ),
         ({"algorithm": "dr_grpo", "use_std_normalization": True}, "without the standard deviation"),
         ({"algorithm": "dr_grpo", "length_normalization": "masked_mean"}, "without length normalisation"),
         ({"algorithm": "no_baseline", "use_std_normalization": True}, "Rewards times log-probabilities"),

@@ -17,15 +17,21 @@ from trl import TrlParser
 import trl_ext
 from tests.support import REPOSITORY
 from tests.support.rollout_once import DEFAULTS, build, train
+from tests.support.train_once import named_methods
 from trl_ext.algorithms import algorithms
+from trl_ext.registry import preference_losses
 from trl_ext.rollouts.generation import prompt_tokens
-from trl_ext.trainers import POLICY_METHODS, PREFERENCE_METHODS, defaults
+from trl_ext.trainers import defaults
 from trl_ext.trainers.policy import config as policy_config
+from trl_ext.trainers.policy import methods as policy_methods
+from trl_ext.trainers.preference import methods as preference_methods
 from trl_ext.trainers.preference.config import _NOT_CARRIED
 
 pytestmark = pytest.mark.usefixtures("registries_as_before")
 
 DOCUMENTED = (REPOSITORY / "docs" / "trl.md").read_text(encoding="utf-8")
+POLICY_METHODS, PREFERENCE_METHODS = map(named_methods, (policy_methods, preference_methods))
+BUILT_IN = {name for name in preference_losses if preference_losses[name].function.__module__.startswith("trl_ext.")}
 # Each rollout serves four updates.
 FOUR_UPDATES = {"per_device_train_batch_size": 4, "steps_per_generation": 2, "num_iterations": 2, "max_steps": 40}
 
@@ -46,6 +52,7 @@ def configure(tmp_path):
 def test_a_named_configuration_is_its_method(configure):
     for name in POLICY_METHODS:
         assert configure(f"{name}Config", num_generations=4).algorithm.replace("_", "") == name.lower()
+    assert {preference_losses[configure(f"{name}Config").loss].name for name in PREFERENCE_METHODS} == BUILT_IN
     for name in PREFERENCE_METHODS:
         assert configure(f"{name}Config").loss.replace("_", "") == name.lower()
         assert getattr(trl_ext, f"{name}Trainer")._config_class is getattr(trl_ext, f"{name}Config")

@@ -22,7 +22,7 @@ from tests.support.trl_private import describe_as, tags_of
 from trl_ext import AOTTrainer
 from trl_ext.evaluation.reporting.model_card import results_section
 from trl_ext.losses import PreferenceObjective  # noqa: F401  the losses register before a test copies their table
-from trl_ext.trainers.model_card import WritesModelCard, method_of
+from trl_ext.trainers.model_card import WritesModelCard, paper_of
 
 SECRET = "hf_abcdefghijklmnopqrstuvwxyz"
 
@@ -68,8 +68,8 @@ def test_trls_tags_stand_beside_ours():
 )
 def test_paper_is_the_methods(trainer, given, paper):
     own = getattr(trl_ext, trainer)
-    found = method_of(SimpleNamespace(_name=own._name, _paper=own._paper, args=SimpleNamespace(**given), objective=1))
-    assert found["id"] == paper
+    found = paper_of(SimpleNamespace(_paper=own._paper, args=SimpleNamespace(**given)))
+    assert found.get("id", "") == paper
 
 
 def test_a_notebooks_card_before_there_are_results(tmp_path):

@@ -21,6 +21,7 @@ from tests.support.train_once import (
     build,
     largest_difference,
     load_models,
+    named_methods,
     relative_difference,
     result,
     train,
@@ -29,6 +30,7 @@ from tests.support.train_once import (
 from trl_ext import preference_loss
 from trl_ext.losses import PreferenceScores
 from trl_ext.registry import preference_losses
+from trl_ext.trainers.preference import methods
 
 pytestmark = pytest.mark.usefixtures("in_float64")
 
@@ -220,7 +222,7 @@ def test_evaluation_metrics(models, tiny_model_path, tmp_path):
     assert metrics["eval_rewards/margins"] == pytest.approx(margin.mean().item(), rel=1e-9)
 
 
-@pytest.mark.parametrize("name", trl_ext.trainers.PREFERENCE_METHODS)
+@pytest.mark.parametrize("name", named_methods(methods))
 def test_named_trainer_trains_on_its_loss(name, models, tiny_model_path, tmp_path):
     """The logged loss of its first step is its function's of scores computed independently."""
     spec = {"model": tiny_model_path, "trainer": f"{name}Trainer", "args": {"per_device_train_batch_size": 4}}

@@ -220,7 +220,7 @@ def _datasets(row: dict) -> dict[str, object]:
         rf", row 0: prompt {KIND} \[{{'from': ": [{**row, "prompt": [{"from": "human", "value": "a"}]}],
     }
     if response != "prompt":
-        data[f" (holds prompts and no pairs|has no column '{response}'): give rows of"] = [{"prompt": USER}]
+        data[" has no column '(chosen|completion)': give rows of"] = [{"prompt": USER}]
     if response == "rejected":
         data[" has no column 'rejected'"] = [{"prompt": USER, "chosen": ASSISTANT}]
         data[" holds labelled responses and no pairs: they are for KTOTrainer"] = [ROWS["KTO"]]

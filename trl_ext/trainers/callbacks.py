@@ -6,6 +6,7 @@ import json
 import math
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,7 @@ _COLUMNS = {
     "accuracy": (".3f", "rewards/accuracies", "accuracy"),
     "margin": (".3f", "rewards/margins", "margin"),
     "token accuracy": (".3f", "mean_token_accuracy"),
-    # Nats per token of a training step's rollouts, and nats per response of held-out ones and of KTO's loss.
-    "kl/token": (".4f",),
+    # Nats per response of held-out rollouts and of KTO's loss, and nats per token of a training step's rollouts.
     "kl/response": (".4f", "sampled_kl", "kl"),
     "entropy": (".3f", "entropy", "rollouts/entropy"),
     "length": (".1f", "completions/mean_length", "rollouts/mean_length"),
@@ -36,8 +36,6 @@ _COLUMNS = {
     "kept": (".0f", "rollouts/kept"),
     "lr": (".1e", "learning_rate"),
 }
-# Widths that leave room for a minus sign.
-_WIDTHS = {"reward": 6, "margin": 6}
 
 
 class MetricsFileCallback(TrainerCallback):
@@ -45,30 +43,34 @@ class MetricsFileCallback(TrainerCallback):
 
     `seconds` is the time since training began, including evaluations. A resumed run keeps the lines written before its
     checkpoint and continues from the last of them; a line cut off by a crash is dropped.
+
+    Args:
+        path: the file.
+        of_rounds: whether several trainings write one file, as the rounds of expert iteration do. Their trainer calls
+            `keep` before the first of them.
     """
 
-    def __init__(self, path: str | Path):
+    def __init__(self, path: str | Path, *, of_rounds: bool = False):
         self.path = Path(path)
+        self.of_rounds = of_rounds
         self._zero = time.monotonic()
 
     def on_train_begin(self, args, state, control, **kwargs):
+        if self.of_rounds:
+            return
         self._zero = time.monotonic()
         if state.is_world_process_zero:
+            step = state.global_step
+            rows = read_metrics(self.path) if step else []
             # The resumed run logs again what was logged at this step after the checkpoint.
-            self.keep_until(state.global_step, sum(row["step"] == state.global_step for row in state.log_history))
+            logged = sum(row["step"] == step for row in state.log_history)
+            at_step = [row for row in rows if row["step"] == step]
+            self.keep([*(row for row in rows if row["step"] < step), *at_step[:logged]])
 
-    def keep_until(self, step: int, at_step: int | None = None) -> None:
-        """Keep the lines of an earlier part of the run up to a step, and append after them.
-
-        Args:
-            step: the last step whose lines are kept.
-            at_step: how many lines of that last step to keep; None for all.
-        """
-        earlier = read_metrics(self.path) if step else []
-        kept = [row for row in earlier if row["step"] < step]
-        kept += [row for row in earlier if row["step"] == step][:at_step]
-        self._zero = time.monotonic() - max((row.get("seconds", 0.0) for row in kept), default=0.0)
-        write_json_lines(self.path, kept)
+    def keep(self, rows: list[dict[str, Any]]) -> None:
+        """Keep these rows of an earlier part of the run, and continue after them, in time as well."""
+        self._zero = time.monotonic() - max((row.get("seconds", 0.0) for row in rows), default=0.0)
+        write_json_lines(self.path, rows)
 
     @property
     def seconds(self) -> float:
@@ -77,62 +79,50 @@ class MetricsFileCallback(TrainerCallback):
 
     def on_log(self, args, state, control, logs: dict[str, Any] | None = None, **kwargs):
         if state.is_world_process_zero and logs:
-            seconds = round(self.seconds, 3)
-            metrics = {name: _json_number(value) for name, value in logs.items()}
-            row = {"step": state.global_step, "seconds": seconds, **metrics}
+            # JSON has no NaN and no infinities: they become null.
+            bad = [name for name, value in logs.items() if isinstance(value, float) and not math.isfinite(value)]
+            row = {"step": state.global_step, "seconds": round(self.seconds, 3), **logs, **dict.fromkeys(bad)}
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
-
-
-def _json_number(value: Any) -> Any:
-    """JSON has no NaN and no infinities: they become null."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     """Rows of a metrics file; an incomplete last line is left out, and a missing file is empty."""
     rows = []
-    path = Path(path)
-    if path.is_file():
-        for line in path.read_text(encoding="utf-8").splitlines():
-            try:
-                rows.append(json.loads(line))
-            except json.JSONDecodeError:
-                continue
+    for line in Path(path).read_text(encoding="utf-8").splitlines() if Path(path).is_file() else []:
+        with suppress(json.JSONDecodeError):
+            rows.append(json.loads(line))
     return rows
 
 
-class StepLineCallback(TrainerCallback):
-    """Prints the main metrics on one line whenever the trainer logs. `show_in` adds it to a trainer.
+class _Bar(ProgressCallback):
+    """transformers' progress bar without its own lines of metrics."""
 
-    On a terminal, unless `disable_tqdm` is set, it also shows a progress bar, which disappears when training ends.
-    """
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        pass
+
+
+class StepLineCallback(TrainerCallback):
+    """Prints the main metrics on one line whenever the trainer logs. `show_in` adds it to a trainer."""
 
     def __init__(self):
-        self._bar: tqdm | None = None
-        self._widths = dict(_WIDTHS)
+        # Widths so far; the first ones leave room for a minus sign.
+        self._widths = {"reward": 6, "margin": 6}
         self._round: int | None = None
         self._samples = False
-        self._began = (0, 0.0)
+        self._began: tuple[int, float] | None = None
 
     @classmethod
     def show_in(cls, trainer: Trainer) -> None:
-        """Make these lines the trainer's only progress display."""
+        """Show progress by these lines and, on a terminal and unless `disable_tqdm` is set, by a bar."""
         for other in (PrinterCallback, ProgressCallback):
             trainer.remove_callback(other)
+        if not trainer.args.disable_tqdm and sys.stdout.isatty() and sys.stderr.isatty():
+            trainer.add_callback(_Bar())
         trainer.add_callback(cls())
 
     def on_step_begin(self, args, state, control, **kwargs):
-        if not self._began[1]:
-            self._began = (state.global_step, time.monotonic())
-
-    def on_step_end(self, args, state, control, **kwargs):
-        shows = state.is_world_process_zero and not args.disable_tqdm
-        # The bar starts after the first step, since most warnings are printed before or during it.
-        if self._bar is None and shows and sys.stdout.isatty() and sys.stderr.isatty():
-            self._bar = tqdm(total=state.max_steps, initial=self._began[0], leave=False, dynamic_ncols=True)
-        if self._bar is not None:
-            self._bar.update(state.global_step - self._bar.n)
+        self._began = self._began or (state.global_step, time.monotonic())
 
     def on_log(self, args, state, control, logs: dict[str, Any] | None = None, **kwargs):
         # The last row summarizes the run; the recipe prints its own summary.
@@ -144,57 +134,50 @@ class StepLineCallback(TrainerCallback):
                 sys.stdout.flush()
 
     def on_train_end(self, args, state, control, **kwargs):
-        if self._bar is not None:
-            self._bar.close()
-        self._bar, self._began = None, (0, 0.0)
+        self._began = None
 
-    def _line(self, state, metrics: dict[str, Any], shown: dict[str, float]) -> str:
-        held_out = "learning_rate" not in metrics
+    def _line(self, state, metrics: dict[str, Any], shown: dict[str, str]) -> str:
+        in_training = "learning_rate" in metrics
         # Rounds of expert iteration continue the step count, and their total is unknown.
         self._round = metrics.get("expert_step", self._round)
-        total = str(state.max_steps)
-        place = f"step {state.global_step:{len(total)}}"
+        place = f"step {state.global_step:{len(str(state.max_steps))}}"
         if self._round is not None:
             place = f"round {self._round}, {place}"
         elif state.max_steps:
-            place += f"/{total}"
-        if "expert_step" not in metrics and held_out:
+            place += f"/{state.max_steps}"
+        if not in_training and "expert_step" not in metrics:
             place += "  held out:"
-        parts = [place, *(self._cell(label, value) for label, value in shown.items())]
-        if not held_out and self._round is None and state.global_step > self._began[0]:
+        parts = [place]
+        for label, text in shown.items():
+            width = self._widths[label] = max(len(text), self._widths.get(label, 0))
+            parts.append(f"{label} {text:>{width}}")
+        if in_training and self._round is None and self._began and state.global_step > self._began[0]:
             taken = (time.monotonic() - self._began[1]) / (state.global_step - self._began[0])
-            parts.append(f"{clock(taken * (state.max_steps - state.global_step))} left")
+            minutes, seconds = divmod(round(taken * (state.max_steps - state.global_step)), 60)
+            left = f"{minutes}:{seconds:02}" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"
+            parts.append(f"{left} left")
         return "  ".join(parts)
 
-    def _cell(self, label: str, value: float) -> str:
-        text = f"{value:{_COLUMNS[label][0] if abs(value) < 1e5 else '.1e'}}"
-        width = self._widths[label] = max(len(text), self._widths.get(label, 0))
-        return f"{label} {text:>{width}}"
 
-
-def _shown(metrics: dict[str, Any], samples: bool) -> dict[str, float]:
+def _shown(metrics: dict[str, Any], samples: bool) -> dict[str, str]:
     """The columns of a line, without a policy's loss and without metrics that a better one makes redundant."""
-    found = {}
-    for label, (_, *names) in _COLUMNS.items():
-        value = next((metrics[name] for name in names if name in metrics), None)
-        if isinstance(value, int | float):
-            found[label] = float(value)
-    if "kl/response" in found and {"learning_rate", "completions/mean_length"} <= metrics.keys():
-        found = {"kl/token" if label == "kl/response" else label: value for label, value in found.items()}
     rewards = [value for name, value in metrics.items() if name.startswith("rewards/") and name.endswith("/mean")]
-    if "reward" not in found and len(rewards) == 1:
-        found = {"reward": float(rewards[0]), **found}
-    hidden = {"entropy"} if not samples and "reward" not in found else set()
-    hidden |= {"loss"} if samples and "accuracy" not in found else set()
-    hidden |= {"token accuracy"} if samples or {"accuracy", "margin"} & found.keys() else set()
-    return {label: value for label, value in found.items() if label not in hidden}
-
-
-def clock(seconds: float) -> str:
-    """Format a duration as 0:04, 12:30 or 3:05:00."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    if len(rewards) == 1:
+        metrics = {"reward": rewards[0], **metrics}
+    shown = {}
+    for label, (form, *names) in _COLUMNS.items():
+        value = next((metrics[name] for name in names if name in metrics), None)
+        if label == "kl/response" and {"learning_rate", "completions/mean_length"} <= metrics.keys():
+            label = "kl/token"
+        if isinstance(value, int | float):
+            shown[label] = f"{value:{form if abs(value) < 1e5 else '.1e'}}"
+    if not samples and "reward" not in shown:
+        shown.pop("entropy", None)
+    if samples and "accuracy" not in shown:
+        shown.pop("loss", None)
+    if samples or {"accuracy", "margin"} & shown.keys():
+        shown.pop("token accuracy", None)
+    return shown
 
 
 class TimeBudgetCallback(TrainerCallback):

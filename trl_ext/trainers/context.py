@@ -1,9 +1,10 @@
-"""Checks the model and the rows that a trainer is given, and cuts rows to their limits and a model's context."""
+"""Checks the model and the rows that a trainer is given, and truncates rows to their limits."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,9 @@ LABELLED = (("prompt", "completion", "label"), *PAIRS)
 PROMPTS = (("prompt",),)
 # Columns that hold text or messages in every format that TRL reads.
 _TEXTS = ("prompt", "completion", "chosen", "rejected")
+
+
+# ---- Models and datasets ----
 
 
 def check_inputs(model: Any, datasets: Mapping[str, Any], formats: Formats, *, one_kind: bool = False) -> Any:
@@ -48,19 +52,19 @@ def check_inputs(model: Any, datasets: Mapping[str, Any], formats: Formats, *, o
                 f"{model} is an adapter, and training starts from a whole model: merge it into its base "
                 "(merge_and_unload, save_pretrained) and give that folder"
             )
-    for name, given in {"model": model, "ref_model": datasets.get("ref_model")}.items():
-        if not isinstance(given, Module) and not (isinstance(given, str) if name == "model" else given is None):
+    reference = datasets.get("ref_model")
+    for name, given, others in (("model", model, str), ("ref_model", reference, type(None))):
+        if not isinstance(given, (Module, others)):
             raise TypeError(
                 f"{name} must be a model, got {type(given).__name__}: AutoModelForCausalLM.from_pretrained loads one"
             )
-    for name in ("train_dataset", "eval_dataset"):
-        given = datasets.get(name)
-        # TRL says itself that there is no data to train on, and evaluates several sets by their names.
-        several = name == "eval_dataset" and isinstance(given, Mapping)
-        parts = {f"{name}[{key!r}]": one for key, one in given.items()} if several else {name: given}
-        for part, dataset in parts.items():
-            if dataset is not None:
-                check_dataset(part, dataset, formats, one_kind=one_kind)
+    named = {name: datasets.get(name) for name in ("train_dataset", "eval_dataset")}
+    if isinstance(named["eval_dataset"], Mapping):
+        named |= {f"eval_dataset[{key!r}]": one for key, one in named.pop("eval_dataset").items()}
+    for name, dataset in named.items():
+        # TRL says itself that there is no data to train on.
+        if dataset is not None:
+            check_dataset(name, dataset, formats, one_kind=one_kind)
     return model
 
 
@@ -68,53 +72,53 @@ def check_dataset(name: str, dataset: Any, formats: Formats, *, one_kind: bool =
     """The same for one dataset; of a streamed one only the type is checked."""
     if isinstance(dataset, Mapping):
         raise TypeError(f"{name} holds several data sets, {', '.join(dataset)}: give one of them")
-    if not isinstance(dataset, (Dataset, IterableDataset)):
+    if isinstance(dataset, IterableDataset):
+        return
+    if not isinstance(dataset, Dataset):
         raise TypeError(
             f"{name} must be a Dataset, got {type(dataset).__name__}: Dataset.from_list(rows) makes one of rows, "
             "load_benchmark(name)[split] reads a file or a folder"
         )
-    if isinstance(dataset, IterableDataset):
-        return
     if not len(dataset):
         raise ValueError(f"{name} has no rows")
-    # A transform may add columns.
+    # A transform may add and change columns, and is not applied to all rows ahead.
     first = dataset[0]
     if any(column.endswith("_ids") for column in first):
         return
     read = next((columns for columns in formats if {*columns} <= {*first}), None)
     if formats and read is None:
-        raise ValueError(_other_columns(name, formats, list(first)))
+        if formats == PAIRS and {*LABELLED[0]} <= {*first}:
+            raise ValueError(f"{name} holds labelled responses and no pairs: they are for KTOTrainer, recipes/kto.py")
+        lacks = next(column for column in formats[0] if column not in first)
+        rows, split = ", or of ".join(map(", ".join, formats)), name.partition("_")[0]
+        raise ValueError(
+            f"{name} has no column {lacks!r}: give rows of {rows}, or name another --{split}_split on the command "
+            f"line; it has {', '.join(first)}"
+        )
     texts = [column for column in read or () if column in _TEXTS]
-    if dataset.format["type"] is None:
-        rows = dataset.select_columns([*texts, *(["row_id"] if "row_id" in dataset.column_names else [])])
-    else:
-        # Of a transform one row is made; other formats, such as numpy's, hold no lists.
-        rows = [first] if dataset.format["type"] == "custom" else []
+    rows = [first]
+    if dataset.format["type"] != "custom":
+        rows = dataset.with_format(None).select_columns([*texts, *({"row_id"} & {*dataset.column_names})])
     for index, row in enumerate(rows):
-        kinds = {column: _kind(row[column]) for column in texts}
-        bad = next((column for column, kind in kinds.items() if kind is None), None)
         where = f"{name}, row {index}" + (f" (row_id {row['row_id']})" if "row_id" in row else "")
-        if bad is not None:
-            raise ValueError(
-                f"{where}: {bad} must be text or messages such as [{{'role': 'user', 'content': '...'}}], got "
-                f"{brief(repr(row[bad]), 100)}"
-            )
+        kinds = {column: _kind(row[column]) for column in texts}
+        for column, kind in kinds.items():
+            if kind is None:
+                raise ValueError(
+                    f"{where}: {column} must be text or messages such as [{{'role': 'user', 'content': '...'}}], got "
+                    f"{brief(repr(row[column]), 100)}"
+                )
         if one_kind and len({*kinds.values()}) > 1:
             described = ", ".join(f"{column} is {kind}" for column, kind in kinds.items())
             raise ValueError(f"{where}: {described}: give all of them as messages, or all as text")
 
 
-def _other_columns(name: str, formats: Formats, have: Sequence[str]) -> str:
-    if formats == PAIRS and {*LABELLED[0]} <= {*have}:
-        return f"{name} holds labelled responses and no pairs: they are for KTOTrainer, recipes/kto.py"
-    says = f"has no column {next(column for column in formats[0] if column not in have)!r}"
-    if formats == PAIRS and "prompt" in have and not {"chosen", "rejected"} & {*have}:
-        says = "holds prompts and no pairs"
-    rows = ", or of ".join(", ".join(columns) for columns in formats)
-    split = "eval_split" if name.startswith("eval") else "train_split"
-    return (
-        f"{name} {says}: give rows of {rows}, or name another --{split} on the command line; it has {', '.join(have)}"
-    )
+def _kind(value: Any) -> str | None:
+    """`text` or `messages`; None for anything else."""
+    if isinstance(value, str):
+        return "text"
+    is_messages = isinstance(value, list) and value and all(isinstance(m, Mapping) and m.get("role") for m in value)
+    return "messages" if is_messages else None
 
 
 def check_template(tokenizer: Any, dataset: Any) -> None:
@@ -128,13 +132,35 @@ def check_template(tokenizer: Any, dataset: Any) -> None:
         prompts = dataset[:100]["prompt"] if "prompt" in dataset.column_names else []
         if line := without_template(tokenizer, prompts):
             warn_once_per_run(line)
-        return
-    first = dataset[0]
-    if any(_kind(first.get(column)) == "messages" for column in (*_TEXTS, "messages")):
+    elif any(_kind(dataset[0].get(column)) == "messages" for column in (*_TEXTS, "messages")):
         raise ValueError(
             f"the data holds messages, and the model {getattr(tokenizer, 'name_or_path', '')} has no chat template to "
             "write them by: put a chat_template.jinja into the model's folder, or give plain text"
         )
+
+
+# ---- Rows as token ids ----
+
+
+def map_rows(dataset: Any, function: Any, description: str, num_proc: int | None = None, **options: Any) -> Any:
+    """`dataset.map` with a progress bar and processes, which a streamed dataset does not have."""
+    if isinstance(dataset, Dataset):
+        options |= {"desc": description, "num_proc": num_proc}
+    return dataset.map(function, **options)
+
+
+def name_of_row(row: Mapping[str, Any]) -> str:
+    """A row in a message: its `row_id`, or the beginning of what it holds."""
+    return f"row_id {row['row_id']}" if "row_id" in row else f"the row {str(row)[:100]}"
+
+
+@contextmanager
+def encoding(row: Mapping[str, Any]) -> Iterator[None]:
+    """Name the row in a ValueError if it cannot be encoded in the block."""
+    try:
+        yield
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{name_of_row(row)} cannot be encoded: {error}") from error
 
 
 def quiet_about_length(processing_class: Any) -> None:
@@ -143,15 +169,28 @@ def quiet_about_length(processing_class: Any) -> None:
     tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
 
 
-def _kind(value: Any) -> str | None:
-    """`text` or `messages`; None for anything else."""
-    if isinstance(value, str):
-        return "text"
-    is_messages = isinstance(value, list) and value and all(isinstance(m, Mapping) and m.get("role") for m in value)
-    return "messages" if is_messages else None
+def truncate_pairs(dataset: Any, dataset_name: str, args: Any) -> Any:
+    """Cut the prompts and responses of pairs, as token ids, to the limits of a configuration; one line counts them."""
+    limits = {name: getattr(args, name) for name in ("max_prompt_tokens", "max_response_tokens")}
+    if not any(limits.values()):
+        return dataset
+    prompts, *responses = columns = ("prompt_ids", "chosen_ids", "rejected_ids")
+
+    def truncate(row: Mapping[str, Any]) -> dict[str, list[int]]:
+        return dict(zip(columns, truncate_pair(*(row[name] for name in columns), **limits), strict=True))
+
+    for (name, limit), sides in zip(limits.items(), ([prompts], responses), strict=True):
+        if limit and isinstance(dataset, Dataset):
+            lengths = [len(ids) for side in sides for ids in dataset[side]]
+            if cut := sum(length > limit for length in lengths):
+                what = "prompts" if name == "max_prompt_tokens" else "responses"
+                warn_once_per_run(
+                    f"{dataset_name}: {cut} of {len(lengths)} {what} are longer than {name} {limit} and are cut"
+                )
+    return map_rows(dataset, truncate, f"Truncating {dataset_name} dataset")
 
 
-# ---- Lengths ----
+# ---- Lengths and the model's context ----
 
 
 def check_generations(model, tokenizer, prompts: Iterable[Any], limits: dict[str, int | None]) -> None:
@@ -164,29 +203,24 @@ def check_generations(model, tokenizer, prompts: Iterable[Any], limits: dict[str
         limits: maximum tokens of a response, then of a prompt (None for no limit), by the names of the settings.
     """
     response, prompt = limits.values()
-
-    def longest() -> int:
-        return response + max((len(prompt_tokens(tokenizer, one, prompt)) for one in prompts), default=0)
-
-    _check(model, limits, longest)
+    lengths = (len(prompt_tokens(tokenizer, one, prompt)) for one in prompts)
+    _check(model, limits, lambda: response + max(lengths, default=0))
 
 
 def check_rows(model, dataset: Any, limits: dict[str, int | None]) -> None:
     """The same for the rows of a tokenized dataset, which may be no longer than the context."""
     if not isinstance(dataset, Dataset):
         return
-    columns = set(dataset.column_names)
+    columns = {*dataset.column_names}
     responses = columns & {"chosen_ids", "rejected_ids", "completion_ids", "input_ids"}
-
-    def longest() -> int:
-        rows = dataset.select_columns(sorted(responses | columns & {"prompt_ids"}))
-        return max(len(row.get("prompt_ids", ())) + max(len(row[name]) for name in responses) for row in rows)
-
     if responses:
-        _check(model, limits, longest)
+        rows = dataset.select_columns(sorted(responses | columns & {"prompt_ids"}))
+        lengths = (len(row.get("prompt_ids", ())) + max(len(row[name]) for name in responses) for row in rows)
+        _check(model, limits, lambda: max(lengths))
 
 
 def _check(model, limits: dict[str, int | None], longest: Callable[[], int]) -> None:
+    """Compare the longest row with the context; it is not looked for if the limits alone fit into the context."""
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if context is None or (None not in limits.values() and sum(limits.values()) <= context):
         return
@@ -197,27 +231,3 @@ def _check(model, limits: dict[str, int | None], longest: Callable[[], int]) -> 
             f"a prompt and its response take up to {length} tokens, and the model's context holds {context}: lower "
             f"{flags}"
         )
-
-
-def truncate_pairs(dataset: Any, dataset_name: str, args: Any) -> Any:
-    """Cut the prompts and responses of pairs, as token ids, to the limits of a configuration; one line counts them."""
-    limits = {name: getattr(args, name) for name in ("max_prompt_tokens", "max_response_tokens")}
-    if not any(limits.values()):
-        return dataset
-    described = {}
-    if isinstance(dataset, Dataset):
-        described = {"desc": f"Truncating {dataset_name} dataset"}
-        sides = {"prompts": ["prompt_ids"], "responses": ["chosen_ids", "rejected_ids"]}
-        for (what, columns), (name, limit) in zip(sides.items(), limits.items(), strict=True):
-            cut = sum(len(ids) > limit for column in columns for ids in dataset[column]) if limit else 0
-            if cut:
-                total = len(columns) * len(dataset)
-                warn_once_per_run(
-                    f"{dataset_name}: {cut} of {total} {what} are longer than {name} {limit} and are cut"
-                )
-    return dataset.map(_truncate, fn_kwargs={"limits": limits}, **described)
-
-
-def _truncate(row: dict[str, Any], limits: dict[str, int | None]) -> dict[str, list[int]]:
-    names = ("prompt_ids", "chosen_ids", "rejected_ids")
-    return dict(zip(names, truncate_pair(*(row[name] for name in names), **limits), strict=True))

@@ -5,18 +5,18 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from transformers import TrainingArguments
 
+from trl_ext.names import check_choice
 from trl_ext.processes import warn_once_per_run
-from trl_ext.registry import nearest
 from trl_ext.resilience.secrets import KeepsSecrets
 from trl_ext.trainers.trl_settings import refuse_given
 
-PACKING_CHOICES = ("auto", "off")
 # Field of several configurations -> its least value.
 _LEAST = {
     "max_prompt_tokens": 1,
@@ -118,47 +118,39 @@ def configuration(trainer: object, args: Any, config_class: type) -> Any:
     return args
 
 
-def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    """Raise a ValueError that names the field and its choices if a value is not one of them."""
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}{nearest(str(value), choices)}")
+# ---- Checks of fields, which raise ValueError; None means "not given" ----
 
 
-def check_at_least(args: TrainingArguments, least: dict[str, float]) -> None:
-    """Raise a ValueError for a field that is below its least value or not a finite number; None means "not given"."""
+def check_at_least(args: Any, least: dict[str, float]) -> None:
+    """Each field must be a finite number of at least its least value."""
     for name, minimum in least.items():
-        value = getattr(args, name)
-        if value is not None and not minimum <= value < math.inf:
-            bound = f"at least {minimum}" if minimum else "a number from 0 up"
-            raise ValueError(f"{name} must be {bound}, got {value}")
+        bound = f"be at least {minimum}" if minimum else "be a number from 0 up"
+        _check(args, name, lambda value, minimum=minimum: minimum <= value < math.inf, bound)
 
 
-def check_positive(args: TrainingArguments, *names: str) -> None:
-    """Raise a ValueError for a field that is not above 0 or not a finite number; None means "not given"."""
+def check_positive(args: Any, *names: str) -> None:
+    """Each field must be a finite number above 0."""
     for name in names:
-        value = getattr(args, name)
-        if value is not None and not 0 < value < math.inf:
-            raise ValueError(f"{name} must be positive, got {value}")
+        _check(args, name, lambda value: 0 < value < math.inf, "be positive")
 
 
-def check_shares(args: TrainingArguments, *names: str) -> None:
-    """Raise a ValueError for a field that is not in [0, 1]; None means "not given"."""
+def check_shares(args: Any, *names: str) -> None:
+    """Each field must lie in [0, 1]."""
     for name in names:
-        value = getattr(args, name)
-        if value is not None and not 0 <= value <= 1:
-            raise ValueError(f"{name} must lie in [0, 1], got {value}")
+        _check(args, name, lambda value: 0 <= value <= 1, "lie in [0, 1]")
+
+
+def _check(args: Any, name: str, is_valid: Callable[[float], bool], bound: str) -> None:
+    value = getattr(args, name)
+    if value is not None and not is_valid(value):
+        raise ValueError(f"{name} must {bound}, got {value}")
 
 
 def check_training(args: TrainingArguments, **least: float) -> None:
-    """Raise a ValueError for a value out of range in the fields that configurations share.
-
-    Args:
-        args: a configuration.
-        least: least values of the configuration's own fields, and other bounds for shared ones.
-    """
+    """Check the fields that configurations share; `least` has least values of further fields, or other ones."""
     check_at_least(args, {name: value for name, value in _LEAST.items() if hasattr(args, name)} | least)
     if isinstance(args, PackedFields):
-        check_choice("packing", args.packing, PACKING_CHOICES)
+        check_choice("packing", args.packing, ("auto", "off"))
     if isinstance(args, TruncatedFields):
         refuse_given(args, {"max_length": "use max_prompt_tokens and max_response_tokens"})
     if args.max_steps < 1 and args.max_steps != -1:
@@ -173,10 +165,8 @@ def parse_json_option(name: str, value: dict[str, Any] | str | None) -> dict[str
         return value
     try:
         parsed = json.loads(value)
-    except json.JSONDecodeError as error:
-        raise ValueError(
-            f"{name} must be a JSON object such as '{{\"gamma\": 0.5}}', got {value!r}: {error}"
-        ) from error
+    except json.JSONDecodeError:
+        parsed = None
     if not isinstance(parsed, dict):
-        raise ValueError(f"{name} must be a JSON object with one entry per option, got {value!r}")
+        raise ValueError(f"{name} must be a JSON object such as '{{\"gamma\": 0.5}}', got {value!r}")
     return parsed

@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any, ClassVar
@@ -19,7 +20,6 @@ from datasets import Dataset
 from transformers import Trainer, TrainerState
 
 from trl_ext.files import write_json, write_json_lines
-from trl_ext.models.batches import temporarily
 from trl_ext.resilience import checkpoints
 from trl_ext.resilience.checkpoints import ROUND_FILE
 from trl_ext.rewards.verified import Grader, count_categories
@@ -56,10 +56,9 @@ class ExpertIterationConfig(SFTConfig):
     )
 
     def __post_init__(self):
-        own = ("n_steps", "questions_per_step", "rollouts_per_question", "sft_epochs", "max_per_question")
-        check_at_least(self, dict.fromkeys(own, 1))
-        of_rounds = ("save_strategy", "load_best_model_at_end")
-        refuse_given(self, dict.fromkeys(of_rounds, "every round ends with a checkpoint"))
+        counts = ("n_steps", "questions_per_step", "rollouts_per_question", "sft_epochs", "max_per_question")
+        check_at_least(self, dict.fromkeys(counts, 1))
+        refuse_given(self, dict.fromkeys(("save_strategy", "load_best_model_at_end"), "every round has a checkpoint"))
         if self.max_steps != -1 or self.num_train_epochs not in (3.0, self.sft_epochs):
             raise ValueError("max_steps and num_train_epochs are not used: give n_steps and sft_epochs")
         self.num_train_epochs = self.sft_epochs
@@ -96,7 +95,7 @@ class ExpertIterationTrainer(SFTTrainer):
         validate: called before the first round and after each round's fine-tuning.
 
     Attributes:
-        stops: called after each round but the last; the run ends if it returns true. None to run all rounds.
+        stops: called after each round but the last; the run ends if it returns true.
         rounds: number of finished rounds.
 
     Raises:
@@ -109,6 +108,8 @@ class ExpertIterationTrainer(SFTTrainer):
     _paper: ClassVar[dict] = {"title": "Thinking Fast and Slow with Deep Learning and Tree Search", "id": "1705.08439"}
     # An interrupted round starts again from its responses.
     saves_within_training = False
+    # Updates of the rounds before the one that is being fine-tuned.
+    _steps_before = 0
 
     def __init__(
         self,
@@ -130,26 +131,21 @@ class ExpertIterationTrainer(SFTTrainer):
             )
         self.rows, self.prompts, self.grade, self.settings = list(rows), list(prompts), grade, settings
         self.validate = validate or (lambda: None)
-        self.stops: Callable[[], bool] | None = None
+        self.stops: Callable[[], bool] = lambda: False
         self.rounds = 0
-        # Updates of the rounds before the current one.
-        self._steps_before = 0
         # TRL requires an example before sampling has produced one.
-        example = _demonstration(self.rows[0], self.prompts[0], str(self.rows[0]["answer"]))
+        example = demonstration(self.rows[0], self.prompts[0], str(self.rows[0]["answer"]))
         super().__init__(model, args, train_dataset=Dataset.from_list([example]), **kwargs)
-        self._check_distribution()
+        if self.is_deepspeed_enabled or self.is_fsdp_enabled:
+            raise ValueError("expert iteration has not been tried under DeepSpeed or FSDP: use one GPU or DDP")
+        if args.use_vllm and (self.accelerator.num_processes > 1 or is_peft_model(self.model)):
+            raise ValueError("use_vllm samples in one process from all parameters: leave out adapters and processes")
         warn_of_ignored_settings(self.model, asdict(settings))
-        self.metrics_file = _MetricsOfAllRounds(Path(args.output_dir) / "metrics.jsonl")
+        self.metrics_file = MetricsFileCallback(Path(args.output_dir) / "metrics.jsonl", of_rounds=True)
         self.add_callback(self.metrics_file)
 
     def _require_a_batch(self) -> None:
         """The rows of a round are not known before it."""
-
-    def _check_distribution(self) -> None:
-        if self.is_deepspeed_enabled or self.is_fsdp_enabled:
-            raise ValueError("expert iteration has not been tried under DeepSpeed or FSDP: use one GPU or DDP")
-        if self.args.use_vllm and (self.accelerator.num_processes > 1 or is_peft_model(self.model)):
-            raise ValueError("use_vllm samples in one process from all parameters: leave out adapters and processes")
 
     def train(self, resume_from_checkpoint: str | bool | None = None) -> None:
         """Run the remaining rounds.
@@ -165,12 +161,13 @@ class ExpertIterationTrainer(SFTTrainer):
         if self.rounds == 0:
             self.validate()
         for step in range(self.rounds + 1, self.args.n_steps + 1):
-            demonstrations = self._collect(step)
+            graded = self._sample(step)
+            demonstrations = self._keep(step, graded)
             self._fine_tune(step, demonstrations)
             self.validate()
             self._save_checkpoint_of(step)
             self.rounds = step
-            if step < self.args.n_steps and self.stops is not None and self.stops():
+            if step < self.args.n_steps and self.stops():
                 break
 
     # ---- Progress of the run ----
@@ -189,7 +186,9 @@ class ExpertIterationTrainer(SFTTrainer):
                 self._set_counts(saved["carried_over"])
         self.state.is_world_process_zero = self.is_world_process_zero()
         if self.accelerator.is_main_process:
-            self.metrics_file.keep_rounds(done, self.state.global_step)
+            # The next round's first line has the step at which the finished ones ended.
+            rows, end = read_metrics(self.metrics_file.path) if done else [], self.state.global_step
+            self.metrics_file.keep([row for row in rows if row["step"] <= end and row.get("expert_step", 0) <= done])
             for path in (Path(self.args.output_dir) / "samples").glob("expert_*.jsonl"):
                 if int(path.name.split("_")[1]) > done:
                     path.unlink()
@@ -215,60 +214,26 @@ class ExpertIterationTrainer(SFTTrainer):
 
     # ---- One round ----
 
-    def _collect(self, step: int) -> list[dict[str, Any]]:
-        """Sample and grade responses, log their metrics, and write the kept ones."""
-        graded, prompts = self._sample(step)
-        kept = keep_correct(graded, self.args.max_per_question)
-        entropies = [row["entropy"] for row in graded if row.get("entropy") is not None]
-        cut = sum(row["category"] == "correct" and not row["finished"] for row in graded)
-        figures = {
-            "expert_step": step,
-            "rollouts/reward": fmean(row["answer_reward"] for row in graded),
-            "rollouts/format": fmean(row["format_reward"] for row in graded),
-            "rollouts/entropy": fmean(entropies) if entropies else None,
-            "rollouts/mean_length": fmean(row["generated_num_tokens"] for row in graded),
-            "rollouts/kept": len(kept),
-            "rollouts/questions": len({row["row_id"] for row in kept}),
-            "rollouts/correct_but_cut": cut,
-        }
-        # TRL's own `log` would add the previous round's training metrics.
-        Trainer.log(self, {name: value for name, value in figures.items() if value is not None})
-        if not kept:
-            raise NoCorrectResponseError(
-                f"round {step} of expert iteration: none of {len(graded)} responses to {len(prompts)} questions was "
-                f"correct and ended ({dict(count_categories(graded))}, {cut} of the correct cut): raise "
-                "questions_per_step or rollouts_per_question, or check the model, the prompt and the reward"
-            )
-        demonstrations = [_demonstration(row, prompts[row["row_id"]], row["response_text"]) for row in kept]
-        if self.accelerator.is_main_process:
-            write_json_lines(self._file(step, "dataset"), demonstrations)
-        return demonstrations
-
-    def _sample(self, step: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        """Graded responses to the questions of a round, and the prompts by row_id."""
+    def _sample(self, step: int) -> list[dict[str, Any]]:
+        """Graded responses to the questions of a round."""
         drawn = random.Random(f"{self.args.seed} {step}").sample(range(len(self.rows)), self.args.questions_per_step)
-        rows, prompts = ([values[index] for index in drawn] for values in (self.rows, self.prompts))
         progress = f"round {step}, sampling" if self.accelerator.is_main_process else None
+        batches = {"batch_size": self.args.per_device_eval_batch_size}
+        batches |= {"pad_token_id": self.processing_class.pad_token_id}
         with trained_policy(self) as policy, self._engine(policy) as engine:
-            graded = evaluate_reasoning(
-                rows,
-                prompts,
+            return evaluate_reasoning(
+                [self.rows[index] for index in drawn],
+                [self.prompts[index] for index in drawn],
                 engine,
                 self.grade,
                 samples=self.args.rollouts_per_question,
                 # Spaced so that no two rounds, or runs with neighbouring seeds, sample the same.
                 seed=self.args.seed + 7919 * step,
                 path=self._file(step, "rollouts"),
-                entropies=lambda generations: response_entropies(
-                    policy,
-                    generations,
-                    batch_size=self.args.per_device_eval_batch_size,
-                    pad_token_id=self.processing_class.pad_token_id,
-                ),
+                entropies=partial(response_entropies, policy, **batches),
                 accelerator=self.accelerator,
                 progress=None if self.args.disable_tqdm else progress,
             )
-        return graded, {row["row_id"]: prompt for row, prompt in zip(rows, prompts, strict=True)}
 
     @contextmanager
     def _engine(self, policy) -> Iterator[Callable]:
@@ -291,6 +256,36 @@ class ExpertIterationTrainer(SFTTrainer):
     def _file(self, step: int, kind: str) -> Path:
         return Path(self.args.output_dir) / "samples" / f"expert_{step}_{kind}.jsonl"
 
+    def _keep(self, step: int, graded: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Log the metrics of a round's responses, and write the correct ones as demonstrations."""
+        kept = keep_correct(graded, self.args.max_per_question)
+        entropies = [row["entropy"] for row in graded if row.get("entropy") is not None]
+        cut = sum(row["category"] == "correct" and not row["finished"] for row in graded)
+        metrics = {
+            "expert_step": step,
+            "rollouts/reward": fmean(row["answer_reward"] for row in graded),
+            "rollouts/format": fmean(row["format_reward"] for row in graded),
+            **({"rollouts/entropy": fmean(entropies)} if entropies else {}),
+            "rollouts/mean_length": fmean(row["generated_num_tokens"] for row in graded),
+            "rollouts/kept": len(kept),
+            "rollouts/questions": len({row["row_id"] for row in kept}),
+            "rollouts/correct_but_cut": cut,
+        }
+        # TRL's own `log` would add the previous round's training metrics.
+        Trainer.log(self, metrics)
+        if not kept:
+            raise NoCorrectResponseError(
+                f"round {step} of expert iteration: none of {len(graded)} responses to "
+                f"{self.args.questions_per_step} questions was correct and ended ({dict(count_categories(graded))}, "
+                f"{cut} of the correct cut): raise questions_per_step or rollouts_per_question, or check the model, "
+                "the prompt and the reward"
+            )
+        prompts = {row["row_id"]: prompt for row, prompt in zip(self.rows, self.prompts, strict=True)}
+        demonstrations = [demonstration(row, prompts[row["row_id"]], row["response_text"]) for row in kept]
+        if self.accelerator.is_main_process:
+            write_json_lines(self._file(step, "dataset"), demonstrations)
+        return demonstrations
+
     def _fine_tune(self, step: int, demonstrations: list[dict[str, Any]]) -> None:
         # As at the start of a Trainer: only the weights carry over from the previous round.
         self.optimizer = self.lr_scheduler = None
@@ -299,31 +294,18 @@ class ExpertIterationTrainer(SFTTrainer):
         self.train_dataset = self._prepare_dataset(
             Dataset.from_list(demonstrations), self.processing_class, self.args, self.args.packing, None, "train"
         )
-        self._steps_before, logged = self.state.global_step, self.state.log_history
-        try:
-            super().train()
-        finally:
-            self.state.global_step += self._steps_before
-            # Each call of `train` creates a new state.
-            self.state.log_history = [*logged, *self.state.log_history]
-            self._steps_before = 0
+        # Each call of `train` creates a new state.
+        before, self._steps_before = self.state, self.state.global_step
+        super().train()
+        self.state.global_step += self._steps_before
+        self.state.log_history = [*before.log_history, *self.state.log_history]
+        self._steps_before = 0
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log with the number of updates over all rounds as the step."""
-        with temporarily(self.state, global_step=self.state.global_step + self._steps_before):
-            super().log(logs, start_time)
-
-
-class _MetricsOfAllRounds(MetricsFileCallback):
-    """One file for the trainings of all rounds, each of which starts like a separate run."""
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        pass
-
-    def keep_rounds(self, rounds: int, step: int) -> None:
-        """Keep the lines of `rounds` rounds, which ended at `step`; the next round's first line has that step too."""
-        self.keep_until(step)
-        write_json_lines(self.path, [row for row in read_metrics(self.path) if row.get("expert_step", 0) <= rounds])
+        self.state.global_step += self._steps_before
+        super().log(logs, start_time)
+        self.state.global_step -= self._steps_before
 
 
 def keep_correct(graded: Sequence[Row], max_per_question: int | None = None) -> list[Row]:
@@ -346,7 +328,7 @@ def keep_correct(graded: Sequence[Row], max_per_question: int | None = None) -> 
     return kept
 
 
-def _demonstration(row: Row, prompt: Any, response: str) -> dict[str, Any]:
+def demonstration(row: Row, prompt: Any, response: str) -> dict[str, Any]:
     """A row to fine-tune on, with messages on both sides or text on both."""
     completion = response if isinstance(prompt, str) else [{"role": "assistant", "content": response}]
     return {"row_id": row["row_id"], "prompt": prompt, "completion": completion}

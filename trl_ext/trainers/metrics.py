@@ -8,8 +8,6 @@ step, and divided at its end. If a step is one micro-batch, the result is TRL's 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +22,8 @@ class StepMetrics:
     twice in these means.
     """
 
-    mean_of_nothing = math.nan
+    # The mean of a metric over no pairs or tokens; TRL's is 0.
+    mean_of_nothing = 0.0
     # Sum and count of each metric of the step or the evaluation in progress; kept apart, as TRL keeps its metrics.
     _sums: dict[str, dict[str, tuple[float, float]]] | None = None
 
@@ -86,112 +85,18 @@ def pair_metrics(scores: PreferenceScores, beta: float, counted: Tensor) -> dict
     return {name: ((counted * value).sum(), counted.sum()) for name, value in values.items()}
 
 
-class MergedMetrics:
-    """Mixin before a trainer that logs a value for each micro-batch; it defines counts and what weights each metric.
-
-    Costs one exchange of a few numbers per micro-batch. In an evaluation over several processes whose rows do not
-    divide evenly, the rows that accelerate repeats count twice in these means.
-    """
-
-    # Weights of the micro-batch values since the last merge, in order.
-    _unmerged: dict[str, list[dict[str, float]]] | None = None
-
-    def _micro_batch_counts(self, inputs: dict[str, Any]) -> dict[str, Tensor]:
-        """Numbers of pairs, tokens or the like in this process's micro-batch."""
-        raise NotImplementedError
-
-    def _step_metrics(self, mode: str) -> dict[str, str]:
-        """Names of metrics, each with the count that weights it, or `min` or `max` for an extreme."""
-        raise NotImplementedError
-
-    def _loss_weight(self) -> str | None:
-        """The count that weights the held-out losses of batches and ranks; None to keep TRL's mean."""
-        return None
-
-    def _held_out_loss(self) -> float | None:
-        """The loss over all rows of the evaluation that has just ended; None to keep TRL's. Called once."""
-        counts = self._unmerged["eval"] if self._unmerged else []
-        weight = sum(count.get(self._loss_weight(), 0.0) for count in counts)
-        return sum(count["loss"] for count in counts) / weight if weight else None
+class TokenMetrics(StepMetrics):
+    """For demonstrations: TRL's metrics and the held-out loss, which are means over a batch's tokens, weighted so."""
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        counts = self._micro_batch_counts(inputs)
+        labels = inputs["shift_labels"] if "shift_labels" in inputs else inputs["labels"][..., 1:]
+        tokens = labels.ne(-100).sum()
         result = super().compute_loss(
             model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
         )
-        mode, weight = "train" if self.model.training else "eval", self._loss_weight()
-        if mode == "eval" and weight:
-            loss = result[0] if return_outputs else result
-            counts["loss"] = loss.double() * counts[weight]
-        values = torch.stack([count.detach().double() for count in counts.values()])
-        totals = self.accelerator.reduce(values.to(self.accelerator.device), reduction="sum").tolist()
-        if self._unmerged is None:
-            self._unmerged = {"train": [], "eval": []}
-        self._unmerged[mode].append(dict(zip(counts, totals, strict=True)))
-        if mode == "train" and self.accelerator.sync_gradients:
-            self._merge(mode)
-        return result
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        logged = self._metrics["train" if self.model.training else "eval"]
+        means = {name: logged[name].pop() for name in ("entropy", "mean_token_accuracy") if logged.get(name)}
         if not self.model.training:
-            loss = self._held_out_loss()
-            for name in [name for name in logs if name.endswith("_loss")] if loss is not None else []:
-                logs[name] = loss
-            self._merge("eval")
-        super().log(logs, start_time)
-
-    def _merge(self, mode: str) -> None:
-        """Merge the latest micro-batch values of each metric into one value."""
-        counts = self._unmerged[mode] if self._unmerged else []
-        if counts:
-            self._unmerged[mode] = []
-        if len(counts) < 2:
-            return
-        for name, by in self._step_metrics(mode).items():
-            values = self._metrics[mode].get(name, [])
-            latest = values[-len(counts) :]
-            if len(latest) == len(counts):
-                values[-len(counts) :] = [merged(latest, by, counts)]
-
-
-def merged(values: Sequence[float], by: str, counts: Sequence[dict[str, float]]) -> float:
-    """Merge the values of several micro-batches into one; NaN values are left out.
-
-    Args:
-        values: one for each micro-batch.
-        by: `min`, `max`, or the count to weight them by.
-        counts: the counts of each micro-batch.
-    """
-    known = [(value, count) for value, count in zip(values, counts, strict=True) if not math.isnan(value)]
-    if not known:
-        return math.nan
-    if by in ("min", "max"):
-        return {"min": min, "max": max}[by](value for value, _ in known)
-    total = sum(count[by] for _, count in known)
-    # TRL logs 0 for a batch without tokens; here no batch has any.
-    return sum(value * count[by] for value, count in known) / total if total else 0.0
-
-
-class RewardMetrics(MergedMetrics):
-    """For a reward model's pairs; the trainer itself logs held-out accuracy and margin for each pair."""
-
-    def _micro_batch_counts(self, inputs: dict[str, Any]) -> dict[str, Tensor]:
-        return {"pairs": torch.tensor(len(inputs["input_ids"]) // 2, device=inputs["input_ids"].device)}
-
-    def _step_metrics(self, mode: str) -> dict[str, str]:
-        by_pair = {"accuracy": "pairs", "margin": "pairs"} if mode == "train" else {}
-        return {"min_reward": "min", "max_reward": "max", "mean_reward": "pairs", **by_pair}
-
-
-class TokenMetrics(MergedMetrics):
-    """For demonstrations, whose held-out loss is also the mean over all tokens."""
-
-    def _micro_batch_counts(self, inputs: dict[str, Any]) -> dict[str, Tensor]:
-        labels = inputs["shift_labels"] if "shift_labels" in inputs else inputs["labels"][..., 1:]
-        return {"tokens": labels.ne(-100).sum()}
-
-    def _loss_weight(self) -> str:
-        return "tokens"
-
-    def _step_metrics(self, mode: str) -> dict[str, str]:
-        return {"entropy": "tokens", "mean_token_accuracy": "tokens"}
+            means["loss"] = result[0] if return_outputs else result
+        self.add_metrics({name: (mean * tokens, tokens) for name, mean in means.items()})
+        return result

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import ModelCardData
+from jinja2 import Environment
 from peft import PeftModel
 
 from trl_ext.algorithms import algorithms
@@ -19,14 +20,12 @@ from trl_ext.registry import preference_losses
 CARD_NAME = "README.md"
 ARXIV_ID = re.compile(r"\d{4}\.\d{4,5}")
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
-# Models and data that have a name of this library's, and how cards describe them.
-OURS = {name: f"`{name}`, which is embedded in trl_ext" for name in ("toy", "instructions", "word_problems")}
-OURS["smollm2"] = (
-    "[SmolLM2-135M-Instruct](https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct), quantized to 4 bits"
-)
-# The hub's model behind one of ours, and the licence of both.
+# The hub's model behind an embedded one, and the embedded models' licence.
 HUB_BASE = {"smollm2": "HuggingFaceTB/SmolLM2-135M-Instruct"}
 LICENCES = {"toy": "apache-2.0", "smollm2": "apache-2.0"}
+# Embedded models and data, and how cards describe them.
+OURS = {name: f"`{name}`, which is embedded in trl_ext" for name in ("toy", "instructions", "word_problems")}
+OURS["smollm2"] = f"[SmolLM2-135M-Instruct](https://huggingface.co/{HUB_BASE['smollm2']}), quantized to 4 bits"
 # TRL's tags of the method that a trainer is built on.
 METHOD_TAGS = {"dpo", "grpo"}
 # The entries of results.json that count the training data, with their units.
@@ -72,46 +71,66 @@ class WritesModelCard:
             write_text(card, _card(self, None, None, []))
 
 
-def method_of(trainer) -> dict[str, str]:
-    """The training method's `name`, and its paper's `id`, `title` and `citation`, which may be empty."""
-    paper: dict[str, str] = dict(trainer._paper)
-    for field, table in (("loss", preference_losses), ("algorithm", algorithms)):
-        name = getattr(trainer.args, field, None)
-        if not paper and name in table:
-            source = table[name].paper
-            paper = {"id": source} if ARXIV_ID.fullmatch(source) else {"title": source}
-    return {"name": trainer._name, **{key: paper.get(key) or "" for key in ("id", "title", "citation")}}
-
-
 def _card(trainer, model_name: str | None, dataset_name: str | None, tags: list[str]) -> str:
-    """The whole card: metadata for the hub, and the text below."""
-    folder = Path(trainer.args.output_dir)
+    """The whole card: `model_card.md` with the trainer's and the run's values."""
+    args, folder, is_adapter = trainer.args, Path(trainer.args.output_dir), isinstance(trainer.model, PeftModel)
     run = _run(folder)
-    name = model_name or (trainer.args.hub_model_id or folder.absolute().name).split("/")[-1]
+    name = model_name or (args.hub_model_id or folder.absolute().name).split("/")[-1]
     base = portable_name(run.get("model") or trainer.model.config._name_or_path)
-    data = run.get("dataset") or dataset_name
-    is_adapter = isinstance(trainer.model, PeftModel)
-    head = ModelCardData(
+    dataset = run.get("dataset") or dataset_name
+    metadata = ModelCardData(
         model_name=name,
         license=LICENCES.get(base),
         base_model=HUB_BASE.get(base) or (base if _is_hub_name(base) else None),
-        datasets=data if data and _is_hub_name(data) else None,
+        datasets=dataset if dataset and _is_hub_name(dataset) else None,
         library_name="peft" if is_adapter else "transformers",
         tags=sorted({"generated_from_trainer", *_tags(trainer), *tags}),
     )
-    libraries = ", ".join(f"{name} {version(name)}" for name in ("trl_ext", "trl", "transformers", "torch", "peft"))
-    parts = [
-        f"---\n{head.to_yaml()}\n---",
-        f"# {markdown_line(name)}",
-        f"{'An adapter of' if is_adapter else 'A fine-tuned version of'} {_shown(base, 'models')}.",
-        _how_to_use(trainer, base, is_adapter),
-        _method(trainer, run),
-        _data(trainer, run, data),
-        trainer.card_results,
-        _how_to_repeat(folder, run),
-        f"Trained with {libraries}.",
-    ]
-    return "\n\n".join(part for part in parts if part) + "\n"
+    counts = [f"{run[key]} {unit}" for key, unit in COUNTS.items() if run.get(key) is not None]
+    if not counts and hasattr(trainer.train_dataset, "__len__"):
+        counts = [f"{len(trainer.train_dataset)} rows"]
+    prompt: Any = "What is the capital of France?"
+    if getattr(getattr(trainer, "processing_class", None), "chat_template", None):
+        prompt = [{"role": "user", "content": prompt}]
+    objective = getattr(trainer, "objective", None) or getattr(trainer, "algorithm", None)
+    settings = run.get("objective") or (objective.describe() if objective else "")
+    # The command to train again runs where training was started; of a folder elsewhere, only the last part is told.
+    here, there = Path.cwd().resolve(), folder.resolve()
+    environment = Environment(trim_blocks=True, keep_trailing_newline=True)
+    environment.filters["markdown_line"] = markdown_line
+    template = environment.from_string(Path(__file__).with_suffix(".md").read_text(encoding="utf-8"))
+    return template.render(
+        metadata=metadata.to_yaml(),
+        name=name,
+        is_adapter=is_adapter,
+        base=_shown(base),
+        model=args.hub_model_id or ".",
+        is_reward_model="reward-trainer" in trainer._tag_names,
+        # transformers finds only bases that are on the hub.
+        needs_loading=is_adapter and not _is_hub_name(base),
+        prompt=json.dumps(prompt),
+        method=trainer._name,
+        settings=settings.replace("`", "'"),
+        paper=paper_of(trainer),
+        data=[*([_shown(dataset, "datasets/")] if dataset else []), *counts],
+        updates=trainer.state.global_step,
+        results=trainer.card_results,
+        recipe=run.get("recipe") if (folder / "config.yaml").is_file() else None,
+        folder=there.relative_to(here).as_posix() if there.is_relative_to(here) else there.name,
+        libraries=[f"{name} {version(name)}" for name in ("trl_ext", "trl", "transformers", "torch", "peft")],
+    )
+
+
+def paper_of(trainer) -> dict[str, str]:
+    """The paper of the training method, by its `id` on arXiv and its `title`; a key may be missing."""
+    if trainer._paper:
+        return trainer._paper
+    for field, table in (("loss", preference_losses), ("algorithm", algorithms)):
+        name = getattr(trainer.args, field, None)
+        if name in table:
+            source = table[name].paper
+            return {"id" if ARXIV_ID.fullmatch(source) else "title": source}
+    return {}
 
 
 def _run(folder: Path) -> dict[str, Any]:
@@ -123,78 +142,20 @@ def _run(folder: Path) -> dict[str, Any]:
     return run if isinstance(run, dict) else {}
 
 
-def _tags(trainer) -> set[str]:
-    """The trainer's tags, with the method's own name in place of the one that its trainer is built on."""
-    method = getattr(trainer.args, "loss", None) or getattr(trainer.args, "algorithm", None)
-    if method not in preference_losses and method not in algorithms:
-        return {*trainer._tag_names}
-    return {*trainer._tag_names} - METHOD_TAGS | {method}
-
-
 def _is_hub_name(name: str) -> bool:
     """Whether a name is on the hub rather than a path."""
     return name not in OURS and HUB_NAME.fullmatch(name) is not None and not Path(name).exists()
 
 
-def _shown(name: str, kind: str) -> str:
+def _shown(name: str, kind: str = "") -> str:
     """The name of a model or dataset, linked if it is on the hub; for a path, its last part."""
     if _is_hub_name(name):
-        return f"[{name}](https://huggingface.co/{'datasets/' if kind == 'datasets' else ''}{name})"
+        return f"[{name}](https://huggingface.co/{kind}{name})"
     return OURS.get(name) or f"`{Path(name).name}`"
 
 
-def _how_to_use(trainer, base: str, is_adapter: bool) -> str:
-    """Lines of Python that load the model from its folder or from the hub, and use it."""
-    model = trainer.args.hub_model_id or "."
-    prompt = "What is the capital of France?"
-    if getattr(getattr(trainer, "processing_class", None), "chat_template", None):
-        prompt = [{"role": "user", "content": prompt}]
-    lines = ["from transformers import pipeline", "", f'generate = pipeline("text-generation", model="{model}")']
-    if "reward-trainer" in trainer._tag_names:
-        lines = ["from trl_ext import RewardModel", "", f'reward_model = RewardModel("{model}")']
-        ask = f'reward_model.score([{json.dumps(prompt)}], ["Paris."])'
-    else:
-        # transformers finds only bases that are on the hub.
-        if is_adapter and not _is_hub_name(base):
-            lines[1:] = ["", "from trl_ext.models import load_policy", ""]
-            lines += [f'model, tokenizer = load_policy("{model}")']
-            lines += ['generate = pipeline("text-generation", model=model, tokenizer=tokenizer)']
-        ask = f"generate({json.dumps(prompt)}, max_new_tokens=64, return_full_text=False)"
-    code = "\n".join([*lines, f"print({ask})"])
-    return f"## Use\n\nRun{' in its folder' if model == '.' else ''}:\n\n```python\n{code}\n```"
-
-
-def _method(trainer, run: dict[str, Any]) -> str:
-    method, found = method_of(trainer), getattr(trainer, "algorithm", None) or getattr(trainer, "objective", None)
-    objective = run.get("objective") or (found.describe() if found else "")
-    settings = objective.replace("`", "'")
-    lines = ["## Method", "", markdown_line(method["name"]) + (f": `{settings}`." if settings else ".")]
-    title = markdown_line(method["title"]) or f"arXiv {method['id']}"
-    if method["id"]:
-        lines += ["", f"Paper: [{title}](https://arxiv.org/abs/{method['id']})."]
-    elif method["title"]:
-        lines += ["", f"Source: {title}."]
-    if method["citation"]:
-        lines += ["", f"```bibtex\n{method['citation']}\n```"]
-    return "\n".join(lines)
-
-
-def _data(trainer, run: dict[str, Any], data: str | None) -> str:
-    counts = [f"{run[key]} {unit}" for key, unit in COUNTS.items() if run.get(key) is not None]
-    if not counts and hasattr(trainer.train_dataset, "__len__"):
-        counts = [f"{len(trainer.train_dataset)} rows"]
-    what = [_shown(data, "datasets")] if data else []
-    return "## Data\n\n" + ", ".join(what + counts) + f"; {trainer.state.global_step} updates."
-
-
-def _how_to_repeat(folder: Path, run: dict[str, Any]) -> str:
-    if "recipe" not in run or not (folder / "config.yaml").is_file():
-        return ""
-    # The command runs where training was started; of a folder elsewhere, only the last part is told.
-    here, folder = Path.cwd().resolve(), folder.resolve()
-    shown = folder.relative_to(here).as_posix() if folder.is_relative_to(here) else folder.name
-    return (
-        "## Training it again\n\n`config.yaml` in this folder holds every argument; paths in it are as seen from the "
-        f"folder that training was started in.\n\n```bash\ntrl-ext train {run['recipe']} --config {shown}/config.yaml "
-        f"--output_dir {shown}-again\n```"
-    )
+def _tags(trainer) -> set[str]:
+    """The trainer's tags, with the method's own name in place of the one that its trainer is built on."""
+    method = getattr(trainer.args, "loss", None) or getattr(trainer.args, "algorithm", None)
+    known = method in preference_losses or method in algorithms
+    return {*trainer._tag_names} - METHOD_TAGS | {method} if known else {*trainer._tag_names}

@@ -6,6 +6,7 @@ import copy
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from accelerate.utils import is_peft_model
@@ -38,27 +39,22 @@ def reference_in_memory(trl_trainer: type, model) -> Iterator[None]:
         # Autocast of an earlier trainer, under which this one's would be left out.
         _without_replacements(model)
     module = sys.modules[trl_trainer.__module__]
-    from_disk, divided = module.create_model_from_path, any(hasattr(weight, "ds_id") for weight in model.parameters())
+    from_disk = module.create_model_from_path
 
-    def reference(*args, **kwargs):
-        if not divided:
-            return frozen(model)
-        warn_once_per_run(
-            "ZeRO-3 divides the model, which can therefore not be copied: the reference is read from "
-            f"{model.config._name_or_path!r}, and is another one if the model was changed since it was loaded"
-        )
-        return from_disk(*args, **kwargs)
+    def reference(*args: Any, **kwargs: Any) -> PreTrainedModel:
+        if any(hasattr(weight, "ds_id") for weight in model.parameters()):
+            warn_once_per_run(
+                "ZeRO-3 divides the model, which can therefore not be copied: the reference is read from "
+                f"{model.config._name_or_path!r}, and is another one if the model was changed since it was loaded"
+            )
+            return from_disk(*args, **kwargs)
+        copied = copy.deepcopy(model)
+        copied.zero_grad(set_to_none=True)
+        _without_replacements(copied)
+        return copied.requires_grad_(False).eval()
 
     with temporarily(module, create_model_from_path=reference):
         yield
-
-
-def frozen(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy of a model in evaluation mode, without gradients and without what trainers have put on the model."""
-    model = copy.deepcopy(model)
-    model.zero_grad(set_to_none=True)
-    _without_replacements(model)
-    return model.requires_grad_(False).eval()
 
 
 def _without_replacements(model: PreTrainedModel) -> None:
@@ -78,24 +74,21 @@ def check_base_of_adapter(model) -> None:
     """
     if not is_peft_model(model):
         return
+    needed = "and switching the adapter off does not give the model that training begins from, which is needed here"
     for config in model.peft_config.values():
         start = getattr(config, "init_lora_weights", None)
         if isinstance(start, str) and start.startswith(_CHANGE_THE_BASE):
             raise ValueError(
-                f"init_lora_weights={start!r} changes the weights of the base, so that switching the adapter off does "
-                "not give the model that training begins from, which is needed here: leave the setting out"
+                f"init_lora_weights={start!r} changes the weights of the base, {needed}: leave the setting out"
             )
-    # Beside the base there may be a value head, and the vectors of a learned prompt.
-    names = [
-        name for name, weight in model.named_parameters() if weight.requires_grad and name.startswith("base_model.")
-    ]
-    inside = [name for name in names if not set(model.peft_config).intersection(name.split("."))]
-    if inside:
-        raise ValueError(
-            f"beside the adapter, parameters of the base are trained, such as {inside[0]}, and switching the adapter "
-            "off does not give the model that training begins from, which is needed here: freeze them "
-            '(LoraConfig(bias="none")), or name their modules in modules_to_save'
-        )
+    for name, weight in model.named_parameters():
+        # Beside the base there may be a value head, and the vectors of a learned prompt.
+        in_base = name.startswith("base_model.") and not {*model.peft_config} & {*name.split(".")}
+        if weight.requires_grad and in_base:
+            raise ValueError(
+                f"beside the adapter, parameters of the base are trained, such as {name}, {needed}: freeze them "
+                '(LoraConfig(bias="none")), or name their modules in modules_to_save'
+            )
 
 
 @contextmanager
@@ -134,7 +127,7 @@ def remember_base(trainer) -> None:
             "adapter, leave out precompute_ref_log_probs and sync_ref_model, or train without held-out splits"
         )
     with trained_policy(trainer) as model:
-        trainer.base_weights = {name: weight.detach().cpu().clone() for name, weight in model.named_parameters()}
+        trainer.base_weights = _weights(model)
 
 
 @contextmanager
@@ -156,11 +149,15 @@ def base_policy(trainer) -> Iterator:
         if is_peft_model(policy):
             with use_adapter(policy, adapter_name="ref" if "ref" in policy.peft_config else None):
                 yield policy
-        else:
-            if getattr(trainer, "base_weights", None) is None:
-                raise ValueError("the base is not known: call remember_base(trainer) before training")
-            with _weights(policy, trainer.base_weights):
-                yield policy
+            return
+        if getattr(trainer, "base_weights", None) is None:
+            raise ValueError("the base is not known: call remember_base(trainer) before training")
+        trained = _weights(policy)
+        try:
+            _load(policy, trainer.base_weights)
+            yield policy
+        finally:
+            _load(policy, trained)
 
 
 def _fixed_reference(trainer):
@@ -168,15 +165,9 @@ def _fixed_reference(trainer):
     return None if getattr(trainer.args, "sync_ref_model", False) else getattr(trainer, "ref_model", None)
 
 
-@contextmanager
-def _weights(model, weights: dict[str, torch.Tensor]) -> Iterator[None]:
-    """Temporarily replace the model's weights, in place."""
-    own = {name: weight.detach().cpu().clone() for name, weight in model.named_parameters()}
-    try:
-        _load(model, weights)
-        yield
-    finally:
-        _load(model, own)
+def _weights(model) -> dict[str, torch.Tensor]:
+    """A copy of the model's weights in CPU memory."""
+    return {name: weight.detach().cpu().clone() for name, weight in model.named_parameters()}
 
 
 @torch.no_grad()

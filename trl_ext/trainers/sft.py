@@ -13,7 +13,7 @@ from trl_ext.data import encode_turn
 from trl_ext.models import packing_of
 from trl_ext.processes import warn_once_per_run
 from trl_ext.resilience.training import ResilientTraining
-from trl_ext.trainers.context import check_inputs, check_template
+from trl_ext.trainers.context import check_inputs, check_template, encoding, map_rows
 from trl_ext.trainers.defaults import CommonFields, check_training, configuration, resolve_device_defaults
 from trl_ext.trainers.metrics import TokenMetrics
 from trl_ext.trainers.model_card import WritesModelCard
@@ -42,10 +42,6 @@ class SFTConfig(CommonFields, TRLSFTConfig):
         super().__post_init__()
 
 
-# Columns that change TRL's tokenization but not this one.
-_UNUSED_COLUMNS = ("tools", "chat_template_kwargs")
-
-
 class SFTTrainer(ResilientTraining, WritesModelCard, TokenMetrics, TRLSFTTrainer):
     """Fine-tunes on demonstrations; for a `prompt` with its `completion`, only the completion has a loss.
 
@@ -67,51 +63,43 @@ class SFTTrainer(ResilientTraining, WritesModelCard, TokenMetrics, TRLSFTTrainer
         as_they_are = kwargs.get("formatting_func") or (args.dataset_kwargs or {}).get("skip_prepare_dataset")
         model = check_inputs(model, kwargs, [] if as_they_are else texts)
         super().__init__(model, args, **kwargs)
-        self.packing = self._pack()
-
-    def _pack(self):
-        if self.args.share_prefixes and not self.padding_free and not self.args.packing:
-            return pack_trainer(self)
-        earlier = packing_of(self.model)
-        if earlier is not None:
+        self.packing = None
+        if args.share_prefixes and not self.padding_free and not args.packing:
+            self.packing = pack_trainer(self)
+        elif (earlier := packing_of(self.model)) is not None:
             earlier.remove()
-        return None
 
     def _prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, dataset_name):
         check_template(processing_class, dataset)
-        columns = dataset.column_names or list(next(iter(dataset)))
-        if formatting_func is None and {"prompt", "completion"} <= set(columns) and "input_ids" not in columns:
-            unused = [column for column in _UNUSED_COLUMNS if column in columns]
+        columns = {*(dataset.column_names or next(iter(dataset)))}
+        if formatting_func is None and {"prompt", "completion"} <= columns and "input_ids" not in columns:
+            # TRL's tokenization reads these, and this one does not.
+            unused = sorted({"tools", "chat_template_kwargs"} & columns)
             if unused:
                 raise ValueError(
                     f"the column {unused[0]!r} of the {dataset_name} dataset would not be used: remove it, or give "
                     "the rows as token ids in input_ids and completion_mask"
                 )
-            described = {"desc": f"Tokenizing {dataset_name} dataset"} if isinstance(dataset, Dataset) else {}
-            dataset = dataset.map(_encode, fn_kwargs={"tokenizer": processing_class}, **described)
-            if isinstance(dataset, Dataset):
-                _say_what_is_cut(dataset, dataset_name, args.max_length, packing)
+            tokenizer = {"tokenizer": processing_class}
+            dataset = map_rows(dataset, _encode, f"Tokenizing {dataset_name} dataset", fn_kwargs=tokenizer)
+            if isinstance(dataset, Dataset) and args.max_length is not None and not packing:
+                _report_truncation(dataset, dataset_name, args.max_length)
         return super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
 
 
 def _encode(row: dict, tokenizer) -> dict:
     """`input_ids` of a row and `completion_mask`, 1 for the tokens of the completion and its end."""
-    try:
+    with encoding(row):
         prompt_ids, completion_ids = encode_turn(tokenizer, row["prompt"], row["completion"])
-    except (ValueError, TypeError, KeyError) as error:
-        name = f"row_id {row['row_id']}" if "row_id" in row else f"the row {str(row)[:100]}"
-        raise ValueError(f"{name} cannot be encoded: {error}") from error
-    return {
-        "input_ids": prompt_ids + completion_ids,
-        "completion_mask": [0] * len(prompt_ids) + [1] * len(completion_ids),
-    }
+    mask = [0] * len(prompt_ids) + [1] * len(completion_ids)
+    return {"input_ids": prompt_ids + completion_ids, "completion_mask": mask}
 
 
-def _say_what_is_cut(dataset: Dataset, dataset_name: str, limit: int | None, packing: bool) -> None:
-    if limit is None or packing:
-        return
-    cut = sum(len(ids) > limit for ids in dataset["input_ids"])
-    lost = sum(not any(mask[:limit]) for mask in dataset["completion_mask"])
+def _report_truncation(dataset: Dataset, dataset_name: str, limit: int) -> None:
+    """Warn of rows that TRL will cut or drop; raise ValueError if none is left."""
+    masks = dataset["completion_mask"]
+    cut = sum(len(mask) > limit for mask in masks)
+    lost = sum(not any(mask[:limit]) for mask in masks)
     if cut:
         warn_once_per_run(
             f"{dataset_name}: {cut} of {len(dataset)} rows are longer than {limit} max_length and lose their end"

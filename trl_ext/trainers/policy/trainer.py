@@ -18,6 +18,7 @@ from trl import GRPOTrainer as TRLGRPOTrainer
 
 from trl_ext.data.conversation import text_ids
 from trl_ext.losses import PolicyScores, masked_sum
+from trl_ext.models.batches import temporarily
 from trl_ext.processes import warn_once_per_run
 from trl_ext.resilience.reward_guard import RewardGuard
 from trl_ext.resilience.training import ResilientTraining
@@ -110,8 +111,6 @@ class PolicyTrainer(ResilientTraining, WritesModelCard, StepMetrics, TRLGRPOTrai
     _without_signal = "every advantage was 0, as where all responses to a prompt are rewarded alike or not at all"
     _counts_of_rollouts = ("_seen_signal", "rollouts", "further_rollouts", "shaping_state")
     carried_over = (*ResilientTraining.carried_over, *_counts_of_rollouts)
-    # TRL's, for a rollout whose responses are all left out.
-    mean_of_nothing = 0.0
 
     def __init__(self, model, reward_funcs=None, args: PolicyConfig | None = None, **kwargs: Any):
         args = configuration(self, args, self._config_class)
@@ -128,7 +127,9 @@ class PolicyTrainer(ResilientTraining, WritesModelCard, StepMetrics, TRLGRPOTrai
         # Of each micro-batch of the latest rollout, over all processes.
         self._tokens: Tensor | None = None
         self.plain_reward_functions, guarded = named_and_guarded(functions, self.reward_guard)
-        with reference_in_memory(TRLGRPOTrainer, model):
+        # TRL keeps a reference for any beta but 0.
+        beta = args.beta if self.algorithm.needs_reference else 0.0
+        with reference_in_memory(TRLGRPOTrainer, model), temporarily(args, beta=beta):
             super().__init__(model, guarded, args, **kwargs)
         # TRL has appended the rewards of environments.
         self.reward_funcs[len(functions) :] = map(self.reward_guard.wrap, self.reward_funcs[len(functions) :])

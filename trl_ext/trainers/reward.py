@@ -1,0 +1,306 @@
+"""`RewardTrainer`: TRL's, with this library's Bradley-Terry loss, margins of any column, and separate truncation."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from peft import PeftConfig, PeftModel, TaskType
+from torch import Tensor
+from transformers import AutoConfig
+from trl import RewardConfig as TRLRewardConfig
+from trl import RewardTrainer as TRLRewardTrainer
+from trl import maybe_extract_prompt
+
+from trl_ext.data import encode_turn
+from trl_ext.data.conversation import text_ids
+from trl_ext.files import write_json
+from trl_ext.losses.reward import bradley_terry
+from trl_ext.models import score_sequences
+from trl_ext.models.shared_backbone import HEADS, LIMITS_FILE
+from trl_ext.processes import map_over_ranks, warn_once_per_run
+from trl_ext.resilience.training import ResilientTraining
+from trl_ext.trainers.context import (
+    PAIRS,
+    check_inputs,
+    check_template,
+    encoding,
+    map_rows,
+    name_of_row,
+    truncate_pairs,
+)
+from trl_ext.trainers.defaults import TruncatedFields, check_training, configuration, resolve_device_defaults
+from trl_ext.trainers.model_card import WritesModelCard
+from trl_ext.trainers.packing import pack_trainer
+from trl_ext.trainers.policies import is_zero3, trained_policy
+from trl_ext.trainers.trl_settings import refuse_given
+
+
+@dataclass
+class RewardConfig(TruncatedFields, TRLRewardConfig):
+    """Configuration of `RewardTrainer`: the fields of `trl.RewardConfig` and `TruncatedFields`, and those below.
+
+    Raises:
+        ValueError: a value is out of range, or `max_length` is set; the message names the field and what to do.
+    """
+
+    margin_column: str | None = field(
+        default=None,
+        metadata={
+            "help": "Column of numbers by how much a chosen response should win, such as avg_preference_strength. "
+            "Default: the column margin where the data has one."
+        },
+    )
+    margin_scale: float = field(default=1.0, metadata={"help": "Factor on the margins."})
+    label_smoothing: float = field(
+        default=0.0, metadata={"help": "Probability that a label is wrong, in [0, 0.5); 0 trusts every label."}
+    )
+
+    def __post_init__(self):
+        if not 0 <= self.label_smoothing < 0.5:
+            raise ValueError(
+                f"label_smoothing must lie in [0, 0.5), got {self.label_smoothing}: at one half labels say nothing"
+            )
+        refuse_given(self, {"label_smoothing_factor": "use label_smoothing"})
+        if not math.isfinite(self.margin_scale):
+            raise ValueError(f"margin_scale must be a number, got {self.margin_scale}")
+        check_training(self, center_rewards_coefficient=0)
+        resolve_device_defaults(self)
+        super().__post_init__()
+
+
+class RewardTrainer(ResilientTraining, WritesModelCard, TRLRewardTrainer):
+    """Trains a reward model on preference pairs: `trl_ext.losses.reward.bradley_terry` on the scores of both sides.
+
+    Accepts the arguments of `trl.RewardTrainer`, with a `RewardConfig`, and keeps its features. It differs in six
+    ways. Prompts are cut at the beginning and responses at the end, each to its own limit, where TRL drops long
+    pairs. Margins may come from any column of numbers. Labels may be smoothed. An adapter is always trained and saved
+    together with the score head. The gradient of an optimizer step is that of the mean over its pairs, however they
+    are divided into micro-batches and ranks. Metrics cover all pairs of a step or an evaluation, instead of averaging
+    over batches.
+
+    The score head of a model that comes without one is initialised at random from `args.seed`.
+
+    Raises:
+        TypeError: `args` is not a `RewardConfig`.
+        ValueError: a dataset is empty or lacks the margin column, or a row cannot be encoded; the model is an adapter
+            without its base or has several labels; or a given adapter would not save its score head.
+    """
+
+    _tag_names = ["trl", "trl_ext", "reward-trainer"]
+
+    def __init__(self, model, args: RewardConfig | None = None, **kwargs: Any):
+        args = configuration(self, args, RewardConfig)
+        model = _reward_model(check_inputs(model, kwargs, PAIRS, one_kind=True), args)
+        if kwargs.get("peft_config") is not None:
+            kwargs["peft_config"] = _with_score_head(kwargs["peft_config"])
+        # Scores of the micro-batches of an optimizer step or of the batches of an evaluation, each [n, 2].
+        self._scores: list[Tensor] = []
+        super().__init__(model, args, **kwargs)
+        self._train_head_in_float32()
+        self.packing = pack_trainer(self)
+        if self.processing_class.pad_token_id == self.processing_class.eos_token_id:
+            warn_once_per_run(
+                "the padding token is the end-of-turn token, so scores are read before it: whether a response has "
+                "ended does not show in its score; give the tokenizer a padding token of its own"
+            )
+
+    def _train_head_in_float32(self) -> None:
+        """Use float32 for the score head of an adapter, as for the adapter: bfloat16 loses small updates."""
+        autocast = self.args.bf16 or self.args.fp16
+        # ZeRO-3 gathers parameters of one type only.
+        if autocast and isinstance(self.model, PeftModel) and not is_zero3(self.accelerator):
+            for parameter in self.model.parameters():
+                if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
+                    parameter.data = parameter.data.float()
+
+    # ---- Pairs as token ids ----
+
+    def _prepare_dataset(self, dataset, processing_class, args, dataset_name):
+        check_template(processing_class, dataset)
+        columns = dataset.column_names or list(next(iter(dataset)))
+        margins = args.margin_column or "margin"
+        if margins not in columns and (args.margin_column is not None or args.margin_scale != 1):
+            setting = "margin_column" if args.margin_column is not None else "margin_scale"
+            raise ValueError(
+                f"{setting} {getattr(args, setting)!r} needs margins: name a margin_column of the {dataset_name} "
+                f"dataset; it has {', '.join(columns)}"
+            )
+        workers = args.dataset_num_proc
+        # TRL also accepts its earlier names, chosen_input_ids and rejected_input_ids.
+        if not {"chosen_ids", "chosen_input_ids"} & {*columns}:
+            options = {"fn_kwargs": {"tokenizer": processing_class}, "num_proc": workers}
+            dataset = map_rows(dataset, _encode_pair, f"Tokenizing {dataset_name} dataset", **options)
+            dataset = truncate_pairs(dataset, dataset_name, args)
+            dataset = map_rows(dataset, _join_prompt, None, num_proc=workers, remove_columns=["prompt_ids"])
+        if margins in columns:
+            options = {"fn_kwargs": {"column": margins}, "num_proc": workers}
+            dataset = map_rows(dataset, _read_margin, f"Reading margins of {dataset_name} dataset", **options)
+        return super()._prepare_dataset(dataset, processing_class, args, dataset_name)
+
+    # ---- The step: a whole accumulation window, scores, loss, metrics ----
+
+    def get_batch_samples(self, epoch_iterator, num_batches, device):
+        batches, num_items_in_batch = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if batches:
+            pairs = torch.tensor(sum(len(batch["input_ids"]) // 2 for batch in batches), device=device)
+            pairs = self.accelerator.reduce(pairs, reduction="sum").item()
+            # The trainer divides each loss by the number of micro-batches and averages over ranks. The gradient is
+            # then that of the mean over all pairs, however the last window is divided.
+            scale = len(batches) * self.accelerator.num_processes / pairs
+            batches = [{**batch, "loss_scale": scale} for batch in batches]
+        return batches, num_items_in_batch
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        margin, scale = inputs.pop("margin", None), inputs.pop("loss_scale", None)
+        outputs = model(**inputs, use_cache=False)
+        chosen, rejected = outputs.logits.squeeze(-1).float().chunk(2)
+        losses = bradley_terry(
+            chosen,
+            rejected,
+            margin=None if margin is None else self.args.margin_scale * margin,
+            label_smoothing=self.args.label_smoothing,
+            centering=self.args.center_rewards_coefficient or 0.0,
+        )
+        loss = losses.mean() if scale is None else losses.sum() * scale
+
+        scores = torch.stack([chosen, rejected], dim=1).detach()
+        if self.model.training:
+            tokens = self.accelerator.gather(inputs["attention_mask"].sum()).sum().item()
+            # Ranks of a tensor-parallel group hold the same batch.
+            self._total_train_tokens += tokens // self._tp_size
+            self._scores.append(self.accelerator.gather(scores))
+            if self.accelerator.sync_gradients:
+                self._summarize_scores("train")
+        else:
+            self._scores.append(self.accelerator.gather_for_metrics(scores))
+        return (loss, outputs) if return_outputs else loss
+
+    def _summarize_scores(self, mode: str) -> None:
+        """Add the metrics of all pairs of a step or an evaluation to those that TRL logs the means of."""
+        scores, self._scores = torch.cat(self._scores).double(), []
+        margins = scores[:, 0] - scores[:, 1]
+        metrics = {"min_reward": scores.min(), "mean_reward": scores.mean(), "max_reward": scores.max()}
+        metrics |= {"accuracy": (margins > 0).double().mean(), "margin": margins.mean()}
+        for name, value in metrics.items():
+            self._metrics[mode][name].append(value.item())
+        self._metrics[mode]["num_tokens"] = [self._total_train_tokens]
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if self._scores and not self.model.training:
+            self._summarize_scores("eval")
+        super().log(logs, start_time)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        super()._save(output_dir, state_dict)
+        limits = {name: getattr(self.args, name) for name in ("max_prompt_tokens", "max_response_tokens")}
+        write_json(Path(output_dir or self.args.output_dir) / LIMITS_FILE, limits)
+
+    # ---- Scores ----
+
+    def score(self, sequences: Sequence[Sequence[int]], *, progress: str | None = None) -> Tensor:
+        """Scores of token sequences under the current model, [N], float32 on the CPU.
+
+        Batches of `per_device_eval_batch_size` are divided among the ranks: every process must call this, and each
+        returns the same scores.
+        """
+        options = {"batch_size": self.args.per_device_eval_batch_size}
+        options |= {"pad_token_id": self.processing_class.pad_token_id}
+        options |= {"progress": progress if self.accelerator.is_main_process else None}
+        with trained_policy(self) as model:
+
+            def score(own: list[Sequence[int]]) -> list[float]:
+                return score_sequences(model, own, **options).tolist()
+
+            return torch.tensor(map_over_ranks(score, sequences, self.accelerator))
+
+    def score_pairs(self, dataset: Dataset, *, progress: str | None = None) -> tuple[Tensor, Tensor]:
+        """Scores of the chosen and of the rejected side of pairs that this trainer has prepared, each [N]."""
+        scores = self.score([*dataset["chosen_ids"], *dataset["rejected_ids"]], progress=progress)
+        chosen, rejected = scores.chunk(2)
+        return chosen, rejected
+
+
+# ---- Rows ----
+
+
+def _encode_pair(row: dict, tokenizer) -> dict:
+    """Token ids of a row's prompt and of its two responses."""
+    with encoding(row):
+        if "prompt" in row or not isinstance(row["chosen"], str):
+            row = maybe_extract_prompt(row)
+            tools = row.get("tools")
+            template = {"tools": json.loads(tools) if isinstance(tools, str) else tools}
+            template |= row.get("chat_template_kwargs") or {}
+            prompt, chosen = encode_turn(tokenizer, row["prompt"], row["chosen"], template_kwargs=template)
+            _, rejected = encode_turn(tokenizer, row["prompt"], row["rejected"], template_kwargs=template)
+        else:
+            # Tokenize each whole text, as TRL does: the common prefix of the texts may end inside a token.
+            end = tokenizer.eos_token
+            chosen, rejected = (
+                text_ids(tokenizer, row[side].removesuffix(end) + end) for side in ("chosen", "rejected")
+            )
+            prompt = os.path.commonprefix([chosen, rejected])
+            chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
+    return {"prompt_ids": prompt, "chosen_ids": chosen, "rejected_ids": rejected}
+
+
+def _join_prompt(row: dict) -> dict:
+    return {side: row["prompt_ids"] + row[side] for side in ("chosen_ids", "rejected_ids")}
+
+
+def _read_margin(row: dict, column: str) -> dict:
+    value = row[column]
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise ValueError(f"{name_of_row(row)}: the margin column {column!r} must hold a number, got {value!r}")
+    return {"margin": float(value)}
+
+
+# ---- Models ----
+
+
+def _reward_model(model: Any, args: RewardConfig) -> Any:
+    """The model, or its path, which must have one label and save its head.
+
+    A folder becomes an absolute path, which a saved adapter stores as the name of its base.
+    """
+    if isinstance(model, str):
+        model = name = str(Path(model).resolve()) if Path(model).is_dir() else model
+        options = args.model_init_kwargs if isinstance(args.model_init_kwargs, dict) else {}
+        config = AutoConfig.from_pretrained(
+            model, revision=options.get("revision"), trust_remote_code=args.trust_remote_code
+        )
+        # A language model's configuration defaults to two labels although it has no head for them.
+        has_head = any(kind.endswith("ForSequenceClassification") for kind in config.architectures or ())
+    else:
+        config, has_head = model.config, True
+        name = getattr(config, "_name_or_path", "") or type(model).__name__
+    if has_head and config.num_labels != 1:
+        raise ValueError(
+            f"the model {name} has {config.num_labels} labels, and a reward model has one: load it with num_labels=1, "
+            "or start from a language model"
+        )
+    if isinstance(model, PeftModel) and not {*HEADS} & {*(model.active_peft_config.modules_to_save or ())}:
+        raise ValueError(
+            "the given adapter would leave the score head untrained and unsaved: build it with a configuration of "
+            "task_type SEQ_CLS, or pass peft_config to the trainer, which sees to it"
+        )
+    return model
+
+
+def _with_score_head(peft_config: PeftConfig) -> PeftConfig:
+    """The configuration with the task type that makes PEFT train and save the score head with the adapter."""
+    asked = peft_config.task_type
+    if asked not in (None, TaskType.SEQ_CLS, TaskType.CAUSAL_LM):
+        warn_once_per_run(f"task_type {asked} was asked for: a reward model's adapter is of type SEQ_CLS")
+    peft_config = copy.deepcopy(peft_config)
+    peft_config.task_type = TaskType.SEQ_CLS
+    return peft_config
