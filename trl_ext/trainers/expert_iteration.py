@@ -237,18 +237,15 @@ class ExpertIterationTrainer(SFTTrainer):
 
     @contextmanager
     def _engine(self, policy) -> Iterator[Callable]:
-        tokenizer = self.processing_class
         if not self.args.use_vllm:
-            yield TransformersEngine(policy, tokenizer, self.settings)
+            yield TransformersEngine(policy, self.processing_class, self.settings)
             return
         folder = Path(self.args.output_dir) / "samples" / "policy"
         self.save_model(str(folder))
-        share = self.args.vllm_gpu_memory_utilization
-        engine = VLLMEngine(str(folder), tokenizer, self.settings, gpu_memory_utilization=share)
+        share = {"gpu_memory_utilization": self.args.vllm_gpu_memory_utilization}
         try:
-            yield engine
+            yield VLLMEngine(str(folder), self.processing_class, self.settings, **share)
         finally:
-            del engine
             gc.collect()
             torch.cuda.empty_cache()
             shutil.rmtree(folder, ignore_errors=True)
