@@ -107,11 +107,11 @@ def no_key(monkeypatch):
 @pytest.fixture
 def registries_as_before(monkeypatch):
     """Whatever a test registers is gone after it; what the library registers is there before it."""
-    import trl_ext.algorithms
     import trl_ext.losses  # noqa: F401
-    from trl_ext.registry import policy_algorithms, preference_losses, preference_weightings
+    from trl_ext.algorithms import algorithms
+    from trl_ext.registry import preference_losses, preference_weightings
 
-    for registry in (policy_algorithms, preference_losses, preference_weightings):
+    for registry in (algorithms, preference_losses, preference_weightings):
         monkeypatch.setattr(registry, "_entries", dict(registry._entries))
 
 

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from trl_ext.files import brief
 from trl_ext.names import load_function, load_module, nearest
-from trl_ext.settings import LOSS_SETTINGS, SETTINGS, AdvantageFields, LossFields
 
 
 @dataclass
@@ -90,52 +89,6 @@ class PreferenceWeighting(Entry):
     column_option: str | None = None
 
 
-@dataclass
-class Algorithm(LossFields, AdvantageFields, Entry):
-    """A row of the table of online algorithms, `trl_ext.algorithms`: a function, its surrogate loss, and settings.
-
-    A setting of None uses the default in `SETTINGS`; an `epsilon_high` of None equals `epsilon`. `advantage` may be a
-    function `f(rewards, group_size, ...) -> [N]`. If you register your own function of `PolicyScores`, its `surrogate`
-    is `own`.
-
-    Attributes:
-        summary: one line for the table.
-        advantage_options: options of the advantage that are not settings.
-        group_size: responses per prompt.
-        rollout: settings of the trainer's rollouts that define the algorithm, such as `resample_groups`: 0 is refused.
-        reads_sampler: whether your own function compares with the probabilities that the sampler recorded,
-            `scores.behaviour_log_probs`; vLLM's importance ratio then does not multiply its loss.
-        fixed: the settings that define the algorithm, each with its permitted values.
-    """
-
-    summary: str = ""
-    advantage_options: Mapping[str, Any] = field(default_factory=dict)
-    group_size: int = 8
-    rollout: Mapping[str, float] = field(default_factory=dict)
-    reads_sampler: bool = False
-    fixed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-
-    def __post_init__(self):
-        self.surrogate = self.surrogate or "own"
-        for name, setting in SETTINGS.items():
-            if getattr(self, name) is None:
-                setattr(self, name, setting.default)
-
-    def rollout_setting(self, name: str, given: float | None) -> float:
-        """A setting of the trainer's rollouts: the given one, or if it is None the algorithm's own; 0 if it has none.
-
-        Raises:
-            ValueError: 0 is given for one that defines the algorithm.
-        """
-        own = self.rollout.get(name, 0)
-        if own and given is not None and not given:
-            raise ValueError(
-                f"--algorithm {self.name} and --{name} {given} contradict each other: it is {self.summary}; leave it "
-                "out, or use an algorithm without it"
-            )
-        return own if given is None else given
-
-
 EntryType = TypeVar("EntryType", bound=Entry)
 
 
@@ -208,7 +161,6 @@ def _same(one: Callable, other: Callable) -> bool:
 
 preference_losses: Registry[PreferenceLoss] = Registry("preference loss")
 preference_weightings: Registry[PreferenceWeighting] = Registry("preference weighting")
-policy_algorithms: Registry[Algorithm] = Registry("policy algorithm")
 
 
 def preference_loss(
@@ -256,38 +208,6 @@ def preference_weighting(
     def register(function: Callable) -> Callable:
         needs = {"normalize": normalize, "needs_policy_weights": needs_policy_weights, "column_option": column_option}
         preference_weightings.add(PreferenceWeighting(name, function, **needs))
-        return function
-
-    return register
-
-
-def policy_algorithm(name: str, **settings: Any) -> Callable[[Callable], Callable]:
-    """Register a policy loss `f(scores, *, option=default) -> [B, T] or [B, 1]` as the algorithm `name`.
-
-    The function takes `trl_ext.losses.PolicyScores` and returns one loss per token, or one per response. If it has a
-    keyword `beta`, it is passed the coefficient and compares with `scores.ref_log_probs` itself: no KL term is added.
-
-    Args:
-        name: its name in `--algorithm` and `PolicyConfig(algorithm=...)`.
-        settings: `advantage` (a name, or a function), `ratio`, `aggregation`, `beta`, `group_size` and the other
-            attributes of `Algorithm` that do not belong to a built-in surrogate.
-
-    Raises:
-        ValueError: the name is taken, or there is no such setting.
-    """
-    # Your own function has keyword options where a built-in surrogate has settings.
-    of_built_in = [n for n, setting in LOSS_SETTINGS.items() if setting.option or n == "surrogate"]
-    known = [f.name for f in fields(Algorithm) if f.name not in ("name", "function", "fixed", *of_built_in)]
-    for setting in settings:
-        if setting not in known:
-            raise ValueError(
-                f"the policy algorithm {name!r} has no setting {setting!r}: it takes {', '.join(known)}"
-                f"{nearest(setting, known)}"
-            )
-
-    def register(function: Callable) -> Callable:
-        summary = (inspect.getdoc(function) or "").partition("\n")[0]
-        policy_algorithms.add(Algorithm(name, function, **{"summary": summary, **settings}))
         return function
 
     return register

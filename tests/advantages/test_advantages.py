@@ -12,6 +12,7 @@ import statistics
 import pytest
 import torch
 
+from tests.support.naive_policy import algorithm
 from trl_ext.advantages import (
     ADVANTAGES,
     batch_normalized,
@@ -25,7 +26,6 @@ from trl_ext.advantages import (
     mean_normalized,
     no_baseline,
 )
-from trl_ext.algorithms import PolicyObjective
 from trl_ext.losses import clipped_value_loss, explained_variance, whiten
 from trl_ext.losses.value import is_value_clipped
 from trl_ext.trainers.ppo.trainer import adapted_coefficient, token_rewards
@@ -220,9 +220,9 @@ def test_clip_advantages():
         (lambda: clip_advantages(torch.zeros(2), 0), "limit, which must be positive, got 0"),
         (lambda: clipped_value_loss(torch.zeros(1, 2), torch.zeros(1, 3), torch.zeros(1, 2)), "of one shape, got"),
         (lambda: clipped_value_loss(*torch.zeros(3, 1, 2), clip=0.0), "must be positive, got 0.0"),
-        (lambda: PolicyObjective("remax").advantages(torch.zeros(2), 1), "needs greedy_rewards, and there are none"),
+        (lambda: algorithm("remax").advantages(torch.zeros(2), 1), "needs greedy_rewards, and there are none"),
         (
-            lambda: PolicyObjective("grpo", advantage=lambda r, size: r.sum()).advantages(torch.zeros(4), 2),
+            lambda: algorithm("grpo", advantage=lambda r, size: r.sum()).advantages(torch.zeros(4), 2),
             r"returned shape \[\] for 4 rewards",
         ),
     ],
@@ -237,7 +237,7 @@ def test_estimator_of_ones_own():
         groups = rewards.reshape(-1, group_size)
         return (strength * (groups - (groups.sum(1, keepdim=True) - groups) / (group_size - 1))).reshape(-1)
 
-    objective = PolicyObjective("grpo", advantage=others, advantage_clip=4.0)
+    objective = algorithm("grpo", advantage=others, advantage_clip=4.0)
     assert objective.advantages(torch.tensor([1.0, 2.0]), 2).tolist() == [-3.0, 3.0]
     assert objective.advantages(torch.tensor([1.0, 4.0]), 2).tolist() == [-4.0, 4.0]
     assert objective.advantage == "others" and objective.group_relative is None

@@ -1,4 +1,4 @@
-"""The table of algorithms, the objective against plain loops, refusals, algorithms of a user, and `--explain`."""
+"""The table of algorithms, losses against plain loops, refusals, algorithms of a user, and `--explain`."""
 
 from __future__ import annotations
 
@@ -12,16 +12,25 @@ import pytest
 import torch
 
 import trl_ext
-from tests.support.naive_policy import ADVANTAGES, MASK, NEW, OLD, REFERENCE, G, loss_on_the_batch, ragged_batch
+from tests.support.naive_policy import (
+    ADVANTAGES,
+    MASK,
+    NEW,
+    OLD,
+    REFERENCE,
+    G,
+    algorithm,
+    loss_on_the_batch,
+    ragged_batch,
+)
 from tests.support.rollout_once import build, save_policy
 from trl_ext import losses
 from trl_ext.advantages import ADVANTAGES as ESTIMATORS
-from trl_ext.algorithms import PolicyObjective, algorithms
+from trl_ext.algorithms import SETTINGS, algorithms, policy_algorithm
 from trl_ext.algorithms.__main__ import main
 from trl_ext.algorithms.explain import explain
 from trl_ext.losses import PolicyScores
-from trl_ext.registry import policy_algorithm, preference_losses
-from trl_ext.settings import SETTINGS
+from trl_ext.registry import preference_losses
 
 NAMES = list(algorithms)
 
@@ -31,7 +40,7 @@ NAMES = list(algorithms)
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_row_describes_itself(name):
-    objective = PolicyObjective(name)
+    objective = algorithm(name)
     assert json.loads(json.dumps(objective.to_dict())) == objective.to_dict()
     line = objective.describe()
     assert line.startswith(f"{name} (advantage {objective.advantage}") and "\n" not in line
@@ -40,11 +49,11 @@ def test_every_row_describes_itself(name):
 
 
 def test_what_an_algorithm_needs():
-    assert [n for n in NAMES if PolicyObjective(n).reads("greedy_rewards")] == ["remax"]
-    assert [n for n in NAMES if not PolicyObjective(n).group_relative] == ["remax", "reinforce"]
-    referenced = {n for n in NAMES if PolicyObjective(n).needs_reference}
+    assert [n for n in NAMES if algorithm(n).reads("greedy_rewards")] == ["remax"]
+    assert [n for n in NAMES if not algorithm(n).group_relative] == ["remax", "reinforce"]
+    referenced = {n for n in NAMES if algorithm(n).needs_reference}
     assert referenced == {"grpo", "rloo", "remax", "reinforce_plus_plus_baseline"} | {n for n in NAMES if "berk" in n}
-    assert not PolicyObjective("grpo", beta=0.0).needs_reference
+    assert not algorithm("grpo", beta=0.0).needs_reference
 
 
 def test_the_command_lists_every_algorithm():
@@ -70,19 +79,19 @@ def test_the_command_as_json(capsys):
 
 
 def test_overrides_of_the_advantage():
-    sample = PolicyObjective("grpo", std_ddof=1, advantage_eps=1e-4).advantages(G, 4)
+    sample = algorithm("grpo", std_ddof=1, advantage_eps=1e-4).advantages(G, 4)
     assert sample.tolist() == pytest.approx([1.317388, 0.146376, -0.439129, -1.024635], abs=1e-6)
     # A rank of scale 1: that of 2 belongs to gopo. And 2.25 clipped at 2.
-    rank = PolicyObjective("grpo", advantage="group_rank").advantages(G, 4)
+    rank = algorithm("grpo", advantage="group_rank").advantages(G, 4)
     assert rank.tolist() == pytest.approx([1.0, 0.333333, -0.333333, -1.0], abs=1e-6)
-    assert PolicyObjective("dr_grpo", advantage_clip=2.0).advantages(G, 4).tolist() == [2.0, 0.25, -0.75, -1.75]
+    assert algorithm("dr_grpo", advantage_clip=2.0).advantages(G, 4).tolist() == [2.0, 0.25, -0.75, -1.75]
     # The course clips at 5: 100 responses, one of them right, have an advantage of sqrt(99) = 9.95.
     rewards = torch.zeros(100)
     rewards[0] = 1.0
-    assert PolicyObjective("berkeley_grpo").advantages(rewards, 100)[0].item() == 5.0
+    assert algorithm("berkeley_grpo").advantages(rewards, 100)[0].item() == 5.0
 
 
-# ------------------------------------------------------------------------------------------- the objective as a loss
+# ----------------------------------------------------------------------------------------------------------- losses
 
 
 @pytest.mark.parametrize(
@@ -106,36 +115,37 @@ def test_overrides_of_the_advantage():
     ],
 )
 def test_values_on_the_batch(name, overrides, expected):
-    objective = PolicyObjective(name, **overrides)
+    objective = algorithm(name, **overrides)
     assert loss_on_the_batch(objective, ref_log_probs=REFERENCE) == pytest.approx(expected, abs=1e-6)
 
 
 def test_the_generation_budget_of_dr_grpo():
     """-1.134705 / (2 C) with C = 4 given, unless a constant of one's own, 2, replaces it."""
-    assert loss_on_the_batch(PolicyObjective("dr_grpo"), constant=4) == pytest.approx(-0.141838, abs=1e-6)
-    own = PolicyObjective("dr_grpo", loss_constant=2.0)
+    assert loss_on_the_batch(algorithm("dr_grpo"), constant=4) == pytest.approx(-0.141838, abs=1e-6)
+    own = algorithm("dr_grpo", loss_constant=2.0)
     assert loss_on_the_batch(own, constant=4) == pytest.approx(-0.283676, abs=1e-6)
     with pytest.raises(ValueError, match="'constant' divides by constant, which must be positive, got None"):
-        loss_on_the_batch(PolicyObjective("dr_grpo"))
+        loss_on_the_batch(algorithm("dr_grpo"))
 
 
 def test_weights_multiply_the_surrogate_and_not_the_kl_term():
     """Weights of 0 leave 0.04 times the mean k3 per sequence, (0.008391 + 0.002585) / 2."""
-    objective = PolicyObjective("grpo")
+    objective = algorithm("grpo")
     nothing = loss_on_the_batch(objective, ref_log_probs=REFERENCE, weights=torch.zeros(2, 1))
     assert nothing == pytest.approx(0.04 * 0.005488, abs=1e-6)
     # The first response alone, and its second token alone: -1.052036 / 2 and -0.904837 / 3 / 2.
-    objective = PolicyObjective("grpo", beta=0.0)
+    objective = algorithm("grpo", beta=0.0)
     assert loss_on_the_batch(objective, weights=torch.tensor([[1.0], [0.0]])) == pytest.approx(-0.526018, abs=1e-6)
     one = torch.tensor([[0, 1.0, 0], [0, 0, float("nan")]])
     log_probs = NEW.clone().requires_grad_()
-    loss = objective(PolicyScores(log_probs, OLD, MASK, ADVANTAGES), weights=one)
+    loss, _ = objective.loss(PolicyScores(log_probs, OLD, MASK, ADVANTAGES), weights=one)
     loss.backward()
     assert loss.item() == pytest.approx(-0.150806, abs=1e-6)
     assert log_probs.grad.flatten().tolist() == pytest.approx([0, -0.150806, 0, 0, 0, 0], abs=1e-6)
     # One ratio per response, times a weight per token: -1.086904 / 6 from the first, shared by its three tokens.
     log_probs.grad = None
-    loss = PolicyObjective("berkeley_gspo", beta=0.0)(PolicyScores(log_probs, OLD, MASK, ADVANTAGES), weights=one)
+    scores = PolicyScores(log_probs, OLD, MASK, ADVANTAGES)
+    loss, _ = algorithm("berkeley_gspo", beta=0.0).loss(scores, weights=one)
     loss.backward()
     assert loss.item() == pytest.approx(-0.181151, abs=1e-6)
     assert log_probs.grad.flatten().tolist() == pytest.approx([-0.060384] * 3 + [0, 0, 0], abs=1e-6)
@@ -143,17 +153,14 @@ def test_weights_multiply_the_surrogate_and_not_the_kl_term():
 
 def test_token_count_serves_both_terms():
     """Two parts, divided by the whole batch's 5 tokens and summed, are the whole batch."""
-    objective = PolicyObjective("dapo", beta=0.1, kl_aggregation="token_mean")
-    whole = objective(PolicyScores(NEW, OLD, MASK, ADVANTAGES), ref_log_probs=REFERENCE)
-    parts = [
-        objective(
-            PolicyScores(NEW[i : i + 1], OLD[i : i + 1], MASK[i : i + 1], ADVANTAGES[i : i + 1]),
-            ref_log_probs=REFERENCE[i : i + 1],
-            token_count=5,
-        )
-        for i in range(2)
-    ]
-    assert sum(parts).item() == pytest.approx(whole.item(), abs=1e-7)
+    objective = algorithm("dapo", beta=0.1, kl_aggregation="token_mean")
+    whole = loss_on_the_batch(objective, REFERENCE)
+    parts = []
+    for i in range(2):
+        part = [values[i : i + 1] for values in (NEW, OLD, MASK, ADVANTAGES, REFERENCE)]
+        scores = PolicyScores(*part[:-1], ref_log_probs=part[-1])
+        parts.append(objective.loss(scores, token_count=5)[0].item())
+    assert sum(parts) == pytest.approx(whole, abs=1e-7)
 
 
 @pytest.mark.parametrize("kl_aggregation", ["inside", "token_mean"])
@@ -164,9 +171,9 @@ def test_kl_term_and_its_gradient(ratio, correction, kl_aggregation):
     new, old, reference, mask, advantages = ragged_batch(seed=11)
     log_probs, padding = new.clone().requires_grad_(), mask == 0
     overrides = {"kl_ratio_correction": correction, "kl_aggregation": kl_aggregation, "ratio": ratio, "beta": 0.3}
-    objective = PolicyObjective("grpo", **overrides)
-    scores = PolicyScores(log_probs, old, mask, torch.zeros_like(advantages))
-    loss = objective(scores, ref_log_probs=reference.masked_fill(padding, float("nan")))
+    objective = algorithm("grpo", **overrides)
+    shown = reference.masked_fill(padding, float("nan"))
+    loss, _ = objective.loss(PolicyScores(log_probs, old, mask, torch.zeros_like(advantages), ref_log_probs=shown))
     loss.backward()
 
     k3 = (reference - new).exp() - 1 + new - reference
@@ -188,21 +195,10 @@ def test_kl_term_and_its_gradient(ratio, correction, kl_aggregation):
 
 
 def test_no_kl_in_the_loss_where_it_is_in_the_reward():
-    objective = PolicyObjective("rloo")
-    assert loss_on_the_batch(objective) == pytest.approx(loss_on_the_batch(PolicyObjective("rloo", beta=0.0)))
+    objective = algorithm("rloo")
+    assert loss_on_the_batch(objective) == pytest.approx(loss_on_the_batch(algorithm("rloo", beta=0.0)))
     with pytest.raises(ValueError, match="--beta 0.04 needs the reference's log-probabilities"):
-        loss_on_the_batch(PolicyObjective("grpo"))
-
-
-def test_the_reference_may_come_with_the_scores():
-    """0.1 times k3, `e^-0.5 + 0.5 - 1` for the first token and 0 for the second."""
-    log_probs, reference = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -2.0]])
-    scores = PolicyScores(log_probs, log_probs, torch.ones(1, 2), torch.zeros(1, 1), ref_log_probs=reference)
-    objective = PolicyObjective("grpo", beta=0.1)
-    expected = 0.1 * (math.exp(-0.5) - 0.5) / 2
-    assert objective(scores).item() == pytest.approx(expected, rel=1e-5)
-    assert objective(scores, ref_log_probs=log_probs).item() == 0
-    assert not objective.clamped(scores).any()
+        loss_on_the_batch(algorithm("grpo"))
 
 
 # ---- Refusals ----
@@ -229,10 +225,13 @@ def test_the_reference_may_come_with_the_scores():
 )
 def test_contradictions_name_both_flags(name, overrides, flags):
     with pytest.raises(ValueError) as refusal:
-        PolicyObjective(name, **overrides)
+        algorithm(name, **overrides)
     message = str(refusal.value)
     assert message.startswith(flags) and "contradict each other: " in message and "\n" not in message
     assert "use --" in message or "leave it out" in message or "give --epsilon_high" in message
+
+
+UP_TO_A_FACTOR = [("group_centered", "leave_one_out"), ("constant", "sum")]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -244,15 +243,18 @@ def test_what_a_refusal_suggests_is_possible(name):
         "surrogate": ["clip", "no_clip", "cispo", "reinforce"],
         "aggregation": ["sequence_mean", "token_mean", "constant", "sum"],
     }
-    for flag, permitted in algorithms[name].fixed.items():
-        assert PolicyObjective(name).to_dict()[flag] in permitted
-        for value in set(choices[flag]) - set(permitted):
+    for flag in algorithms[name].defined_by:
+        own = getattr(algorithms[name], flag)
+        equal = next((pair for pair in UP_TO_A_FACTOR if own in pair), (own,))
+        for value in equal:
+            assert getattr(algorithm(name, **{flag: value}), flag) == value
+        for value in set(choices[flag]) - set(equal):
             with pytest.raises(ValueError, match=f"--algorithm {name} and --{flag} {value} contradict") as refusal:
-                PolicyObjective(name, **{flag: value})
+                algorithm(name, **{flag: value})
             assert "contradict each other: " in str(refusal.value) and "\n" not in str(refusal.value)
             suggestion = str(refusal.value).split("or --algorithm ")[-1].split()
             settings = dict(zip([f.removeprefix("--") for f in suggestion[1::2]], suggestion[2::2], strict=True))
-            assert PolicyObjective(suggestion[0], **settings).to_dict()[flag] == value
+            assert algorithm(suggestion[0], **settings).to_dict()[flag] == value
 
 
 @pytest.mark.parametrize(
@@ -266,32 +268,32 @@ def test_what_a_refusal_suggests_is_possible(name):
         ({"advantage": "group_normalised"}, "unknown --advantage .* did you mean 'group_normalized'"),
         ({"ratio": "tokens"}, "unknown --ratio 'tokens'; did you mean 'token'. Known: token, sequence, none"),
         ({"epsilonn": 0.1}, "no setting 'epsilonn'; did you mean 'epsilon'"),
-        ({"options": {"clip_high": 0.5}}, "reads 'clip_high' from the setting epsilon_high: give that"),
-        ({"options": {"strength": 1.0}}, "'clip' has no option 'strength'"),
+        ({"surrogate_options": {"clip_high": 0.5}}, "reads 'clip_high' from the setting epsilon_high: give that"),
+        ({"surrogate_options": {"strength": 1.0}}, "'clip' has no option 'strength'"),
     ],
 )
 def test_values_out_of_range_and_unknown_names(overrides, message):
     with pytest.raises(ValueError, match=message):
-        PolicyObjective("grpo", **overrides)
+        algorithm("grpo", **overrides)
 
 
 def test_an_unknown_algorithm():
     with pytest.raises(ValueError, match="unknown policy algorithm 'dr_grop'; did you mean 'dr_grpo'. Known: berkel"):
-        PolicyObjective("dr_grop")
+        algorithm("dr_grop")
 
 
 def test_combinations_that_no_name_rules_out():
     """GSPO with a sum, GSPO without its name, RLOO with PPO's clip, RLOO without KL."""
-    assert PolicyObjective("grpo", ratio="sequence", aggregation="sum").ratio == "sequence"
-    clipped = PolicyObjective("rloo", ratio="token", surrogate="clip")
+    assert algorithm("grpo", ratio="sequence", aggregation="sum").ratio == "sequence"
+    clipped = algorithm("rloo", ratio="token", surrogate="clip")
     assert (clipped.epsilon, clipped.epsilon_high) == (0.2, 0.2)
-    assert not PolicyObjective("rloo", beta=0.0).needs_reference
-    assert PolicyObjective("dr_grpo", beta=0.01, kl_in="reward", kl_estimator="k1").kl_in == "reward"
-    assert PolicyObjective("grpo", surrogate="cispo").ratio_cap == 5.0
-    assert PolicyObjective("gspo", epsilon=0.2, epsilon_high=0.2).epsilon_high == 0.2
-    assert PolicyObjective("grpo", epsilon=0.1).epsilon_high == 0.1
-    assert PolicyObjective("dapo", epsilon=0.1).epsilon_high == 0.28
-    assert PolicyObjective("grpo", surrogate="reinforce", ratio="none").epsilon is None
+    assert not algorithm("rloo", beta=0.0).needs_reference
+    assert algorithm("dr_grpo", beta=0.01, kl_in="reward", kl_estimator="k1").kl_in == "reward"
+    assert algorithm("grpo", surrogate="cispo").ratio_cap == 5.0
+    assert algorithm("gspo", epsilon=0.2, epsilon_high=0.2).epsilon_high == 0.2
+    assert algorithm("grpo", epsilon=0.1).epsilon_high == 0.1
+    assert algorithm("dapo", epsilon=0.1).epsilon_high == 0.28
+    assert algorithm("grpo", surrogate="reinforce", ratio="none").epsilon is None
 
 
 # ---- Algorithms of a user ----
@@ -324,18 +326,18 @@ def test_an_algorithm_from_a_file(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text(FILE)
     for name in ("gate", "soft_gate"):
-        objective = PolicyObjective(f"{path}:{name}", beta=0.0)
+        objective = algorithm(f"{path}:{name}", beta=0.0)
         assert loss_on_the_batch(objective) == pytest.approx(-0.481745, abs=1e-6)
-    assert objective.algorithm.name == "soft_gate" and objective.algorithm.group_size == 2
-    assert objective.algorithm.summary == "A smooth gate in place of a clip."
+    assert objective.name == "soft_gate" and objective.group_size == 2
+    assert objective.summary == "A smooth gate in place of a clip."
     assert objective.advantages(torch.tensor([1.0, 3.0]), 2).tolist() == [0.5, 1.5]
     assert objective.surrogate == "own" and objective.group_relative is None
-    assert PolicyObjective("soft_gate").needs_reference
-    hot = PolicyObjective("soft_gate", options={"temperature": 3.0})
+    assert algorithm("soft_gate").needs_reference
+    hot = algorithm("soft_gate", surrogate_options={"temperature": 3.0})
     assert "temperature 3.0" in hot.describe() and hot.to_dict()["options"] == {"temperature": 3.0}
     # Its KL term is the library's: 0.02 times the token mean of k3.
-    plain = loss_on_the_batch(PolicyObjective("soft_gate", beta=0.0))
-    with_kl = loss_on_the_batch(PolicyObjective("soft_gate"), ref_log_probs=REFERENCE)
+    plain = loss_on_the_batch(algorithm("soft_gate", beta=0.0))
+    with_kl = loss_on_the_batch(algorithm("soft_gate"), ref_log_probs=REFERENCE)
     assert with_kl - plain == pytest.approx(0.02 * 0.006069, abs=1e-6)
     assert trl_ext.policy_algorithm is policy_algorithm
 
@@ -345,7 +347,7 @@ def test_one_loss_per_response():
     def per_sequence(scores):
         return -scores.log_ratio.exp() * scores.advantages
 
-    assert loss_on_the_batch(PolicyObjective("per_sequence")) == pytest.approx(-0.091033, abs=1e-6)
+    assert loss_on_the_batch(algorithm("per_sequence")) == pytest.approx(-0.091033, abs=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -361,32 +363,32 @@ def test_one_loss_per_response():
     ],
 )
 def test_functions_that_are_refused(function, settings, message):
-    policy_algorithm("mine", **settings)(function)
     with pytest.raises(ValueError, match=message):
-        loss_on_the_batch(PolicyObjective("mine"))
+        policy_algorithm("mine", **settings)(function)
+        loss_on_the_batch(algorithm("mine"))
 
 
 def test_masked_positions_may_be_infinite():
     policy_algorithm("mine")(lambda scores: scores.log_probs.masked_fill(scores.mask == 0, float("inf")))
-    assert math.isfinite(loss_on_the_batch(PolicyObjective("mine")))
+    assert math.isfinite(loss_on_the_batch(algorithm("mine")))
 
 
 def test_overrides_of_ones_own():
     policy_algorithm("mine")(lambda scores, *, width=0.2: -scores.log_ratio * scores.advantages * width)
     with pytest.raises(ValueError, match="--algorithm mine and --surrogate clip contradict.*leave --surrogate out"):
-        PolicyObjective("mine", surrogate="clip")
+        algorithm("mine", surrogate="clip")
     with pytest.raises(ValueError, match="--epsilon 0.3 and --surrogate own contradict.*give your function an option"):
-        PolicyObjective("mine", epsilon=0.3)
+        algorithm("mine", epsilon=0.3)
     with pytest.raises(ValueError, match="'mine' has no option 'widht': it takes width; did you mean 'width'"):
-        PolicyObjective("mine", options={"widht": 0.3})
-    assert PolicyObjective("mine", aggregation="sum", options={"width": 0.3}).aggregation == "sum"
+        algorithm("mine", surrogate_options={"widht": 0.3})
+    assert algorithm("mine", aggregation="sum", surrogate_options={"width": 0.3}).aggregation == "sum"
 
 
 def test_options_of_an_advantage_belong_to_it():
     settings = {"advantage": "group_rank", "advantage_options": {"scale": 3.0}}
     policy_algorithm("mine", **settings)(lambda scores: -scores.log_ratio * scores.advantages)
-    assert PolicyObjective("mine").advantages(G, 4).tolist() == [3.0, 1.0, -1.0, -3.0]
-    other = PolicyObjective("mine", advantage="group_centered")
+    assert algorithm("mine").advantages(G, 4).tolist() == [3.0, 1.0, -1.0, -3.0]
+    other = algorithm("mine", advantage="group_centered")
     assert other.advantages(G, 4).tolist() == [2.25, 0.25, -0.75, -1.75]
 
 
@@ -454,16 +456,16 @@ def own_file(tmp_path):
 
 @pytest.mark.parametrize("name", list(algorithms))
 def test_an_algorithm_is_explained_with_the_settings_that_run(name):
-    text, objective, row = explain(name), PolicyObjective(name), algorithms[name]
+    text, row = explain(name), algorithms[name]
     for flag in SETTINGS:
-        value = getattr(objective, flag)
+        value = getattr(row, flag)
         shown = f"{value:g}" if isinstance(value, float) else str(value).lower()
         assert (f"\n--{flag} {shown}\n" in text) == (value is not None), flag
-    for function in (ESTIMATORS[objective.advantage], row.function):
+    for function in (row.advantage_function, row.function):
         assert inspect.getsource(function) in text + "\n"
-    assert ("def kl_estimate(" in text) == bool(objective.beta and not row.takes_beta)
-    for flag, values in row.fixed.items():
-        assert f"defined by --{flag} {' or '.join(values)}" in text
+    assert ("def kl_estimate(" in text) == row.needs_reference
+    for flag in row.defined_by:
+        assert f"defined by --{flag} {getattr(row, flag)}" in text
 
 
 @pytest.mark.parametrize("name", list(preference_losses))

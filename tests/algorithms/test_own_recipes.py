@@ -19,10 +19,9 @@ import pytest
 import torch
 
 from tests.support import REPOSITORY
-from tests.support.naive_policy import check_against_loops, evaluate
+from tests.support.naive_policy import algorithm, check_against_loops, evaluate
 from tests.support.rollout_once import OWN_RECIPES
 from trl_ext.advantages import group_normalized
-from trl_ext.algorithms import PolicyObjective
 from trl_ext.losses import PolicyScores, PreferenceObjective, PreferenceScores
 from trl_ext.names import load_function, load_module
 
@@ -89,7 +88,7 @@ def test_a_file_is_one_screen_with_its_paper_and_a_line_to_run_it(name):
 )
 def test_value_and_gradient_on_the_batch(name, options, value, gradient):
     changed = {"aggregation": "token_mean"} if name.startswith("dppo") else {}
-    objective = PolicyObjective(place(name), options=options, **changed)
+    objective = algorithm(place(name), surrogate_options=options, **changed)
     loss, found = evaluate(objective, NEW, old=OLD, mask=MASK, advantages=ADVANTAGES, sampler=SAMPLER)
     assert loss == pytest.approx(value, abs=6e-7)
     assert found.flatten().tolist() == pytest.approx([*gradient, 0], abs=6e-7)
@@ -98,7 +97,7 @@ def test_value_and_gradient_on_the_batch(name, options, value, gradient):
 def test_vespo_without_a_record_of_the_sampler():
     expected = [*[-0.140645] * 3, 0.157725, 0.157725, 0]
     for sampler in (None, torch.full_like(OLD, math.nan), OLD):
-        objective = PolicyObjective(place("vespo"))
+        objective = algorithm(place("vespo"))
         loss, found = evaluate(objective, NEW, old=OLD, mask=MASK, advantages=ADVANTAGES, sampler=sampler)
         assert loss == pytest.approx(-0.053349, abs=6e-7)
         assert found.flatten().tolist() == pytest.approx(expected, abs=6e-7)
@@ -117,10 +116,10 @@ def test_vespo_without_a_record_of_the_sampler():
     ],
 )
 def test_the_settings_of_the_papers(name, settings):
-    objective = PolicyObjective(place(name))
+    objective = algorithm(place(name))
     assert {key: objective.to_dict()[key] for key in settings} == settings
-    assert objective.algorithm.reads_sampler == (name in ("vespo", "dppo_tv", "dppo_kl"))
-    assert objective.algorithm.group_size == {"dppo_tv": 16, "dppo_kl": 16, "a_star_po": 1}.get(name, 8)
+    assert objective.reads_sampler == (name in ("vespo", "dppo_tv", "dppo_kl"))
+    assert objective.group_size == {"dppo_tv": 16, "dppo_kl": 16, "a_star_po": 1}.get(name, 8)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +157,7 @@ def test_dppo_of_certain_tokens_is_finite():
 
 @pytest.mark.parametrize("name", ["dppo_tv", "dppo_kl"])
 def test_dppo_is_of_the_old_policy_where_the_sampler_recorded_nothing(name):
-    objective = PolicyObjective(place(name))
+    objective = algorithm(place(name))
     fixed = {"old": OLD, "mask": MASK, "advantages": ADVANTAGES}
     nothing = evaluate(objective, NEW, sampler=torch.full_like(OLD, float("nan")), **fixed)
     for sampler in (None, OLD):
@@ -187,7 +186,7 @@ OPTIONS = {
 @pytest.mark.parametrize("has_token_advantages", [False, True])
 @pytest.mark.parametrize("name", SURROGATES)
 def test_value_and_gradient_against_loops(name, has_token_advantages, seed):
-    objective = PolicyObjective(place(name), options=OPTIONS[name])
+    objective = algorithm(place(name), surrogate_options=OPTIONS[name])
     check_against_loops("clip" if name == "luspo" else name, objective, OPTIONS[name], has_token_advantages, seed)
 
 
@@ -232,7 +231,7 @@ COMPONENTS = torch.tensor(
 def test_gdpo_normalises_each_reward_function_by_itself(weights, expected):
     found = function("gdpo")(COMPONENTS.sum(1), 4, COMPONENTS, torch.tensor(weights))
     assert found.tolist() == pytest.approx(expected, abs=1e-6)
-    objective = PolicyObjective("grpo", advantage=place("gdpo"))
+    objective = algorithm("grpo", advantage=place("gdpo"))
     known = {"components": COMPONENTS, "weights": torch.tensor(weights)}
     assert torch.equal(objective.advantages(COMPONENTS.sum(1), 4, **known), found)
 
@@ -292,7 +291,7 @@ def test_the_loss_of_a_star_po():
     scores = PolicyScores(
         log_ratios, None, torch.ones(1, 2), tensor(0.28311), ratio="none", ref_log_probs=0 * log_ratios.detach()
     )
-    loss = PolicyObjective(place("a_star_po"))(scores)
+    loss, _ = algorithm(place("a_star_po")).loss(scores)
     loss.backward()
     assert loss.item() == pytest.approx(0.077345, abs=6e-7)
     assert log_ratios.grad.flatten().tolist() == pytest.approx([-0.000556, -0.000556], abs=6e-7)
@@ -301,7 +300,7 @@ def test_the_loss_of_a_star_po():
 @pytest.mark.parametrize("flag, value", [("beta", 0.0), ("kl_in", "reward")])
 def test_what_contradicts_a_star_po(flag, value):
     with pytest.raises(ValueError, match=f"--{flag} {value} and --surrogate own contradict"):
-        PolicyObjective(place("a_star_po"), **{flag: value})
+        algorithm(place("a_star_po"), **{flag: value})
 
 
 def test_the_reward_less_the_optimal_value():

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn.functional import logsigmoid
 
-from trl_ext.algorithms import PolicyObjective
+from tests.support.naive_policy import algorithm
 from trl_ext.assignment import cases
 from trl_ext.assignment.cases import TASKS, build_cases
 from trl_ext.assignment.checking import call, verdict
@@ -115,7 +115,7 @@ def test_whole_losses_are_the_algorithms_of_the_table(name):
     new, old, ref = (-3 * torch.rand(4, 5, generator=generator, dtype=torch.float64) for _ in range(3))
     mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [1, 0, 0, 0, 0], [1, 1, 1, 1, 0]])
     advantages = torch.tensor([1.0, -0.5, 0.3, -2.0], dtype=torch.float64)
-    scores = PolicyScores(new, old, mask, advantages)
-    expected = PolicyObjective(f"berkeley_{name}")(scores, ref_log_probs=ref, constant=7)
+    scores = PolicyScores(new, old, mask, advantages, ref_log_probs=ref)
+    expected, _ = algorithm(f"berkeley_{name}").loss(scores, constant=7)
     value = TASKS[f"{name}_loss"].right(new, old, ref, mask, advantages, 0.2, 0.01, max_new_tokens=7)
     assert value.item() == pytest.approx(expected.item(), rel=1e-12)

@@ -21,9 +21,8 @@ from trl.trainer.utils import add_fused_lm_head
 
 from tests.support.train_once import build
 
-SEAM_ONE = "trl_ext.trainers.preference.trainer.PreferenceTrainer.get_batch_samples"
-SEAM_TWO = "trl_ext.trainers.preference.trainer.PreferenceTrainer._compute_loss"
-FUSED_OUTPUT = "trl_ext.trainers.preference.trainer.PreferenceTrainer._scores"
+WINDOW = "trl_ext.trainers.preference.trainer.PreferenceTrainer.get_batch_samples"
+LOSS_STEP = "trl_ext.trainers.preference.trainer.PreferenceTrainer.compute_loss"
 
 
 @pytest.fixture(scope="module")
@@ -40,34 +39,6 @@ def batch(stock) -> dict:
     return next(iter(stock.get_train_dataloader()))
 
 
-@pytest.fixture
-def without_losses(stock, monkeypatch):
-    """Stock TRL in the state in which the second seam calls its loss step."""
-    monkeypatch.setattr(stock, "precompute_ref_logps", True)
-    monkeypatch.setattr(stock, "loss_types", [])
-    monkeypatch.setattr(stock, "loss_weights", [])
-    stock._metrics["train"].clear()
-    stock.model.train()  # the mode under which metrics are kept
-    return stock
-
-
-class OnlyCallable:
-    """A model that can be called and nothing else."""
-
-    __slots__ = ("calls", "model")
-
-    def __init__(self, model):
-        self.model, self.calls = model, []
-
-    def __call__(self, **kwargs):
-        self.calls.append(kwargs)
-        return self.model(**kwargs)
-
-
-def with_reference(batch: dict, chosen: list[float], rejected: list[float]) -> dict:
-    return {**batch, "ref_chosen_logps": torch.tensor(chosen), "ref_rejected_logps": torch.tensor(rejected)}
-
-
 def test_version():
     installed = Version(version("trl"))
     assert Version("1.16") <= installed < Version("1.17"), (
@@ -76,52 +47,28 @@ def test_version():
     )
 
 
-# ---- Seam two: the loss step ----
+# ---- The loss step ----
 
 
-def test_compute_loss_only_calls_the_model(without_losses, batch):
-    model = OnlyCallable(without_losses.model)
-    try:
-        without_losses._compute_loss(model, with_reference(batch, [0.0, 0.0], [0.0, 0.0]), False)
-    except AttributeError as error:
-        pytest.fail(
-            f"DPOTrainer._compute_loss reads {error.name!r} of its model: _Tap, in {SEAM_TWO}, can only be called"
+def test_the_output_of_the_head(stock, batch):
+    labels = batch["input_ids"].masked_fill(batch["completion_mask"] == 0, -100)
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    output = stock.model(**inputs, labels=labels, use_cache=False, fused_lm_head=True)
+    for name in ("log_probs", "entropy", "mean_logits", "is_top1", "log_sum_sq_probs"):
+        values = getattr(output, name)
+        assert values is not None and values.shape == labels[:, 1:].shape, (
+            f"TRL's fused LM head no longer gives {name} of each token but the first: {LOSS_STEP} reads it"
         )
-    assert len(model.calls) == 1, (
-        f"DPOTrainer._compute_loss calls the model {len(model.calls)} times: {SEAM_TWO} keeps the output of the first"
-    )
-    assert model.calls[0].get("fused_lm_head") is True, (
-        "DPOTrainer._compute_loss no longer asks the model for its fused LM head: "
-        f"{FUSED_OUTPUT} and _score_window_ahead read that head's output"
-    )
-    assert "labels" in model.calls[0], (
-        "DPOTrainer._compute_loss no longer passes labels: PreferenceTrainer._score_window_ahead calls the model alike"
-    )
-    extra = set(model.calls[0]) - {"input_ids", "attention_mask", "labels", "use_cache", "fused_lm_head"}
-    assert not extra, (
-        f"DPOTrainer._compute_loss passes {extra} to the model: PreferenceTrainer._score_window_ahead does not"
+    assert not output.log_probs[labels[:, 1:] == -100].any(), (
+        "TRL's fused LM head gives log-probabilities where labels are -100: PreferenceTrainer._scores sums all"
     )
 
 
-def test_empty_list_of_losses_is_zero_and_metrics_are_logged(without_losses, batch):
-    loss = without_losses._compute_loss(without_losses.model, with_reference(batch, [0.0] * 2, [0.0] * 2), False)
-    assert isinstance(loss, float) and loss == 0.0, (
-        f"DPOTrainer._compute_loss with loss_types=[] returned {loss!r} and not 0.0: {SEAM_TWO} adds its own loss"
-    )
-    expected = {"entropy", "num_tokens", "logits/chosen", "logits/rejected", "mean_token_accuracy", "rewards/chosen"}
-    expected |= {"rewards/rejected", "rewards/accuracies", "rewards/margins", "logps/chosen", "logps/rejected"}
-    logged = set(without_losses._metrics["train"])
-    assert logged == expected, f"DPOTrainer logs other metrics: {logged ^ expected}; the README and recipes name these"
-
-
-def test_reference_log_probabilities_are_read_from_the_batch(without_losses, batch):
-    without_losses._compute_loss(without_losses.model, with_reference(batch, [-3.0, -5.0], [-11.0, -2.0]), False)
-    metrics = {name: values[0] for name, values in without_losses._metrics["train"].items()}
-    for side, mean in (("chosen", -4.0), ("rejected", -6.5)):
-        log_ratio = metrics[f"rewards/{side}"] / without_losses.beta
-        assert log_ratio == pytest.approx(metrics[f"logps/{side}"] - mean, rel=1e-4), (
-            f"DPOTrainer._compute_loss does not read ref_{side}_logps from the batch under precompute_ref_logps: "
-            f"{SEAM_TWO} passes its reference that way, and rewards/* would be wrong"
+def test_reference_log_probabilities_are_named_in_the_data(stock):
+    stock._set_signature_columns_if_needed()
+    for name in ("ref_chosen_logps", "ref_rejected_logps"):
+        assert name in stock._signature_columns, (
+            f"DPOTrainer does not name precomputed log-probabilities {name}: PreferenceTrainer._reference reads them"
         )
 
 
@@ -137,7 +84,7 @@ def test_compute_ref_log_probs(stock, batch):
 def test_batch_layout(batch):
     assert set(batch) == {"input_ids", "attention_mask", "completion_mask"}, (
         f"TRL's collator gives {set(batch)}: every key that is not the trainer's own goes into the model in "
-        "PreferenceTrainer._score_window_ahead"
+        "PreferenceTrainer._forward"
     )
     assert len(batch["input_ids"]) == 4, (
         "a batch of 2 pairs no longer has 2 chosen rows and then 2 rejected rows: _scores halves it in the middle"
@@ -164,17 +111,17 @@ def test_prepared_columns(stock):
     )
 
 
-# ---- Seam one: the accumulation window ----
+# ---- The accumulation window ----
 
 
 def test_get_batch_samples(stock):
     iterator = iter(stock.get_train_dataloader())
     batches, items = stock.get_batch_samples(iterator, 3, torch.device("cpu"))
     assert [len(batch["input_ids"]) for batch in batches] == [4, 4, 4] and items is None, (
-        f"Trainer.get_batch_samples no longer returns a list of batches and a count that TRL leaves None: {SEAM_ONE}"
+        f"Trainer.get_batch_samples no longer returns a list of batches and a count that TRL leaves None: {WINDOW}"
     )
     batches, _ = stock.get_batch_samples(iterator, 3, torch.device("cpu"))
-    assert len(batches) == 1, f"the last window is no longer the shorter one: {SEAM_ONE} normalises by its pairs"
+    assert len(batches) == 1, f"the last window is no longer the shorter one: {WINDOW} normalises by its pairs"
 
 
 def test_trainer_divides_by_the_number_of_micro_batches(stock, batch, monkeypatch):
@@ -185,7 +132,7 @@ def test_trainer_divides_by_the_number_of_micro_batches(stock, batch, monkeypatc
     reported = stock.training_step(stock.model, batch).item()
     assert reported == 2.0, (
         f"Trainer.training_step turned a loss of 6 in a window of 3 micro-batches into {reported} and not 2: "
-        "trl_ext.trainers.preference.optimizer_batch.Window.scale undoes a division by the number of micro-batches"
+        "trl_ext.trainers.preference.whole_batch.Window.scale undoes a division by the number of micro-batches"
     )
     stock.model.zero_grad()
 
@@ -210,7 +157,7 @@ def test_a_short_last_window_is_divided_by_its_own_size(tiny_model_path, tmp_pat
 # ---- Signatures and sources ----
 
 RESUMABLE = "trl_ext.resilience.training.ResilientTraining"
-REFERENCE = "trl_ext.trainers.preference.reference"
+REFERENCE = "trl_ext.trainers.preference.trainer.PreferenceTrainer._precompute_ref_logps"
 PREFERENCE = "trl_ext.trainers.preference.trainer.PreferenceTrainer"
 POLICY = "trl_ext.trainers.policy.trainer.PolicyTrainer"
 GREEDY = "trl_ext.trainers.policy.generation"
@@ -228,6 +175,7 @@ EPOCH += ["steps_trained_in_current_epoch"]
 SINGLE_TURN = ["self", "prompt_ids", "images", "multimodal_fields", "num_generations", "has_tool_images"]
 OFF_POLICY_MASK = ["advantages", "per_token_logps", "sampling_per_token_logps", "mask", "off_policy_threshold"]
 REWARDS = ["self", "inputs", "prompts", "completions", "completion_ids_list"]
+COMPUTE_LOSS = ["self", "model", "inputs", "return_outputs", "num_items_in_batch"]
 FUSED_HEAD = ["model", "temperature", "cast_lm_head_to_fp32", "outputs"]
 # Of every trainer: what a method takes, and what of ours overrides or calls it.
 METHODS = {
@@ -246,7 +194,8 @@ METHODS = {
 }
 # Of single classes and functions.
 FUNCTIONS = [
-    (trl.DPOTrainer._compute_loss, ["self", "model", "inputs", "return_outputs"], PREFERENCE),
+    (trl.DPOTrainer.compute_loss, COMPUTE_LOSS, PREFERENCE),
+    (trl.KTOTrainer.compute_loss, COMPUTE_LOSS, KTO),
     (trl.DPOTrainer.compute_ref_log_probs, ["self", "model", "inputs"], PREFERENCE),
     (trl.DPOTrainer._prepare_dataset, ["self", "dataset", "processing_class", "args", "dataset_name"], PREFERENCE),
     (trl.DPOTrainer._precompute_ref_logps, ["self", "dataset", "name", "batch_size"], PREFERENCE),
@@ -265,7 +214,12 @@ SOURCES = [
     (Trainer._save_checkpoint, "self._save_optimizer_and_scheduler(output_dir)", "trl_ext.OnlinePreferenceTrainer"),
     (Trainer._load_optimizer_and_scheduler, "self.args.device", RESUMABLE),
     (prepare_data_loader, "sampler.generator", RESUMABLE),
-    (trl.DPOTrainer.compute_loss, "self._compute_loss(model, inputs, return_outputs)", PREFERENCE),
+    (trl.DPOTrainer.evaluate, "self.precompute_ref_logps", PREFERENCE),
+    (trl.DPOTrainer.prediction_step, "self.compute_loss(", PREFERENCE),
+    *(
+        (trl.DPOTrainer.__init__, f"self.{name} =", LOSS_STEP)
+        for name in ("aux_loss_enabled", "router_aux_loss_coef", "_total_train_tokens", "_tp_size", "_metrics")
+    ),
     (trl.DPOTrainer._precompute_ref_logps, "self._precompute_engine = prepare_deepspeed(", REFERENCE),
     (trl.DPOTrainer._precompute_ref_logps, "self._precompute_model_hash", f"{PREFERENCE}._precompute_ref_logps"),
     (trl.DPOTrainer._precompute_ref_logps, "dataset._fingerprint", f"{PREFERENCE}._on_shared_disk"),

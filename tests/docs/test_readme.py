@@ -13,15 +13,15 @@ import pytest
 import yaml
 from accelerate.commands.launch import launch_command_parser
 
-import trl_ext.algorithms  # noqa: F401  the algorithms register
 from tests.support import REPOSITORY, recipes
 from tests.support.pages import README, TEXT, TEXTS, blocks, commands
 from tools import results
 from trl_ext import PolicyTrainer, PreferenceTrainer, cli
+from trl_ext.algorithms import SURROGATES, algorithms
 from trl_ext.evaluation.command_line import CommandParser
 from trl_ext.evaluation.methods.runs import read_method_run
 from trl_ext.losses import PreferenceObjective  # noqa: F401  the losses register before a test copies their table
-from trl_ext.registry import policy_algorithms, preference_losses
+from trl_ext.registry import preference_losses
 from trl_ext.runs.studies import compare
 
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
@@ -178,7 +178,7 @@ def _check_yaml(block, tmp_path, monkeypatch) -> None:
 
 def _forget_names_afterwards(monkeypatch) -> None:
     """The names that the pages register are free again for other tests."""
-    for table in (preference_losses, policy_algorithms):
+    for table in (preference_losses, algorithms):
         monkeypatch.setattr(table, "_entries", dict(table._entries))
 
 
@@ -292,14 +292,14 @@ def test_the_index_has_every_paper():
 def test_every_method_is_in_the_tables():
     import trl_ext.trainers
 
-    losses, _, algorithms = TEXTS["docs/methods.md"].partition("## Algorithms")
+    losses, _, of_algorithms = TEXTS["docs/methods.md"].partition("## Algorithms")
     own_losses = [one for one in preference_losses if preference_losses[one].function.__module__[:8] == "trl_ext."]
-    own_algorithms = [name for name in policy_algorithms if policy_algorithms[name].surrogate != "own"]
-    trainers = {name: getattr(trl_ext.trainers, name) for name in trl_ext.trainers.__all__ if name.endswith("Trainer")}
+    own_algorithms = [name for name in algorithms if algorithms[name].surrogate != "own"]
+    trainers = {name: value for name, value in vars(trl_ext.trainers).items() if name.endswith("Trainer")}
     of_pairs = [name for name, one in trainers.items() if issubclass(one, PreferenceTrainer)]
     of_policies = [name for name, one in trainers.items() if issubclass(one, PolicyTrainer)]
     of_pairs.remove("PreferenceTrainer")
-    wanted = {losses: [*own_losses, *of_pairs], algorithms: [*own_algorithms, *of_policies]}
+    wanted = {losses: [*own_losses, *of_pairs], of_algorithms: [*own_algorithms, *of_policies]}
     wanted[TEXTS["docs/papers.md"]] = [*own_losses, *own_algorithms]
     assert [name for text, names in wanted.items() for name in names if f"`{name}`" not in text] == []
     assert [name for name in own_losses if f"| `{name}` | $" not in TEXTS["docs/preference.md"]] == []
@@ -320,8 +320,7 @@ def test_defaults_in_the_table_of_losses():
 
 def test_every_advantage_surrogate_and_reduction_has_an_equation():
     from trl_ext.advantages import ADVANTAGES
-    from trl_ext.losses.masking import AGGREGATIONS
-    from trl_ext.losses.policy import SURROGATES
+    from trl_ext.losses.reductions import AGGREGATIONS
     from trl_ext.rewards.ensemble import AGGREGATES
 
     for name in (*ADVANTAGES, *SURROGATES, *AGGREGATIONS):

@@ -78,7 +78,7 @@ def test_rollouts_end_at_the_stop_string(peft, tmp_path):
     assert not any(a and b for a, b in zip(closed, own_end, strict=True)), "no end token is put behind the tag"
     assert tokenizer.pad_token_id not in [token for ids in responses for token in ids]
     cut = [not (a or b) for a, b in zip(closed, own_end, strict=True)]
-    assert trainer._rollout[1] == [not one for one in cut]
+    assert trainer.rewards.finished.tolist() == [not one for one in cut]
     metrics = logged_metrics(trainer)
     assert metrics["completions/clipped_ratio"] == [pytest.approx(sum(cut) / 16)]
     ended = [len(ids) for ids, one in zip(responses, cut, strict=True) if not one]

@@ -14,9 +14,8 @@ from tests.golden import inputs as given
 from tests.golden.inputs import LOG_PROBS, MASK, OLD_LOG_PROBS, REF_LOG_PROBS, RESPONSE_ADVANTAGES, REWARDS
 from trl_ext import losses
 from trl_ext.advantages import ADVANTAGES
-from trl_ext.algorithms import PolicyObjective, algorithms
-from trl_ext.losses.kl import KL_ESTIMATORS
-from trl_ext.losses.masking import AGGREGATIONS
+from trl_ext.algorithms import algorithms
+from trl_ext.losses.reductions import AGGREGATIONS, KL_ESTIMATORS
 from trl_ext.registry import preference_losses
 
 # A row: `kind/name/settings`, a function, and the inputs that it is called with and that have a gradient.
@@ -136,19 +135,19 @@ def algorithm_rows() -> Iterator[Row]:
 def _loss(
     name: str, settings: dict[str, Any], reference: Tensor = REF_LOG_PROBS, *, log_probs: Tensor, **arguments: Any
 ) -> dict[str, Tensor]:
-    objective = PolicyObjective(name, **settings)
-    scores = losses.PolicyScores(log_probs, OLD_LOG_PROBS, MASK, RESPONSE_ADVANTAGES)
-    loss = objective(scores, ref_log_probs=reference, constant=8.0, **arguments)
+    algorithm = algorithms[name].replace(**settings)
+    scores = losses.PolicyScores(log_probs, OLD_LOG_PROBS, MASK, RESPONSE_ADVANTAGES, ref_log_probs=reference)
+    loss, _ = algorithm.loss(scores, constant=8.0, **arguments)
     if settings.get("kl_in") == "reward":
-        return {"penalty": objective.reward_penalty(log_probs, reference, MASK), "value": loss}
+        return {"penalty": algorithm.reward_penalty(log_probs, reference, MASK), "value": loss}
     return {"value": loss}
 
 
 def _advantages(name: str, settings: dict[str, Any]) -> dict[str, Tensor]:
-    objective = PolicyObjective(name, **settings)
+    algorithm = algorithms[name].replace(**settings)
     scored = {"value": REWARDS, "unscored": given.UNSCORED}
     known = {"greedy_rewards": given.GREEDY_REWARDS, "lengths": LENGTHS}
-    return {n: objective.advantages(r, 4, **known) for n, r in scored.items()}
+    return {n: algorithm.advantages(r, 4, **known) for n, r in scored.items()}
 
 
 def advantage_rows() -> Iterator[Row]:

@@ -19,7 +19,7 @@ from tests.support.tiny import pairs, perturbed, response_log_prob, save_tiny_mo
 from tests.support.train_once import build, largest_difference, relative_difference, result, train, train_in_processes
 from trl_ext.losses import PreferenceObjective, PreferenceScores
 from trl_ext.trainers import AOTTrainer
-from trl_ext.trainers.preference.optimizer_batch import Window, coupled_shares
+from trl_ext.trainers.preference.whole_batch import Window, coupled_shares
 
 pytestmark = pytest.mark.usefixtures("in_float64")
 
@@ -194,8 +194,8 @@ class WatchedTrainer(AOTTrainer):
 
     scored: ClassVar[list] = []
 
-    def _scores(self, output, inputs, columns):
-        scores = super()._scores(output, inputs, columns)
+    def _scores(self, output, inputs, reference):
+        scores = super()._scores(output, inputs, reference)
         values = torch.cat([scores.chosen, scores.rejected])
         self.scored.append((torch.is_grad_enabled(), values.detach().clone()))
         return scores

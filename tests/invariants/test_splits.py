@@ -18,8 +18,8 @@ from tests.support import train_once
 from tests.support.splits_once import CASES, STOCK, metric_differences, run_all, save_models, update_difference
 from tests.support.tiny import independent_scores, pairs, perturbed, response_log_prob, token_ids
 from trl_ext.losses import PreferenceScores
-from trl_ext.trainers.metrics import StepMetrics, merged
-from trl_ext.trainers.preference.optimizer_batch import map_scores
+from trl_ext.trainers.metrics import MergedMetrics, merged
+from trl_ext.trainers.preference.whole_batch import map_scores
 
 OWN = [name for name in CASES if name not in STOCK]
 # One of each way in which rows are coupled; the others are slow tests.
@@ -121,7 +121,7 @@ def test_merged_by_hand():
 
 
 class OneProcess:
-    """What `StepMetrics` sees of accelerate on one process."""
+    """What `MergedMetrics` sees of accelerate on one process."""
 
     device = torch.device("cpu")
     sync_gradients = False
@@ -152,7 +152,7 @@ class Base:
         self._metrics[mode].clear()
 
 
-class Counted(StepMetrics, Base):
+class Counted(MergedMetrics, Base):
     def _micro_batch_counts(self, inputs):
         return {"tokens": torch.tensor(inputs["tokens"])}
 
@@ -206,7 +206,7 @@ def test_held_out_loss_is_of_all_pairs_as_one_batch(arguments, tiny_model_path, 
         metrics = trainer.evaluate()
         assert metrics["eval_loss"] == pytest.approx(expected, rel=1e-4)
         assert trainer.state.log_history[-1]["eval_loss"] == metrics["eval_loss"]
-    assert trainer._held_out is None
+    assert trainer._held_out == []
     # Accuracy is over pairs as well, where the mean of three batches' means would count the last pair three times.
     accuracy = (scores.margin > 0).double().mean().item()
     assert metrics["eval_rewards/accuracies"] == pytest.approx(accuracy)

@@ -22,13 +22,14 @@ from tests.support.naive_policy import (
     MASK,
     NEW,
     OLD,
+    REFERENCE,
+    algorithm,
     check_against_loops,
     differences,
     evaluate,
     naive_loss,
     ragged_batch,
 )
-from trl_ext.algorithms import PolicyObjective
 from trl_ext.losses import (
     PolicyScores,
     aggregate,
@@ -164,22 +165,59 @@ def test_ratios_that_overflow_are_bounded():
     "name, settings, expected",
     [
         # The importance ratio's, the reference's, both; padding counts for nothing.
-        ("grpo", {"beta": 0.0}, [[True, False, False], [False, False, False]]),
-        ("grpo", {"beta": 0.1}, [[True, True, False], [False, False, False]]),
-        ("grpo", {"beta": 0.1, "kl_estimator": "k2"}, [[True, False, False], [False, False, False]]),
+        ("grpo", {"beta": 0.0}, 1),
+        ("grpo", {"beta": 0.1}, 2),
+        ("grpo", {"beta": 0.1, "kl_estimator": "k2"}, 1),
         # The mean of a response's log-ratios is below 20; REINFORCE has no ratio, and CISPO lets no gradient through.
-        ("gspo", {}, [[False, False, False], [False, False, False]]),
-        ("rloo", {}, [[False, False, False], [False, False, False]]),
-        ("cispo", {}, [[False, False, False], [False, False, False]]),
+        ("gspo", {}, 0),
+        ("rloo", {}, 0),
+        ("cispo", {}, 0),
     ],
 )
-def test_tokens_beyond_the_bound(name, settings, expected):
+def test_share_of_tokens_beyond_the_bound(name, settings, expected):
     old, reference = NEW.clone(), NEW.clone()
     old[0, 0], old[1, 2] = NEW[0, 0] - 21, NEW[1, 2] - 21
     reference[0, 1], reference[1, 0] = NEW[0, 1] + 21, NEW[1, 0] - 21
-    objective = PolicyObjective(name, **settings)
-    scores = PolicyScores(NEW, old, MASK, ADVANTAGES, ratio=objective.ratio)
-    assert objective.clamped(scores, reference).tolist() == expected
+    scores = PolicyScores(NEW, old, MASK, ADVANTAGES, ref_log_probs=reference)
+    _, metrics = algorithm(name, **settings).loss(scores)
+    assert metrics["log_ratio/clamped"].item() == pytest.approx(expected / 5)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "expected"),
+    [
+        # Above 1.2 with advantage 1: the first token. Below 0.8 with advantage -1: the fourth. Of the first response's
+        # tokens a third, of the second's a half.
+        (
+            "grpo",
+            {},
+            {"low_mean": 0.2, "high_mean": 0.2, "region_mean": 0.4, "low_min": 0.0, "high_max": 1 / 3},
+        ),
+        ("grpo", {"epsilon": 0.35}, {"low_mean": 0.0, "high_mean": 0.0, "region_mean": 0.0, "high_max": 0.0}),
+        # Ratios of 1.086904 and 0.904837, each of a whole response.
+        ("gspo", {}, {"low_mean": 0.5, "high_mean": 0.5, "region_mean": 1.0, "low_min": 0.0, "high_max": 1.0}),
+        ("cispo", {"ratio_cap": 1.05}, {"cispo": 0.4}),
+        ("gmpo", {}, {}),
+        ("grpo_no_clip", {}, {}),
+    ],
+)
+def test_shares_that_are_clipped(name, settings, expected):
+    """The first token's k3 of 0.1 and so on: see the tests of values on the batch; mean 0.006069."""
+    _, metrics = algorithm(name, **settings).loss(PolicyScores(NEW, OLD, MASK, ADVANTAGES, ref_log_probs=REFERENCE))
+    names = {"cispo": "cispo_clip_ratio", **{key: f"clip_ratio/{key}" for key in expected if key != "cispo"}}
+    assert {key: metrics[names[key]].item() for key in expected} == pytest.approx(expected)
+    assert any("clip_ratio" in key for key in metrics) == bool(expected)
+    assert metrics["kl"].item() == pytest.approx(0.006069, abs=1e-6)
+    assert not any(value.requires_grad or value.dim() for value in metrics.values())
+
+
+def test_metrics_of_responses_without_tokens():
+    """An empty response has no share of its own; nothing but empty responses have no extremes."""
+    mask = MASK * torch.tensor([[1], [0]])
+    _, metrics = algorithm("grpo", beta=0.0).loss(PolicyScores(NEW, OLD, mask, ADVANTAGES))
+    assert metrics["clip_ratio/high_max"].item() == pytest.approx(1 / 3) == metrics["clip_ratio/high_mean"].item()
+    _, metrics = algorithm("grpo", beta=0.0).loss(PolicyScores(NEW, OLD, 0 * mask, ADVANTAGES))
+    assert metrics["clip_ratio/low_mean"].item() == 0 and metrics["clip_ratio/low_min"].isnan()
 
 
 # ------------------------------------------------------------------------------------------------ SAPO and GMPO
@@ -197,7 +235,7 @@ SURROGATE_OPTIONS = {"sapo": {"temperature_pos": 0.7, "temperature_neg": 1.9}, "
     ],
 )
 def test_sapo_and_gmpo_on_the_batch(name, options, value, gradient):
-    objective = PolicyObjective(name, options=options)
+    objective = algorithm(name, surrogate_options=options)
     # A log-ratio of -0.4 in float64 lies on the bound, and in float32 beyond it.
     new, old = (values.double().round(decimals=2) for values in (NEW, OLD))
     loss, found = evaluate(objective, new, old=old, mask=MASK, advantages=ADVANTAGES.double())
@@ -209,7 +247,7 @@ def test_sapo_and_gmpo_on_the_batch(name, options, value, gradient):
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name, has_token_advantages", [("sapo", False), ("sapo", True), ("gmpo", False)])
 def test_sapo_and_gmpo_against_loops(name, has_token_advantages, seed):
-    objective = PolicyObjective(name, options=SURROGATE_OPTIONS[name])
+    objective = algorithm(name, surrogate_options=SURROGATE_OPTIONS[name])
     check_against_loops(name, objective, SURROGATE_OPTIONS[name], has_token_advantages, seed)
 
 
@@ -228,7 +266,7 @@ def test_sapo_and_gmpo_against_loops(name, has_token_advantages, seed):
         (lambda: masked_normalize(NEW, MASK, 0), "constant, which must be positive, got 0"),
         (lambda: kl_estimate(NEW, OLD, "k4"), "unknown KL estimator 'k4'. Known: k1, k2, k3"),
         (
-            lambda: PolicyObjective("grpo", surrogate="gmpo", ratio="sequence"),
+            lambda: algorithm("grpo", surrogate="gmpo", ratio="sequence"),
             "--ratio sequence and --surrogate gmpo contradict.*use --ratio token",
         ),
     ],
@@ -291,7 +329,7 @@ def softmax_policy():
 
 def expected_gradient(**settings):
     """Expected gradient, under the policy, of a loss that is nothing but a KL term with coefficient 1."""
-    objective = PolicyObjective("grpo", beta=1.0, aggregation="sum", **settings)
+    objective = algorithm("grpo", beta=1.0, aggregation="sum", **settings)
     logits, log_probs = softmax_policy()
     reference = REFERENCE_PROBABILITIES.log()
     total = 0.0
@@ -300,8 +338,8 @@ def expected_gradient(**settings):
         if settings.get("kl_in") == "reward":
             loss = objective.reward_penalty(log_prob, ref, mask) * log_prob.sum()
         else:
-            scores = PolicyScores(log_prob, log_prob.detach(), mask, torch.zeros(1))
-            loss = objective(scores, ref_log_probs=ref)
+            scores = PolicyScores(log_prob, log_prob.detach(), mask, torch.zeros(1), ref_log_probs=ref)
+            loss, _ = objective.loss(scores)
         total = total + probability * loss.sum()
     return torch.autograd.grad(total, logits)[0].tolist()
 
@@ -325,7 +363,7 @@ def test_expected_gradients(settings, expected):
 
 def test_reward_penalty():
     """0.1 times k1 of 0.2 and -0.1, the padded third token left out: 0.02 - 0.01; no gradient flows."""
-    objective = PolicyObjective("rloo", beta=0.1)
+    objective = algorithm("rloo", beta=0.1)
     log_probs = torch.tensor([[-1.0, -0.5, float("nan")]], requires_grad=True)
     penalty = objective.reward_penalty(log_probs, torch.tensor([[-1.2, -0.4, -9.0]]), torch.tensor([[1, 1, 0]]))
     assert penalty.tolist() == pytest.approx([0.01], abs=1e-7)

@@ -15,7 +15,7 @@ from tests.support.train_once import largest_difference, parameters, result
 from tests.support.trl_private import rollout_batches
 from trl_ext.models import packing_of, share_prefixes
 from trl_ext.trainers.packing import keeps_groups, regroup
-from trl_ext.trainers.preference.reference import cache_key
+from trl_ext.trainers.preference.trainer import reference_key
 
 pytestmark = pytest.mark.usefixtures("in_float64", "own_tables")
 
@@ -150,12 +150,11 @@ def test_when_groups_are_kept_whole(args, kept, policy_path, tmp_path):
 def test_regroup_by_hand():
     """Rows 0 to 5 of groups 1 0 1 | 2 0 2 become 1 1 0 | 0 2 2: rows 0 2 1 | 4 3 5."""
     batches = [
-        {"group": torch.tensor([1, 0, 1]), "text": ["a", "b", "c"], "count": torch.tensor(6), "none": None},
-        {"group": torch.tensor([2, 0, 2]), "text": ["d", "e", "f"], "count": torch.tensor(6), "none": None},
+        {"group": torch.tensor([1, 0, 1]), "count": torch.tensor(6), "none": None},
+        {"group": torch.tensor([2, 0, 2]), "count": torch.tensor(6), "none": None},
     ]
-    first, second = regroup(batches, "group")
+    first, second = regroup(batches)
     assert first["group"].tolist() == [1, 1, 0] and second["group"].tolist() == [0, 2, 2]
-    assert first["text"] == ["a", "c", "b"] and second["text"] == ["e", "d", "f"]
     assert first["count"] == 6 and second["none"] is None
 
 
@@ -219,12 +218,12 @@ def test_the_key_of_the_reference_holds_its_configuration(tiny_model_path, tmp_p
         return train_once.build({"model": tiny_model_path, "args": args}, str(tmp_path / name))
 
     plain = trainer("plain")
-    key = cache_key(plain)
-    assert cache_key(trainer("again")) == key
-    assert cache_key(trainer("padded", args={"packing": "off"})) != key
-    assert cache_key(trainer("mixed", args={"bf16": True})) != key
+    key = reference_key(plain)
+    assert reference_key(trainer("again")) == key
+    assert reference_key(trainer("padded", args={"packing": "off"})) != key
+    assert reference_key(trainer("mixed", args={"bf16": True})) != key
     plain.model.config.rope_parameters = {**plain.model.config.rope_parameters, "rope_theta": 100.0}
-    assert cache_key(plain) != key
+    assert reference_key(plain) != key
 
 
 # ---- Stock trainers ----

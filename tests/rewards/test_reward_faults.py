@@ -221,7 +221,7 @@ def test_a_module_whose_score_is_not_finite_skips_the_update(beside, value, poli
     output = a_rollout(trainer)
     assert output["bad_reward"].tolist() == [False, False, False, True, False, False, False, False]
     assert output["advantages"].isfinite().all() and output["advantages"][3] == 0
-    assert trainer._rollout[0][3].isnan().all()
+    assert trainer.rewards.by_function[3].isnan().all()
     before = [p.detach().clone() for p in trainer.model.parameters()]
     trainer.train()
     assert trainer.update_guard.skipped == {**NO_FAULT, "reward": 2}

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.support import REPOSITORY, recipes
 from tests.support.trl_private import BeforeLoss
 from trl_ext import PolicyTrainer
+from trl_ext.algorithms import algorithms
 from trl_ext.runs.course_config import CourseConfig
 from trl_ext.toy import MODEL_DIR
 
@@ -109,7 +110,7 @@ def test_the_course_runs_online(monkeypatch):
     """The course's settings, number by number: 25 rollouts of 16 prompts x 4, each serving 8 updates."""
     for method in ("grpo", "dr_grpo", "gspo"):
         arguments, training = course_run(monkeypatch, method)
-        objective = training.build_objective()
+        objective = training.build_algorithm()
         assert arguments.reward_model == ["runs/reward-model-wildchat/checkpoint-200"]
         assert (training.generation_batch_size, training.num_generations, training.num_iterations) == (64, 4, 2)
         assert (training.per_device_train_batch_size, training.gradient_accumulation_steps) == (8, 2)
@@ -125,7 +126,7 @@ def test_the_course_runs_online(monkeypatch):
         assert (arguments.generation_eval_every, training.save_steps) == (200, 200)
         assert (arguments.num_generation_prompts, arguments.generation_temperature) == (32, 0)
         named = f"berkeley_{method}"
-        assert {**objective.to_dict(), "algorithm": named} == type(objective)(named).to_dict()
+        assert {**objective.to_dict(), "algorithm": named} == algorithms[named].to_dict()
 
 
 # ---- The investigations of part two ----
@@ -287,7 +288,7 @@ def test_what_contradicts_is_refused_with_the_numbers(settings, expected, build)
     ],
 )
 def test_algorithms_and_normalizations(settings, expected, build):
-    objective = build(**settings).build_objective()
+    objective = build(**settings).build_algorithm()
     assert (objective.advantage, objective.surrogate, objective.aggregation) == expected
 
 
@@ -297,18 +298,18 @@ def test_the_courses_advantages_and_no_divergence(algorithm, build):
 
     Advantages 3/4 and -1/4 over 1/2 + 1e-6; the population's deviation, sqrt(3)/4, would give 1.732 and -0.577.
     """
-    objective = build(algorithm=algorithm).build_objective()
+    objective = build(algorithm=algorithm).build_algorithm()
     found = objective.advantages(torch.tensor([1.0, 0.0, 0.0, 0.0]), 4)
     assert found.tolist() == pytest.approx([0.75 / 0.500001, *[-0.25 / 0.500001] * 3], abs=1e-6)
     assert objective.beta == 0
 
 
 def test_what_the_course_sets_can_be_given(build):
-    given = build(std_ddof=0, advantage_eps=1e-4, beta=0.04).build_objective()
+    given = build(std_ddof=0, advantage_eps=1e-4, beta=0.04).build_algorithm()
     assert (given.std_ddof, given.advantage_eps, given.beta) == (0, 1e-4, 0.04)
     # What is not of the course stays as its paper has it, and nothing that an estimator does not read is set.
-    assert build(algorithm="gspo").build_objective().std_ddof == 0
-    assert build(algorithm="rloo").build_objective().beta == 0.03
+    assert build(algorithm="gspo").build_algorithm().std_ddof == 0
+    assert build(algorithm="rloo").build_algorithm().beta == 0.03
     for settings in ({"algorithm": "dr_grpo"}, {"algorithm": "no_baseline"}, {"use_std_normalization": False}):
         config = build(**settings)
         assert (config.std_ddof, config.advantage_eps, config.beta) == (None, None, 0)

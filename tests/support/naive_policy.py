@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, TrainerCallback
 
+from trl_ext.algorithms import Algorithm, algorithms
 from trl_ext.losses import PolicyScores
 
 
@@ -138,13 +139,18 @@ def surrogate_by_loops(name, new, old, sampler, mask, advantages, options):
     return losses
 
 
-# ---- Objectives on such batches ----
+# ---- Algorithms on such batches ----
 
 
-def evaluate(objective, new, *, old, mask, advantages, sampler=None):
+def algorithm(name: str, **settings) -> Algorithm:
+    """The algorithm with this name, with other settings."""
+    return algorithms.find(name).replace(**settings)
+
+
+def evaluate(algorithm, new, *, old, mask, advantages, sampler=None):
     """The loss and its gradient."""
     log_probs = new.clone().requires_grad_()
-    loss = objective(PolicyScores(log_probs, old, mask, advantages, sampler_log_probs=sampler), constant=7.0)
+    loss, _ = algorithm.loss(PolicyScores(log_probs, old, mask, advantages, sampler_log_probs=sampler), constant=7.0)
     loss.backward()
     return loss.item(), log_probs.grad
 
@@ -155,7 +161,7 @@ def negative_batch(seed):
     return new - 0.6, old - 0.6, sampler - 0.6, mask, advantages
 
 
-def check_against_loops(name, objective, options, has_token_advantages, seed):
+def check_against_loops(name, algorithm, options, has_token_advantages, seed):
     """Value and gradient, with NaN for the tensors at padding, where the loops never look."""
     new, old, sampler, mask, advantages = negative_batch(seed)
     if has_token_advantages:
@@ -163,14 +169,14 @@ def check_against_loops(name, objective, options, has_token_advantages, seed):
     leaves = [[value.clone().requires_grad_() for value in row] for row in new]
     shared = advantages if has_token_advantages else advantages[:, None].expand_as(new)
     rows = surrogate_by_loops(name, leaves, old.tolist(), sampler.tolist(), mask.tolist(), shared.tolist(), options)
-    expected = naive_reduction(rows, objective.aggregation, 7.0)
+    expected = naive_reduction(rows, algorithm.aggregation, 7.0)
     expected.backward()
     slope = torch.stack([torch.stack([v.grad if v.grad is not None else 0 * v.detach() for v in r]) for r in leaves])
 
     padding, nan = mask == 0, float("nan")
     shown = advantages.masked_fill(padding, nan) if has_token_advantages else advantages
     others = {"old": old.masked_fill(padding, -math.inf), "sampler": sampler.masked_fill(padding, nan)}
-    found = evaluate(objective, new.masked_fill(padding, nan), mask=mask, advantages=shown, **others)
+    found = evaluate(algorithm, new.masked_fill(padding, nan), mask=mask, advantages=shown, **others)
     assert found[0] == pytest.approx(expected.item(), abs=1e-9)
     assert torch.allclose(found[1], slope, atol=1e-9, rtol=0)
     assert slope.abs().max() > 1e-3
@@ -244,5 +250,5 @@ REFERENCE = NEW + torch.tensor([[0.1, -0.2, 0.05], [0.0, 0.1, 0.0]])
 G = torch.tensor([3.0, 1.0, 0.0, -1.0])
 
 
-def loss_on_the_batch(objective, **inputs):
-    return objective(PolicyScores(NEW, OLD, MASK, ADVANTAGES), **inputs).item()
+def loss_on_the_batch(algorithm, ref_log_probs=None, **inputs):
+    return algorithm.loss(PolicyScores(NEW, OLD, MASK, ADVANTAGES, ref_log_probs=ref_log_probs), **inputs)[0].item()

@@ -33,6 +33,12 @@ REFERENCE = {"reference_seed": 1, "reference_scale": 0.1}
 ON_THE_CPU = {"use_cpu": True, "mixed_precision": "no"}
 
 
+def named_methods(module) -> list[str]:
+    """The names in a module of named pairs, such as `DPO` of `DPOConfig` and `DPOTrainer`."""
+    own = [name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
+    return [name.removesuffix("Trainer") for name in own if name.endswith("Trainer")]
+
+
 @dataclass
 class Run:
     """What a run leaves.

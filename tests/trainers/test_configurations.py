@@ -17,15 +17,21 @@ from trl import TrlParser
 import trl_ext
 from tests.support import REPOSITORY
 from tests.support.rollout_once import DEFAULTS, build, train
-from trl_ext.registry import policy_algorithms
+from tests.support.train_once import named_methods
+from trl_ext.algorithms import algorithms
+from trl_ext.registry import preference_losses
 from trl_ext.rollouts.generation import prompt_tokens
-from trl_ext.trainers import POLICY_METHODS, PREFERENCE_METHODS, defaults
+from trl_ext.trainers import defaults
 from trl_ext.trainers.policy import config as policy_config
+from trl_ext.trainers.policy import methods as policy_methods
+from trl_ext.trainers.preference import methods as preference_methods
 from trl_ext.trainers.preference.config import _NOT_CARRIED
 
 pytestmark = pytest.mark.usefixtures("registries_as_before")
 
 DOCUMENTED = (REPOSITORY / "docs" / "trl.md").read_text(encoding="utf-8")
+POLICY_METHODS, PREFERENCE_METHODS = map(named_methods, (policy_methods, preference_methods))
+BUILT_IN = {name for name in preference_losses if preference_losses[name].function.__module__.startswith("trl_ext.")}
 # Each rollout serves four updates.
 FOUR_UPDATES = {"per_device_train_batch_size": 4, "steps_per_generation": 2, "num_iterations": 2, "max_steps": 40}
 
@@ -46,6 +52,7 @@ def configure(tmp_path):
 def test_a_named_configuration_is_its_method(configure):
     for name in POLICY_METHODS:
         assert configure(f"{name}Config", num_generations=4).algorithm.replace("_", "") == name.lower()
+    assert {preference_losses[configure(f"{name}Config").loss].name for name in PREFERENCE_METHODS} == BUILT_IN
     for name in PREFERENCE_METHODS:
         assert configure(f"{name}Config").loss.replace("_", "") == name.lower()
         assert getattr(trl_ext, f"{name}Trainer")._config_class is getattr(trl_ext, f"{name}Config")
@@ -72,7 +79,7 @@ def test_settings_in_trls_words(configure):
     """Each says what our setting says; what a named algorithm is anyway may be said again."""
 
     def settings(name: str, **given) -> dict:
-        return configure(name, num_generations=4, **given).build_objective().to_dict()
+        return configure(name, num_generations=4, **given).build_algorithm().to_dict()
 
     assert settings("GRPOConfig", loss_type="grpo") == settings("GRPOConfig")
     said = settings("DrGRPOConfig", loss_type="dr_grpo", scale_rewards=False, importance_sampling_level="token")
@@ -166,7 +173,7 @@ def test_a_run_names_the_defaults_that_are_others(config, given, expected, polic
 
 def test_the_defaults_of_ppo_are_the_papers(configure):
     config = configure("PPOConfig", num_generations=None)
-    settings = config.build_objective().to_dict()
+    settings = config.build_algorithm().to_dict()
     expected = {"algorithm": "ppo", "advantage": "gae", "ratio": "token", "surrogate": "clip", "epsilon": 0.2}
     expected |= {"epsilon_high": 0.2, "aggregation": "token_mean", "beta": 0.05, "kl_estimator": "k1"}
     expected["kl_in"] = "reward"
@@ -183,7 +190,7 @@ def test_beta_defaults_to_the_losses_own(configure):
         assert configure(name, beta=0.7).beta == 0.7
     online = [configure("OnlinePreferenceConfig", loss=loss) for loss in ("ipo", "simpo")]
     assert [config.beta for config in online] == [0.1, 2.0]
-    objective = online[0].build_objective()
+    objective = online[0].build_algorithm()
     assert objective.describe().startswith("online ipo (beta 0.1, length_normalized False), pairs best_worst")
     assert objective.to_dict()["loss"] == "ipo"
 
@@ -249,7 +256,7 @@ def test_the_launcher_can_ask_for_the_cpu(device):
 # ---- Group sizes and batches ----
 
 
-@pytest.mark.parametrize("name", policy_algorithms)
+@pytest.mark.parametrize("name", algorithms)
 def test_a_group_of_one(name, configure):
     """Only where nothing is compared within a group."""
     if name in ("remax", "reinforce"):
@@ -410,7 +417,7 @@ def test_command_line(parser_class, tmp_path):
     arguments += ["--generation_kwargs", '{"top_k": 9}']
     for name in ("Policy", *POLICY_METHODS):
         (config,) = parser_class(getattr(trl_ext, f"{name}Config")).parse_args_into_dataclasses(arguments)
-        objective = config.build_objective()
+        objective = config.build_algorithm()
         assert (config.beta, objective.beta, objective.advantage_clip) == (0.2, 0.2, 5.0)
         assert config.generation_kwargs == {"top_k": 9, "min_new_tokens": 3}
         assert (config.max_prompt_tokens, config.share_backbone, config.missing_eos_penalty) == (9, "never", 0.5)

@@ -25,8 +25,8 @@ from trl_ext.resilience.reward_guard import RewardError, RewardGuard
 from trl_ext.rollouts.replay import importance_weights
 from trl_ext.trainers.online_preference import trainer as online_preference
 from trl_ext.trainers.online_preference.judge_rewards import JudgeRewards
+from trl_ext.trainers.online_preference.pairs import deal_pairs
 from trl_ext.trainers.policy.scoring import ScoringTemperature
-from trl_ext.trainers.preference.pair_batches import deal_pairs
 
 pytestmark = pytest.mark.usefixtures("in_float64")
 
@@ -357,7 +357,7 @@ def test_what_the_judge_could_not_compare_has_no_reward():
     """Whatever another function, the first, gives for it."""
     trainer = OnlinePreferenceTrainer.__new__(OnlinePreferenceTrainer)
     trainer._has_judge, trainer.reward_weights = True, torch.tensor([1.0, 2.0])
-    total = trainer._weighted_sum(torch.tensor([[1.0, 0.5], [1.0, float("nan")]]))
+    total = trainer.weighted_sum(torch.tensor([[1.0, 0.5], [1.0, float("nan")]]))
     assert total[0] == 2 and total[1].isnan()
 
 

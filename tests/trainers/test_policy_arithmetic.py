@@ -164,11 +164,11 @@ def test_the_greedy_baseline_is_that_of_plain_greedy_generation(num_generations,
 
     def recording(trainer, *arguments):
         before = trainer.generation_config.to_dict(), dict(trainer.generation_kwargs)
-        rewards, bad = real(trainer, *arguments)
+        totals, rewards = real(trainer, *arguments)
         assert (trainer.generation_config.to_dict(), dict(trainer.generation_kwargs)) == before
-        assert bad == [False] * len(rewards)
-        found.append((rewards.tolist(), trainer._rollout[2]))
-        return rewards, bad
+        assert not rewards.not_finite.any()
+        found.append((totals.tolist(), rewards.lengths.tolist()))
+        return totals, rewards
 
     real = policy_module.greedy_rewards
     monkeypatch.setattr(policy_module, "greedy_rewards", recording)
@@ -299,7 +299,7 @@ def test_what_a_tool_returned_is_counted_nowhere(ready):
             0.1 * (log_probs(policy, *row) - log_probs(reference, *row))[positions].sum().item()
             for row, positions in zip(rows_of(output), own, strict=True)
         ]
-    assert trainer._kl_penalty(output).tolist() == pytest.approx(expected, rel=1e-8, abs=1e-9)
+    assert trainer.kl_penalty(output).tolist() == pytest.approx(expected, rel=1e-8, abs=1e-9)
 
 
 @pytest.mark.parametrize("per_token", [True, False])

@@ -205,7 +205,7 @@ def test_none_is_unscorable(policy_path, tmp_path):
         ]
 
     trainer = train({"model": policy_path, "args": {"beta": 0.0}}, str(tmp_path), reward_funcs=[sometimes])
-    rewards = trainer._rollout[0][:, 0].tolist()
+    rewards = trainer.rewards.by_function[:, 0].tolist()
     known = [reward for reward in rewards if not math.isnan(reward)]
     assert len(known) == 3
     mean, deviation = statistics.fmean(known), statistics.pstdev(known)
@@ -299,7 +299,7 @@ def test_the_penalty_for_a_missing_end(policy_path, tmp_path):
     """Off the reward of every response that was cut, before advantages; `reward` itself is without it."""
     args = {"missing_eos_penalty": 2.0, "advantage": "group_centered", "beta": 0.0}
     trainer = train({"model": policy_path, "args": args}, str(tmp_path))
-    rewards, finished, _ = trainer._rollout
+    rewards, finished = trainer.rewards.by_function, trainer.rewards.finished.tolist()
     shaped = [r - (0.0 if ended else 2.0) for r, ended in zip(rewards[:, 0].tolist(), finished, strict=True)]
     (entry,) = entries(trainer)
     assert 0 < sum(finished) < 8
@@ -314,11 +314,10 @@ def test_the_penalty_for_a_missing_end(policy_path, tmp_path):
 
 def scores_by_hand(trainer, model) -> list[float]:
     """Scores of the latest rollout row by row, from the logged prompts and texts."""
+    logs, finished = logged_samples(trainer), trainer.rewards.finished.tolist()
     sequences = [
         turns(trainer.processing_class, [prompt], [message["content"]], finished=ended)[0]
-        for prompt, (message,), ended in zip(
-            logged_samples(trainer)["prompt"], logged_samples(trainer)["completion"], trainer._rollout[1], strict=True
-        )
+        for prompt, (message,), ended in zip(logs["prompt"], logs["completion"], finished, strict=True)
     ]
     return plain_scores(model, sequences).tolist()
 
@@ -335,11 +334,11 @@ def test_reward_models_and_folders_give_their_true_scores(policy_path, tmp_path)
     ensemble = RewardEnsemble([RewardModel(adapter), RewardModel(full)], aggregate="min")
     functions = [adapter, RewardModel(full), ensemble]
     trainer = train({"model": policy_path, "args": args}, str(tmp_path / "run"), reward_funcs=functions)
-    assert set(trainer._rollout[1]) == {True, False}
+    assert set(trainer.rewards.finished.tolist()) == {True, False}
     own = AutoModelForSequenceClassification.from_pretrained(full, dtype=torch.float32)
     expected = [scores_by_hand(trainer, load_adapter(policy_path, adapter)), scores_by_hand(trainer, own)]
     expected.append([min(pair) for pair in zip(*expected, strict=True)])
-    rewards = trainer._rollout[0]
+    rewards = trainer.rewards.by_function
     for column, scores in enumerate(expected):
         assert rewards[:, column].tolist() == pytest.approx(scores, rel=1e-4, abs=1e-5)
     (entry,) = entries(trainer)

@@ -117,7 +117,7 @@ def test_equals_plain_arithmetic(name, policy_path, tmp_path):
     assert abs(divergence) > 0.05
     rewards = []
     for score, before, ref in zip(scores, old, of_reference, strict=True):
-        penalty = (0.1 * (before - ref) if trainer.objective.kl_in == "reward" else torch.zeros_like(before)).tolist()
+        penalty = (0.1 * (before - ref) if trainer.algorithm.kl_in == "reward" else torch.zeros_like(before)).tolist()
         rewards.append([-p for p in penalty[:-1]] + [score - penalty[-1]])
     if config.whiten_rewards:
         every = [reward for row in rewards for reward in row]
@@ -323,7 +323,7 @@ def test_a_resumed_run_is_the_straight_one(kind, policy_path, tmp_path):
     resumed.train(resume_from_checkpoint=str(checkpoint))
     assert largest_difference(parameters(resumed), parameters(straight)) == 0.0
     # Adapted at each of two rollouts.
-    assert resumed.objective.beta == straight.objective.beta != resumed.args.beta
+    assert resumed.algorithm.beta == straight.algorithm.beta != resumed.args.beta
     names = ("loss", "value_loss", "explained_variance", "value/mean", "kl_coef")
     expected, found = (
         [entry.get(name) for name in names] for entry in (result(straight).logs[-1], result(resumed).logs[-1])
@@ -352,7 +352,7 @@ def test_the_coefficient_adapts(policy_path, tmp_path):
     args = {"kl_target": 0.4, "kl_horizon": 50, "max_steps": 8, "beta": 0.2}
     trainer = train(specification(policy_path, args=args), str(tmp_path))
     logs = [entry for entry in trainer.state.log_history if "kl_coef" in entry]
-    coefficients = [*[entry["kl_coef"] for entry in logs], trainer.objective.beta]
+    coefficients = [*[entry["kl_coef"] for entry in logs], trainer.algorithm.beta]
     assert len(logs) == 4 and coefficients[0] == 0.2
     for entry, now, then in zip(logs, coefficients[:-1], coefficients[1:], strict=True):
         error = max(-0.2, min(0.2, entry["kl/sequence"] / 0.4 - 1))

@@ -8,18 +8,20 @@ from contextlib import nullcontext
 import pytest
 import torch
 from datasets import Dataset, IterableDataset
+from peft import PromptTuningConfig
 from torch.nn.functional import logsigmoid
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import trl_ext.losses
 import trl_ext.trainers
 from tests.support.float64 import float32_again
-from tests.support.tiny import independent_scores, pairs, token_ids, token_log_probs
+from tests.support.tiny import build_tokenizer, independent_scores, pairs, token_ids, token_log_probs
 from tests.support.train_once import (
     REFERENCE,
     build,
     largest_difference,
     load_models,
+    named_methods,
     relative_difference,
     result,
     train,
@@ -28,6 +30,7 @@ from tests.support.train_once import (
 from trl_ext import preference_loss
 from trl_ext.losses import PreferenceScores
 from trl_ext.registry import preference_losses
+from trl_ext.trainers.preference import methods
 
 pytestmark = pytest.mark.usefixtures("in_float64")
 
@@ -78,6 +81,54 @@ def same_in_trl(run) -> list[dict]:
     """Logs without the count that TRL has not, and without means over tokens, which in TRL are of micro-batches."""
     other = ("skipped_updates", "entropy", "logits/chosen", "logits/rejected", "mean_token_accuracy")
     return [{key: value for key, value in entry.items() if key not in other} for entry in run.logs]
+
+
+ONE_MICRO_BATCH = {
+    "full": {},
+    "wpo": ({"weighting": ["wpo"], "weighting_kwargs": {"max_weight": None}}, {"use_weighting": True}),
+    "router": {},
+    "soft prompt": {},
+}
+
+
+@pytest.mark.parametrize("setup", ONE_MICRO_BATCH)
+def test_of_one_micro_batch_every_metric_is_trls(setup, tiny_model_path, tmp_path):
+    """Names, values and parameters; in training and in an evaluation that also computes logits."""
+    own_args, stock_args = ONE_MICRO_BATCH[setup] or ({}, {})
+    path = tmp_path / "router" if setup == "router" else tiny_model_path
+    if setup == "router":
+        save_mixture_of_experts(path)
+    runs = {}
+    for trainer, args in (("trl.DPOTrainer", stock_args), ("DPOTrainer", {**own_args, "packing": "off"})):
+        given = {"compute_metrics": lambda prediction: {"logits": float(abs(prediction.predictions[:, -2]).mean())}}
+        if setup == "soft prompt":
+            given["peft_config"] = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+        # torch multiplies by groups of experts in float32 only.
+        exact = setup != "router"
+        spec = {"model": str(path), "trainer": trainer, "dtype": "float64" if exact else "float32"}
+        spec |= {"held_out": pairs(4, seed=3)}
+        spec["args"] = {"max_steps": 3, "learning_rate": 0.1, "per_device_eval_batch_size": 4, **args}
+        with nullcontext() if exact else float32_again():
+            trained = train(spec, str(tmp_path), **given)
+            evaluation = {k: v for k, v in trained.evaluate().items() if "_per_second" not in k and "time" not in k}
+        runs[trainer] = result(trained), evaluation
+    (stock, held_out), (own, own_held_out) = runs.values()
+    for entry, expected in zip([*own.logs, own_held_out], [*stock.logs, held_out], strict=True):
+        assert {k: v for k, v in entry.items() if k != "skipped_updates"} == pytest.approx(
+            expected, rel=1e-5 if setup == "router" else 1e-9
+        )
+    assert ("aux_loss" in own.logs[0]) == (setup == "router")
+    assert largest_difference(own.parameters, stock.parameters) < (1e-6 if setup == "router" else 1e-12)
+
+
+def save_mixture_of_experts(path) -> None:
+    tokenizer = build_tokenizer()
+    torch.manual_seed(0)
+    shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    shape |= {"num_key_value_heads": 1, "num_local_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.3}
+    config = MixtralConfig(vocab_size=len(tokenizer), **shape, initializer_range=0.2, output_router_logits=True)
+    MixtralForCausalLM(config).save_pretrained(path)
+    tokenizer.save_pretrained(path)
 
 
 @pytest.mark.slow
@@ -171,7 +222,7 @@ def test_evaluation_metrics(models, tiny_model_path, tmp_path):
     assert metrics["eval_rewards/margins"] == pytest.approx(margin.mean().item(), rel=1e-9)
 
 
-@pytest.mark.parametrize("name", trl_ext.trainers.PREFERENCE_METHODS)
+@pytest.mark.parametrize("name", named_methods(methods))
 def test_named_trainer_trains_on_its_loss(name, models, tiny_model_path, tmp_path):
     """The logged loss of its first step is its function's of scores computed independently."""
     spec = {"model": tiny_model_path, "trainer": f"{name}Trainer", "args": {"per_device_train_batch_size": 4}}

@@ -125,7 +125,8 @@ def test_the_rollout_is_that_of_the_kept_prompts(policy_path, tmp_path):
     assert output["completion_ids"][~output["completion_mask"].bool()].eq(trainer._tokenizer.pad_token_id).all()
     # Prompts end, and responses begin, where they meet.
     assert output["prompt_mask"][:, -1].all() and output["completion_mask"][:, 0].all()
-    assert trainer._rollout[0].equal(plain._rollout[0]) and trainer._rollout[1] == plain._rollout[1]
+    assert trainer.rewards.by_function.equal(plain.rewards.by_function)
+    assert trainer.rewards.finished.equal(plain.rewards.finished)
     for table in ("prompt", "completion", "advantages"):
         assert list(logged_samples(trainer)[table]) == list(logged_samples(plain)[table])
     assert list(logged_samples(trainer)["rewards"]["reward"]) == list(logged_samples(plain)["rewards"]["lengthy"])
@@ -174,7 +175,7 @@ def test_penalties_of_length_are_no_signal(policy_path, tmp_path):
         trainer = built(policy_path, tmp_path, reward, args, rollout_func=rollout_func)
         rollout(trainer, [0, 1, 2])
         assert logged(trainer)["dead"] == 1
-        assert len(trainer._rollout[0].unique()) > 1 or logged_metrics(trainer)["shaped_reward"][-1] < 0
+        assert len(trainer.rewards.by_function.unique()) > 1 or logged_metrics(trainer)["shaped_reward"][-1] < 0
 
 
 # ---- The update ----

@@ -1,151 +1,236 @@
-"""The table of online algorithms, and the objective for a name and its overrides.
+"""Online algorithms: one class with the settings of an algorithm, its advantages and its loss, and the table.
 
 `python -m trl_ext.algorithms` prints the table, and `--explain NAME` prints one row with the source of its functions.
-A row defines how rewards become advantages, the unit of the importance ratio, the surrogate loss, its reduction, and
-the KL term, each as in its paper. Standard deviations are the population's (the papers do not say), unless a row
-follows a source that uses the sample's.
+A new algorithm is one entry in the table below. An algorithm of your own is a function with `@policy_algorithm`.
 """
 
 from __future__ import annotations
 
+import copy
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from trl_ext.advantages import (
-    ADVANTAGES,
-    INPUTS,
-    clip_advantages,
-    function_of,
-    greedy_baseline,
-    no_baseline,
-    options_of,
+from trl_ext.advantages import ADVANTAGES, INPUTS, clip_advantages, function_of, options_of
+from trl_ext.losses.policy import (
+    PolicyScores,
+    bounded_ratio,
+    cispo,
+    clipped_shares,
+    clipped_surrogate,
+    gmpo,
+    reinforce,
+    sapo,
+    unclipped_surrogate,
 )
-from trl_ext.losses.policy import SURROGATES
-from trl_ext.losses.policy_objective import PolicyLoss, settings_of
-from trl_ext.registry import Algorithm, nearest, policy_algorithms
-from trl_ext.settings import ADVANTAGE_SETTINGS, LOSS_SETTINGS, SETTINGS
+from trl_ext.losses.reductions import (
+    AGGREGATIONS,
+    KL_ESTIMATORS,
+    MAX_EXPONENT,
+    aggregate,
+    kl_estimate,
+    masked_sum,
+)
+from trl_ext.names import check_choice, nearest
+from trl_ext.registry import Entry, Registry
 
-# Name to `Algorithm`, in the order of the table.
-algorithms = policy_algorithms
+# ---- Settings ----
 
-_POPULATION = {"std_ddof": 0, "advantage_eps": 1e-6}
-# Used by CS336 and its test snapshots.
-_SAMPLE = {"std_ddof": 1, "advantage_eps": 1e-6}
-_CLIP = {"surrogate": "clip", "epsilon": 0.2}
-_REINFORCE = {"surrogate": "reinforce", "ratio": "none"}
-_TOKENS = {"aggregation": "token_mean"}
-_DR_GRPO = {
-    "advantage": "group_centered",
-    "aggregation": "constant",
-    "fixed": {"advantage": ("group_centered", "leave_one_out"), "aggregation": ("constant", "sum")},
+
+def _setting(meaning: str) -> Any:
+    default = "" if "Default: " in meaning else " Default: the algorithm's own."
+    return field(default=None, metadata={"help": f"{meaning}{default}"})
+
+
+@dataclass(kw_only=True)
+class AlgorithmSettings:
+    """The settings of an online algorithm; in a configuration, None keeps the algorithm's own.
+
+    In Python, `advantage` may also be a function `f(rewards, group_size, ...) -> [N]`.
+    """
+
+    advantage: str | None = _setting("How rewards become advantages, e.g. group_normalized, leave_one_out.")
+    std_ddof: int | None = _setting("0 for the population's standard deviation, 1 for the sample's (TRL's).")
+    advantage_eps: float | None = _setting("Added to the standard deviation.")
+    advantage_clip: float | None = _setting("Advantages are clipped to plus and minus this.")
+    surrogate: str | None = _setting("clip, no_clip, cispo, reinforce, sapo or gmpo.")
+    ratio: str | None = _setting("Importance ratio: token, sequence or none.")
+    aggregation: str | None = _setting("sequence_mean, token_mean, constant or sum.")
+    epsilon: float | None = _setting("The ratio is clipped below 1 - epsilon.")
+    epsilon_high: float | None = _setting("The ratio is clipped above 1 + epsilon_high.")
+    dual_clip: float | None = _setting("Cap on the loss where the advantage is negative, in advantages.")
+    ratio_cap: float | None = _setting("Cap on the ratio of cispo.")
+    loss_constant: float | None = _setting(
+        "Tokens that `constant` divides by. Default: max_completion_length, the token budget."
+    )
+    beta: float | None = _setting("Coefficient of the KL divergence to the reference; 0 loads none.")
+    kl_estimator: str | None = _setting("k1, k2 or k3.")
+    kl_in: str | None = _setting("Where the KL term goes: loss or reward.")
+    kl_ratio_correction: bool | None = _setting("Multiply the KL term in the loss by the ratio, as TRL does.")
+    kl_aggregation: str | None = _setting("token_mean to average the KL term apart from the surrogate.")
+
+
+SETTINGS = tuple(setting.name for setting in fields(AlgorithmSettings))
+
+SURROGATES: dict[str, Callable[..., Tensor]] = {
+    "clip": clipped_surrogate,
+    "no_clip": unclipped_surrogate,
+    "cispo": cispo,
+    "reinforce": reinforce,
+    "sapo": sapo,
+    "gmpo": gmpo,
 }
-_GSPO = {
-    "ratio": "sequence",
-    "fixed": {"ratio": ("sequence",), "aggregation": ("sequence_mean",), "surrogate": ("clip",)},
+_CHOICES = {
+    "surrogate": tuple(SURROGATES),
+    "ratio": ("token", "sequence", "none"),
+    "aggregation": AGGREGATIONS,
+    "kl_estimator": KL_ESTIMATORS,
+    "kl_in": ("loss", "reward"),
+    "kl_aggregation": ("inside", "token_mean"),
 }
-_DAPO = {
-    **_CLIP,
-    **_POPULATION,
-    **_TOKENS,
-    "epsilon_high": 0.28,
-    "group_size": 16,
-    "fixed": {"surrogate": ("clip",), "ratio": ("token",), "aggregation": ("token_mean",)},
+_FROM_0 = (lambda value: value >= 0, "a number from 0 up")
+_POSITIVE = (lambda value: value > 0, "positive")
+_RANGES = {
+    "std_ddof": (lambda value: value in (0, 1), "0 (population) or 1 (sample)"),
+    **dict.fromkeys(("advantage_eps", "epsilon", "epsilon_high", "beta"), _FROM_0),
+    **dict.fromkeys(("advantage_clip", "loss_constant"), _POSITIVE),
+    "dual_clip": (lambda value: value > 1, "above 1, where it would cut off the unclipped loss"),
+    "ratio_cap": (lambda value: value >= 1, "at least 1: it is the cap itself and not its distance from 1"),
 }
-_BERKELEY = {**_CLIP, "advantage_clip": 5.0, "beta": 0.01, "kl_aggregation": "token_mean"}
+# Values of a row that names none.
+_DEFAULTS = {"advantage": "group_normalized", "ratio": "token", "aggregation": "sequence_mean", "beta": 0.0}
+_DEFAULTS |= {"kl_estimator": "k3", "kl_in": "loss", "kl_ratio_correction": False}
+# Settings that a surrogate alone reads, with their defaults. An epsilon_high of None equals epsilon.
+_OF_SURROGATE = {"clip": {"epsilon": 0.2, "epsilon_high": None, "dual_clip": None}, "cispo": {"ratio_cap": 5.0}}
+# The parameters of functions that settings set.
+_ADVANTAGE_PARAMETERS = {"std_ddof": "std_ddof", "advantage_eps": "eps"}
+_SURROGATE_PARAMETERS = {"epsilon": "clip_low", "epsilon_high": "clip_high"}
+_SURROGATE_PARAMETERS |= {"dual_clip": "dual_clip", "ratio_cap": "ratio_cap"}
+# Values that differ by a factor only, which the learning rate absorbs: they are the same algorithm.
+_EQUAL_BUT_FOR_A_FACTOR = (("group_centered", "leave_one_out"), ("constant", "sum"))
 
 
-def _add(name: str, summary: str, paper: str, *, surrogate: str, **settings: Any) -> None:
-    row = Algorithm(name, SURROGATES[surrogate], paper, surrogate=surrogate, summary=summary, **settings)
-    policy_algorithms.add(row)
+def _check_value(flag: str, value: Any) -> None:
+    """Raise ValueError, naming the flag, for a name that is no choice or a number not finite or out of range."""
+    if flag in _CHOICES:
+        check_choice(flag, value, _CHOICES[flag])
+    if flag in _RANGES:
+        permitted, description = _RANGES[flag]
+        number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        if not number or not permitted(value):
+            raise ValueError(f"--{flag} must be {description}, got {value!r}")
 
 
-def _defined_by(**settings: str) -> dict[str, Any]:
-    """Settings that define an algorithm, so that no other values may be used under its name."""
-    return {**settings, "fixed": {flag: (value,) for flag, value in settings.items()}}
+# ---- An algorithm ----
 
 
-# fmt: off
-# The paper's KL coefficient; the paper uses groups of 64, later work 8 to 16. Nothing is fixed: start your own
-# combination from this row.
-_add("grpo", "Group-normalised rewards, clipped token ratio", "2402.03300", **_CLIP, **_POPULATION, beta=0.04)
-_add("dr_grpo", "GRPO without the standard deviation and without length normalisation", "2503.20783",
-     **_CLIP, **_DR_GRPO)
-_add("gspo", "One length-normalised ratio per sequence, clipped", "2507.18071", surrogate="clip", epsilon=3e-4,
-     epsilon_high=4e-4, **_POPULATION, **_GSPO)
-_add("rloo", "REINFORCE with the mean of the other responses as baseline", "2402.14740", **_REINFORCE,
-     **_defined_by(advantage="leave_one_out"), aggregation="sum", beta=0.03,
-     kl_estimator="k1", kl_in="reward", group_size=4)
-# PPO's KL coefficient, since the paper's was not checked.
-_add("remax", "REINFORCE with the greedy response's reward as baseline", "2310.10505", **_REINFORCE,
-     **_defined_by(advantage="greedy_baseline"), aggregation="sum", beta=0.05,
-     kl_estimator="k1", kl_in="reward", group_size=1)
-_add("reinforce", "Rewards times log-probabilities", "Williams 1992; CS336", surrogate="reinforce",
-     **_defined_by(advantage="no_baseline", ratio="none"))
-_add("reinforce_with_baseline", "Group-normalised rewards times log-probabilities", "CS336", surrogate="reinforce",
-     **_SAMPLE, **_defined_by(ratio="none"))
-_add("grpo_no_clip", "GRPO with an unclipped ratio", "CS336", **_SAMPLE, **_defined_by(surrogate="no_clip"))
-_add("dapo", "GRPO with a higher upper clip and a mean over tokens; no KL", "2503.14476", **_DAPO)
-# The paper's share: 4,096 of 20,480 tokens. The rounds are those after which its recipe in verl stops.
-_add("dapo_full", "DAPO's loss with its dynamic sampling and its punishment of long responses", "2503.14476", **_DAPO,
-     rollout={"resample_groups": 10, "overlong_share": 0.2})
-_add("cispo", "Capped ratio as a weight; no token loses its gradient", "2506.13585, 2510.13786",
-     ratio_cap=5.0, **_POPULATION, **_defined_by(surrogate="cispo", ratio="token", aggregation="token_mean"))
-_add("gopo", "Ranks within the group in place of rewards", "2602.03876", **_CLIP, **_TOKENS,
-     **_defined_by(advantage="group_rank"), advantage_options={"scale": 2.0})
-# Averaging over tokens, here and for OPO, keeps the estimator's weights equal across responses.
-_add("max_rl", "Rewards over their mean: likelihood of a right answer, for rewards of 0 and 1", "2602.02710", **_CLIP,
-     **_TOKENS, **_defined_by(advantage="mean_normalized"), advantage_eps=1e-6)
-_add("opo", "On-policy with the length-weighted optimal baseline", "2505.23585", **_REINFORCE, **_TOKENS,
-     **_defined_by(advantage="length_weighted"))
-# The KL coefficient and eps are those of its implementation in OpenRLHF.
-_add("reinforce_plus_plus_baseline", "Group mean as baseline, then normalised over the batch", "2501.03262", **_CLIP,
-     **_TOKENS, **_defined_by(advantage="batch_normalized"), std_ddof=0,
-     advantage_eps=1e-8, advantage_options={"std_of": "advantages"}, beta=0.01, kl_estimator="k2")
-_add("sapo", "A gate on the ratio that closes smoothly in place of the clip", "2511.20347", **_POPULATION,
-     **_defined_by(surrogate="sapo", ratio="token", aggregation="sequence_mean"))
-_add("gmpo", "Geometric mean of a response's clipped ratios", "2507.20673", **_POPULATION,
-     **_defined_by(surrogate="gmpo", ratio="token", aggregation="sequence_mean"))
-_add("berkeley_grpo", "The course's GRPO: KL averaged by itself", "Berkeley course", **_BERKELEY, **_POPULATION)
-_add("berkeley_dr_grpo", "The course's Dr.GRPO: KL averaged by itself", "Berkeley course", **_BERKELEY, **_DR_GRPO)
-_add("berkeley_gspo", "The course's GSPO: clip 0.2, KL averaged by itself", "Berkeley course", **_BERKELEY,
-     **_POPULATION, **_GSPO)
-# fmt: on
+@dataclass
+class Algorithm(AlgorithmSettings, Entry):
+    """An online algorithm: from rewards to advantages, and from scores to the loss.
 
+    Settings that are not given have their defaults; `replace` gives others.
 
-class PolicyObjective(PolicyLoss):
-    """A named algorithm with its settings resolved: rewards to advantages, and scores to a loss.
-
-    Args:
-        algorithm: a name from the table, `file.py:function`, or your own row.
-        options: keyword options of your own surrogate, or the temperatures of `sapo`.
-        overrides: settings of `trl_ext.settings.SETTINGS` to replace; None keeps the algorithm's own.
-
-    Attributes in addition to those of `PolicyLoss`: `algorithm` (the row), `advantage` (its name), `std_ddof`,
-    `advantage_eps`, `advantage_clip`, and `group_relative` (whether a group of one response has no signal; None if
-    the advantage is your own).
+    Attributes:
+        function: the surrogate. If given, your own `f(scores, ...)` of `PolicyScores`, which returns one loss per
+            token, [B, T], or per response, [B, 1]; the setting `surrogate` is then `own`. If it has a keyword
+            `beta`, it compares with the reference itself: no KL term is added.
+        summary: one line for the table.
+        surrogate_options: keyword options of your own function, or the temperatures of `sapo`.
+        advantage_options: options of the advantage that are not settings.
+        group_size: responses per prompt.
+        rollout: settings of the trainer's rollouts that define the algorithm, such as `resample_groups`: 0 is refused.
+        reads_sampler: whether your own function compares with the probabilities that the sampler recorded,
+            `scores.behaviour_log_probs`; vLLM's importance ratio then does not multiply its loss.
+        defined_by: the settings whose values make the algorithm what its name says.
 
     Raises:
         ValueError: an unknown name, a value out of range, settings that contradict the algorithm's name or one
             another or that nothing would read; the message names the flags and what to use instead.
     """
 
-    def __init__(self, algorithm: str | Algorithm, *, options: dict[str, Any] | None = None, **overrides: Any):
-        for name in overrides:
+    function: Callable | None = None
+    summary: str = ""
+    surrogate_options: Mapping[str, Any] = field(default_factory=dict)
+    advantage_options: Mapping[str, Any] = field(default_factory=dict)
+    group_size: int = 8
+    rollout: Mapping[str, float] = field(default_factory=dict)
+    reads_sampler: bool = False
+    defined_by: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        self.surrogate = (self.surrogate or "clip") if self.function is None else "own"
+        self._own = {name: getattr(self, name) for name in SETTINGS if getattr(self, name) is not None}
+        self._resolve({})
+
+    def replace(self, *, surrogate_options: Mapping[str, Any] | None = None, **settings: Any) -> Algorithm:
+        """The algorithm with other settings; None keeps the algorithm's own.
+
+        A setting that only the replaced advantage, surrogate or KL term reads is left out.
+        """
+        for name in settings:
             if name not in SETTINGS:
                 raise ValueError(f"no setting {name!r}{nearest(name, list(SETTINGS))} Known: {', '.join(SETTINGS)}")
-        self.algorithm = algorithm if isinstance(algorithm, Algorithm) else policy_algorithms.find(algorithm)
-        given = {name: value for name, value in overrides.items() if value is not None}
-        self._check_given(given)
-        self._resolve_advantage(given)
-        baselines = (greedy_baseline, no_baseline)
-        self.group_relative = self._advantage not in baselines if self._advantage in ADVANTAGES.values() else None
-        own = self.algorithm.function if self.algorithm.surrogate == "own" else None
-        super().__init__(**self._loss_settings(given), options=dict(options or {}), function=own)
+        given = {name: value for name, value in settings.items() if value is not None}
+        self._check_name(given)
+        replaced = copy.copy(self)
+        if given.get("advantage", self._own.get("advantage")) != self._own.get("advantage"):
+            replaced.advantage_options = {}
+        replaced.surrogate_options = dict(surrogate_options or self.surrogate_options)
+        replaced._resolve(given)
+        replaced._own = {**self._own, **given}
+        replaced._check_surrogate_options()
+        return replaced
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether reference log-probabilities are read, by the loss or for the reward."""
+        return self.beta > 0
+
+    @property
+    def group_relative(self) -> bool | None:
+        """Whether a group of one response has no signal; None if the advantage is your own."""
+        if self.advantage_function not in ADVANTAGES.values():
+            return None
+        return self.advantage not in ("greedy_baseline", "no_baseline")
 
     def reads(self, name: str) -> bool:
         """Whether advantages read an input of `trl_ext.advantages.INPUTS`, such as `greedy_rewards`."""
-        return name in self._parameters
+        return name in options_of(self.advantage_function)
+
+    def rollout_setting(self, name: str, given: float | None) -> float:
+        """A setting of the trainer's rollouts: the given one, or if it is None the algorithm's own; 0 if it has none.
+
+        Raises:
+            ValueError: 0 is given for one that defines the algorithm.
+        """
+        own = self.rollout.get(name, 0)
+        if own and given is not None and not given:
+            raise ValueError(
+                f"--algorithm {self.name} and --{name} {given} contradict each other: it is {self.summary}; leave it "
+                "out, or use an algorithm without it"
+            )
+        return own if given is None else given
+
+    def describe(self) -> str:
+        """One line that names the algorithm and its settings, for logs and reports."""
+        settings = {name: getattr(self, name) for name in SETTINGS}
+        if not self.needs_reference:
+            settings = {name: value for name, value in settings.items() if not name.startswith(("beta", "kl_"))}
+        settings |= self.surrogate_options
+        parts = [f"{name} {value}" for name, value in settings.items() if value is not None and value is not False]
+        return f"{self.name} ({', '.join(parts)})"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The settings, ready for JSON."""
+        settings = {name: getattr(self, name) for name in SETTINGS}
+        return {"algorithm": self.name, **settings, "options": dict(self.surrogate_options)}
+
+    # ---- From rewards to advantages ----
 
     def advantages(self, rewards: Tensor, group_size: int, **inputs: Tensor) -> Tensor:
         """Advantages of rewards, [N]. [N].
@@ -156,11 +241,12 @@ class PolicyObjective(PolicyLoss):
             inputs: those of `trl_ext.advantages.INPUTS` that the advantage has a parameter for, such as
                 `greedy_rewards`, [N / group_size] (a ValueError if it is missing); others are ignored.
         """
-        known = {name: inputs.get(name) for name in INPUTS if name in self._parameters}
+        known = {name: inputs.get(name) for name in INPUTS if self.reads(name)}
         for name, value in known.items():
             if value is None:
                 raise ValueError(f"the advantage {self.advantage!r} needs {name}, and there are none")
-        advantages = self._advantage(rewards, group_size, **known, **self._advantage_options)
+        options = {option: getattr(self, flag) for flag, option in _ADVANTAGE_PARAMETERS.items() if self.reads(option)}
+        advantages = self.advantage_function(rewards, group_size, **known, **options, **self.advantage_options)
         if advantages.shape != rewards.shape:
             raise ValueError(
                 f"the advantage {self.advantage!r} returned shape {list(advantages.shape)} for {len(rewards)} "
@@ -168,91 +254,338 @@ class PolicyObjective(PolicyLoss):
             )
         return advantages if self.advantage_clip is None else clip_advantages(advantages, self.advantage_clip)
 
-    @property
-    def _function_name(self) -> str:
-        return self.algorithm.name if self.surrogate == "own" else self.surrogate
+    def reward_penalty(self, log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor) -> Tensor:
+        """The KL penalty on each response's reward: beta times the sum of the estimates over its tokens. [B]."""
+        divergence = kl_estimate(log_probs.detach(), ref_log_probs.detach(), self.kl_estimator)
+        return self.beta * masked_sum(divergence, mask, dim=-1)
 
-    def describe(self) -> str:
-        """One line that names the algorithm and its settings, for logs and reports."""
-        settings = self.to_dict()
-        del settings["algorithm"]
-        if not self.needs_reference:
-            settings = {
-                name: value for name, value in settings.items() if name != "beta" and not name.startswith("kl")
-            }
-        options = settings.pop("options")
-        parts = [
-            f"{name} {value}"
-            for name, value in {**settings, **options}.items()
-            if value is not None and value is not False
-        ]
-        return f"{self.algorithm.name} ({', '.join(parts)})"
+    # ---- From scores to the loss ----
 
-    def to_dict(self) -> dict[str, Any]:
-        """The resolved settings, ready for JSON."""
-        return {"algorithm": self.algorithm.name, **{name: getattr(self, name) for name in (*SETTINGS, "options")}}
+    def loss(
+        self,
+        scores: PolicyScores,
+        *,
+        weights: Tensor | None = None,
+        token_count: Tensor | float | None = None,
+        constant: float | None = None,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The scalar to minimise, and what it shows about this micro-batch.
 
-    # ---- Resolution of overrides ----
+        Args:
+            scores: the scores of B responses; `ref_log_probs` are needed for a KL term in the loss.
+            weights: further factors of the surrogate, but not of the KL term, [B, T] or [B, 1]: importance weights
+                for another sampler, or a mask of tokens.
+            token_count: see `aggregate`; also used for a separate mean of the KL term.
+            constant: the generation budget, for the aggregation `constant`.
 
-    def _check_given(self, given: dict[str, Any]) -> None:
-        name, row = self.algorithm.name, self.algorithm
-        if row.surrogate == "own" and "surrogate" in given:
+        Returns:
+            The loss, and detached scalars under the names that trainers log: those of `clipped_shares`,
+            `log_ratio/clamped` (share of tokens with a log-ratio clamped at 20, where a term of the loss has no
+            gradient), and with a reference `kl` (the mean of k3 over the tokens).
+
+        Raises:
+            ValueError: reference log-probabilities or the constant are needed and missing.
+        """
+        scores = scores.without_padding(self.ratio)
+        losses = self._surrogate_losses(scores)
+        if weights is not None:
+            losses = losses * torch.where(scores.mask != 0, weights, 0)
+        reduction = {"constant": self.loss_constant or constant, "token_count": token_count}
+        if not self._adds_kl:
+            loss = aggregate(losses, scores.mask, self.aggregation, **reduction)
+        elif self.kl_aggregation is None:
+            loss = aggregate(losses + self._kl_term(scores), scores.mask, self.aggregation, **reduction)
+        else:
+            loss = aggregate(losses, scores.mask, self.aggregation, **reduction)
+            loss = loss + aggregate(self._kl_term(scores), scores.mask, self.kl_aggregation, **reduction)
+        return loss, self._metrics(scores)
+
+    def _surrogate_losses(self, scores: PolicyScores) -> Tensor:
+        """The surrogate of each token, [B, T], or of each response, [B, 1]."""
+        advantages, options = scores.advantages, self.surrogate_options
+        match self.surrogate:
+            case "clip":
+                clip = {"clip_low": self.epsilon, "clip_high": self.epsilon_high, "dual_clip": self.dual_clip}
+                return clipped_surrogate(scores.log_ratio, advantages, **clip)
+            case "no_clip":
+                return unclipped_surrogate(scores.log_ratio, advantages)
+            case "cispo":
+                return cispo(scores.log_ratio, scores.log_probs, advantages, ratio_cap=self.ratio_cap)
+            case "reinforce":
+                return reinforce(scores.log_probs, advantages)
+            case "sapo":
+                return sapo(scores.log_ratio, advantages, **options)
+            case "gmpo":
+                return gmpo(scores.log_ratio, scores.mask, advantages, **options)
+        losses = self.function(scores, **({"beta": self.beta} if self.takes_beta else {}), **options)
+        rows, tokens = scores.log_probs.shape
+        if not isinstance(losses, Tensor) or losses.shape not in ((rows, tokens), (rows, 1)):
+            got = f"shape {list(losses.shape)}" if isinstance(losses, Tensor) else f"a {type(losses).__name__}"
             raise ValueError(
-                f"--algorithm {name} and --surrogate {given['surrogate']} contradict each other: {name} has a "
-                "surrogate of its own; leave --surrogate out"
+                f"the policy algorithm {self.name!r} returned {got} for {rows} responses of {tokens} tokens; it must "
+                f"return one loss per token, [{rows}, {tokens}], or per response, [{rows}, 1], without reducing them"
+            )
+        return losses
+
+    @property
+    def _adds_kl(self) -> bool:
+        return self.needs_reference and self.kl_in == "loss" and not self.takes_beta
+
+    def _kl_term(self, scores: PolicyScores) -> Tensor:
+        """Beta times the estimate of the KL divergence at each token. [B, T]."""
+        if scores.ref_log_probs is None:
+            raise ValueError(f"--beta {self.beta:g} needs the reference's log-probabilities, and there are none")
+        divergence = self.beta * kl_estimate(scores.log_probs, scores.ref_log_probs, self.kl_estimator)
+        return divergence * bounded_ratio(scores.log_ratio) if self.kl_ratio_correction else divergence
+
+    @torch.no_grad()
+    def _metrics(self, scores: PolicyScores) -> dict[str, Tensor]:
+        metrics, mask = {}, scores.mask != 0
+        if self.surrogate == "clip":
+            metrics = clipped_shares(scores, self.epsilon, self.epsilon_high)
+        elif self.surrogate == "cispo":
+            capped = (bounded_ratio(scores.log_ratio) > self.ratio_cap) & (scores.advantages > 0)
+            metrics["cispo_clip_ratio"] = _mean(capped, mask)
+        clamped = torch.zeros_like(mask)
+        # CISPO's gradient does not flow through the ratio.
+        if self.surrogate in ("clip", "no_clip", "sapo", "gmpo") or (self._adds_kl and self.kl_ratio_correction):
+            clamped = clamped | (scores.log_ratio > MAX_EXPONENT)
+        if self._adds_kl and self.kl_estimator == "k3":
+            clamped = clamped | (scores.ref_log_probs - scores.log_probs > MAX_EXPONENT)
+        metrics["log_ratio/clamped"] = _mean(clamped, mask)
+        if scores.ref_log_probs is not None:
+            metrics["kl"] = _mean(kl_estimate(scores.log_probs, scores.ref_log_probs, "k3"), mask)
+        return metrics
+
+    # ---- Resolution of settings, and checks ----
+
+    def _resolve(self, given: Mapping[str, Any]) -> None:
+        """Set every setting: the given ones, the row's own where something reads them, and defaults."""
+        settings = {**_DEFAULTS, **self._own, **given}
+        surrogate, advantage = settings["surrogate"], settings["advantage"]
+        self.advantage_function = function_of(advantage)
+        settings["advantage"] = getattr(self.advantage_function, "__name__", str(advantage))
+        if surrogate != "own":
+            self.function = SURROGATES[surrogate]
+        read = {**_OF_SURROGATE.get(surrogate, {})}
+        for flag, option in _ADVANTAGE_PARAMETERS.items():
+            if self.reads(option):
+                read[flag] = options_of(self.advantage_function)[option].default
+        unread = [flag for flag in (*_ADVANTAGE_PARAMETERS, *_SURROGATE_PARAMETERS) if flag not in read]
+        if not settings["beta"]:
+            unread += [flag for flag in SETTINGS if flag.startswith("kl_")]
+        for flag in SETTINGS:
+            # The row's settings of its own advantage, surrogate and KL term are not another's.
+            value = given.get(flag, _DEFAULTS.get(flag)) if flag in unread else settings.get(flag, read.get(flag))
+            if value is not None and (flag, value) != ("surrogate", "own"):
+                _check_value(flag, value)
+            setattr(self, flag, value)
+        for one, other, reason in self._contradictions(given, unread):
+            flags = " and ".join(f"--{flag} {getattr(self, flag)}" for flag in (one, other))
+            raise ValueError(f"{flags} contradict each other: {reason}")
+        self.kl_aggregation = None if self.kl_aggregation == "inside" else self.kl_aggregation
+        self.epsilon_high = self.epsilon if self.epsilon_high is None else self.epsilon_high
+
+    def _check_name(self, given: Mapping[str, Any]) -> None:
+        """Refuse settings that contradict the algorithm's name."""
+        if self.surrogate == "own" and "surrogate" in given:
+            raise ValueError(
+                f"--algorithm {self.name} and --surrogate {given['surrogate']} contradict each other: {self.name} has "
+                "a surrogate of its own; leave --surrogate out"
             )
         # Report an unknown name before a contradiction.
-        options_of(given.get("advantage", row.advantage))
-        for flag in given.keys() & LOSS_SETTINGS.keys():
-            LOSS_SETTINGS[flag].check(flag, given[flag])
-        for flag, permitted in row.fixed.items():
-            value = given.get(flag)
-            if value is None or value in permitted:
-                continue
-            shown = getattr(value, "__name__", value)
-            # The setting that must accompany it in a possible combination.
-            partner = {"reinforce": " --ratio none", "none": " --surrogate reinforce"}.get(shown, "")
-            raise ValueError(
-                f'--algorithm {name} and --{flag} {shown} contradict each other: it is "{row.summary}"; use '
-                f"--{flag} {' or '.join(permitted)}, or --algorithm grpo --{flag} {shown}{partner}"
-            )
-        high = row.epsilon_high
+        function_of(given.get("advantage", self.advantage_function))
+        for flag in given:
+            _check_value(flag, given[flag])
+        for flag in self.defined_by:
+            own = getattr(self, flag)
+            permitted = next((equal for equal in _EQUAL_BUT_FOR_A_FACTOR if own in equal), (own,))
+            if given.get(flag, own) not in permitted:
+                shown = getattr(given[flag], "__name__", given[flag])
+                # The setting that must accompany it in a possible combination.
+                partner = {"reinforce": " --ratio none", "none": " --surrogate reinforce"}.get(shown, "")
+                raise ValueError(
+                    f'--algorithm {self.name} and --{flag} {shown} contradict each other: it is "{self.summary}"; use '
+                    f"--{flag} {' or '.join(permitted)}, or --algorithm grpo --{flag} {shown}{partner}"
+                )
+        high = self._own.get("epsilon_high")
         if high is not None and "epsilon_high" not in given and given.get("epsilon", 0) > high:
             raise ValueError(
-                f"--algorithm {name} and --epsilon {given['epsilon']} contradict each other: its epsilon_high is "
+                f"--algorithm {self.name} and --epsilon {given['epsilon']} contradict each other: its epsilon_high is "
                 f"{high}, below that; give --epsilon_high as well"
             )
 
-    def _resolve_advantage(self, given: dict[str, Any]) -> None:
-        row = self.algorithm
-        advantage = given.get("advantage", row.advantage)
-        self._advantage, self._parameters = function_of(advantage), options_of(advantage)
-        self._advantage_options = dict(row.advantage_options if advantage == row.advantage else {})
-        self.advantage = getattr(self._advantage, "__name__", str(advantage))
-        self.advantage_clip = given.get("advantage_clip", row.advantage_clip)
-        if self.advantage_clip is not None:
-            ADVANTAGE_SETTINGS["advantage_clip"].check("advantage_clip", self.advantage_clip)
-        for flag in ("std_ddof", "advantage_eps"):
-            setting, value = ADVANTAGE_SETTINGS[flag], None
-            parameter = self._parameters.get(setting.option)
-            if parameter is not None:
-                value = given.get(flag, getattr(row, flag))
-                value = parameter.default if value is None else value
-                setting.check(flag, value)
-                self._advantage_options[setting.option] = value
-            elif flag in given:
-                raise ValueError(
-                    f"--{flag} {given[flag]} and --advantage {self.advantage} contradict each other: this estimator "
-                    f"does not read {flag}; leave it out, or use --advantage group_normalized"
-                )
-            setattr(self, flag, value)
+    def _contradictions(self, given: Mapping[str, Any], unread: list[str]) -> Iterator[tuple[str, str, str]]:
+        """Two settings that contradict each other, why, and what to use instead."""
+        own, ratio, beta = self.surrogate == "own", self.ratio, self.beta
+        for flag in unread:
+            if flag in _ADVANTAGE_PARAMETERS and flag in given:
+                reason = f"this estimator does not read {flag}; leave it out, or use --advantage group_normalized"
+                yield flag, "advantage", reason
+            elif flag in _SURROGATE_PARAMETERS and flag in given:
+                reader = next(name for name, settings in _OF_SURROGATE.items() if flag in settings)
+                instead = "give your function an option for it" if own else f"use --surrogate {reader}"
+                yield flag, "surrogate", f"this surrogate does not read {flag}; leave it out, or {instead}"
+        compares_itself = "it compares with the reference itself, times a beta above 0; leave settings of KL out"
+        in_reward, corrects = beta and self.kl_in == "reward", beta and self.kl_ratio_correction
+        # fmt: off
+        for is_wrong, one, other, reason in (
+            (self.loss_constant is not None and self.aggregation != "constant", "loss_constant", "aggregation",
+             "only a constant aggregation divides by it; leave it out, or use --aggregation constant"),
+            (self.takes_beta and not beta, "beta", "surrogate", compares_itself),
+            (self.takes_beta and self.kl_in != "loss", "kl_in", "surrogate", compares_itself),
+            (self.surrogate == "reinforce" and ratio != "none", "surrogate", "ratio",
+             "it has no importance ratio; use --ratio none, or --surrogate no_clip for a ratio without a clip"),
+            (not own and self.surrogate != "reinforce" and ratio == "none", "ratio", "surrogate",
+             "this surrogate is of the importance ratio; use --ratio token, or --surrogate reinforce"),
+            (self.surrogate == "gmpo" and ratio != "token", "ratio", "surrogate",
+             "this surrogate is of the token's ratio; use --ratio token, or --surrogate clip"),
+            (ratio == "sequence" and self.aggregation == "token_mean", "ratio", "aggregation",
+             "one ratio per response, counted once per token, would weight responses by their length; use "
+             "--aggregation sequence_mean, or --ratio token"),
+            *((not beta and given.get(flag), flag, "beta",
+               f"without a beta there is no KL term; use --beta above 0, or leave {flag} out")
+              for flag in SETTINGS if flag.startswith("kl_")),
+            (in_reward and self.kl_estimator != "k1", "kl_in", "kl_estimator",
+             f"a detached {self.kl_estimator} in the reward follows the gradient of no divergence; use "
+             "--kl_estimator k1, or --kl_in loss"),
+            *((in_reward and getattr(self, flag) in (True, "token_mean"), "kl_in", flag,
+               "it concerns a KL term in the loss; leave it out, or use --kl_in loss")
+              for flag in ("kl_ratio_correction", "kl_aggregation")),
+            (corrects and ratio == "none", "kl_ratio_correction", "ratio",
+             "there is no ratio to correct with; use --ratio token, or leave the correction out"),
+            (corrects and self.kl_estimator == "k2", "kl_ratio_correction", "kl_estimator",
+             "k2 has the reverse KL's gradient without it, and not with it; use --kl_estimator k3 or k1"),
+        ):
+            # fmt: on
+            if is_wrong:
+                yield one, other, reason
 
-    def _loss_settings(self, given: dict[str, Any]) -> dict[str, Any]:
-        settings = {name: given.get(name, getattr(self.algorithm, name)) for name in LOSS_SETTINGS}
-        read = settings_of(SURROGATES[settings["surrogate"]]) if settings["surrogate"] in SURROGATES else {}
-        for name, setting in LOSS_SETTINGS.items():
-            # The row's settings of its own surrogate are not another's, and those of its KL term need a KL term.
-            unread = setting.option and name not in read or name.startswith("kl_") and not settings["beta"]
-            if unread and name not in given:
-                settings[name] = None
-        return settings
+    def _check_surrogate_options(self) -> None:
+        for flag in _OF_SURROGATE.get(self.surrogate, {}):
+            option = _SURROGATE_PARAMETERS[flag]
+            if option in self.surrogate_options:
+                raise ValueError(
+                    f"the surrogate {self.surrogate!r} reads {option!r} from the setting {flag}: give that"
+                )
+        name = self.name if self.surrogate == "own" else self.surrogate
+        Entry(name, self.function).check_options(self.surrogate_options)
+
+
+def _mean(values: Tensor, mask: Tensor) -> Tensor:
+    """The mean over the counted tokens; 0 if none count."""
+    return masked_sum(values.float(), mask) / mask.sum().clamp(min=1)
+
+
+# ---- The table ----
+
+# Name to `Algorithm`, in the order of the table.
+algorithms: Registry[Algorithm] = Registry("policy algorithm")
+
+
+def policy_algorithm(name: str, **settings: Any) -> Callable[[Callable], Callable]:
+    """Register a policy loss `f(scores, *, option=default) -> [B, T] or [B, 1]` as the algorithm `name`.
+
+    The function takes `trl_ext.losses.PolicyScores` and returns one loss per token, or one per response. If it has a
+    keyword `beta`, it is passed the coefficient and compares with `scores.ref_log_probs` itself: no KL term is added.
+
+    Args:
+        name: its name in `--algorithm` and `PolicyConfig(algorithm=...)`.
+        settings: `advantage` (a name, or a function), `ratio`, `aggregation`, `beta`, `group_size` and the other
+            attributes of `Algorithm` that do not belong to a built-in surrogate.
+
+    Raises:
+        ValueError: the name is taken, there is no such setting, or the settings contradict one another.
+    """
+    # Your own function has keyword options where a built-in surrogate has settings.
+    of_built_in = ("name", "function", "surrogate", "surrogate_options", "defined_by", *_SURROGATE_PARAMETERS)
+    known = [setting.name for setting in fields(Algorithm) if setting.name not in of_built_in]
+    for setting in settings:
+        if setting not in known:
+            raise ValueError(
+                f"the policy algorithm {name!r} has no setting {setting!r}: it takes {', '.join(known)}"
+                f"{nearest(setting, known)}"
+            )
+
+    def register(function: Callable) -> Callable:
+        summary = (inspect.getdoc(function) or "").partition("\n")[0]
+        algorithms.add(Algorithm(name, function, **{"summary": summary, **settings}))
+        return function
+
+    return register
+
+
+def _add(name: str, summary: str, paper: str, **settings: Any) -> None:
+    algorithms.add(Algorithm(name, paper=paper, summary=summary, **settings))
+
+
+# A row defines how rewards become advantages, the unit of the importance ratio, the surrogate loss, its reduction, and
+# the KL term, each as in its paper. Standard deviations are the population's (the papers do not say), unless a row
+# follows a source that uses the sample's.
+_POPULATION = {"std_ddof": 0, "advantage_eps": 1e-6}
+# Used by CS336 and its test snapshots.
+_SAMPLE = {"std_ddof": 1, "advantage_eps": 1e-6}
+_CLIP = {"surrogate": "clip", "epsilon": 0.2}
+_REINFORCE = {"surrogate": "reinforce", "ratio": "none"}
+_TOKENS = {"aggregation": "token_mean"}
+_DR_GRPO = {"advantage": "group_centered", "aggregation": "constant", "defined_by": ("advantage", "aggregation")}
+_GSPO = {"ratio": "sequence", "defined_by": ("ratio", "aggregation", "surrogate")}
+_DAPO = {
+    **_CLIP,
+    **_POPULATION,
+    **_TOKENS,
+    "epsilon_high": 0.28,
+    "group_size": 16,
+    "defined_by": ("surrogate", "ratio", "aggregation"),
+}
+_BERKELEY = {**_CLIP, "advantage_clip": 5.0, "beta": 0.01, "kl_aggregation": "token_mean"}
+_OF_ADVANTAGE = {"defined_by": ("advantage",)}
+_OF_TOKEN_RATIO = {"defined_by": ("surrogate", "ratio", "aggregation")}
+
+# fmt: off
+# The paper's KL coefficient; the paper uses groups of 64, later work 8 to 16. Nothing defines the name: start your own
+# combination from this row.
+_add("grpo", "Group-normalised rewards, clipped token ratio", "2402.03300", **_CLIP, **_POPULATION, beta=0.04)
+_add("dr_grpo", "GRPO without the standard deviation and without length normalisation", "2503.20783",
+     **_CLIP, **_DR_GRPO)
+_add("gspo", "One length-normalised ratio per sequence, clipped", "2507.18071", surrogate="clip", epsilon=3e-4,
+     epsilon_high=4e-4, **_POPULATION, **_GSPO)
+_add("rloo", "REINFORCE with the mean of the other responses as baseline", "2402.14740", **_REINFORCE,
+     advantage="leave_one_out", **_OF_ADVANTAGE, aggregation="sum", beta=0.03,
+     kl_estimator="k1", kl_in="reward", group_size=4)
+# PPO's KL coefficient, since the paper's was not checked.
+_add("remax", "REINFORCE with the greedy response's reward as baseline", "2310.10505", **_REINFORCE,
+     advantage="greedy_baseline", **_OF_ADVANTAGE, aggregation="sum", beta=0.05,
+     kl_estimator="k1", kl_in="reward", group_size=1)
+_add("reinforce", "Rewards times log-probabilities", "Williams 1992; CS336", **_REINFORCE, advantage="no_baseline",
+     defined_by=("advantage", "ratio"))
+_add("reinforce_with_baseline", "Group-normalised rewards times log-probabilities", "CS336", **_REINFORCE,
+     **_SAMPLE, defined_by=("ratio",))
+_add("grpo_no_clip", "GRPO with an unclipped ratio", "CS336", surrogate="no_clip", **_SAMPLE,
+     defined_by=("surrogate",))
+_add("dapo", "GRPO with a higher upper clip and a mean over tokens; no KL", "2503.14476", **_DAPO)
+# The paper's share: 4,096 of 20,480 tokens. The rounds are those after which its recipe in verl stops.
+_add("dapo_full", "DAPO's loss with its dynamic sampling and its punishment of long responses", "2503.14476", **_DAPO,
+     rollout={"resample_groups": 10, "overlong_share": 0.2})
+_add("cispo", "Capped ratio as a weight; no token loses its gradient", "2506.13585, 2510.13786", surrogate="cispo",
+     ratio_cap=5.0, **_POPULATION, **_TOKENS, **_OF_TOKEN_RATIO)
+_add("gopo", "Ranks within the group in place of rewards", "2602.03876", **_CLIP, **_TOKENS,
+     advantage="group_rank", **_OF_ADVANTAGE, advantage_options={"scale": 2.0})
+# Averaging over tokens, here and for OPO, keeps the estimator's weights equal across responses.
+_add("max_rl", "Rewards over their mean: likelihood of a right answer, for rewards of 0 and 1", "2602.02710", **_CLIP,
+     **_TOKENS, advantage="mean_normalized", **_OF_ADVANTAGE, advantage_eps=1e-6)
+_add("opo", "On-policy with the length-weighted optimal baseline", "2505.23585", **_REINFORCE, **_TOKENS,
+     advantage="length_weighted", **_OF_ADVANTAGE)
+# The KL coefficient and eps are those of its implementation in OpenRLHF.
+_add("reinforce_plus_plus_baseline", "Group mean as baseline, then normalised over the batch", "2501.03262", **_CLIP,
+     **_TOKENS, advantage="batch_normalized", **_OF_ADVANTAGE, std_ddof=0,
+     advantage_eps=1e-8, advantage_options={"std_of": "advantages"}, beta=0.01, kl_estimator="k2")
+_add("sapo", "A gate on the ratio that closes smoothly in place of the clip", "2511.20347", surrogate="sapo",
+     **_POPULATION, **_OF_TOKEN_RATIO)
+_add("gmpo", "Geometric mean of a response's clipped ratios", "2507.20673", surrogate="gmpo", **_POPULATION,
+     **_OF_TOKEN_RATIO)
+_add("berkeley_grpo", "The course's GRPO: KL averaged by itself", "Berkeley course", **_BERKELEY, **_POPULATION)
+_add("berkeley_dr_grpo", "The course's Dr.GRPO: KL averaged by itself", "Berkeley course", **_BERKELEY, **_DR_GRPO)
+_add("berkeley_gspo", "The course's GSPO: clip 0.2, KL averaged by itself", "Berkeley course", **_BERKELEY,
+     **_POPULATION, **_GSPO)
+# fmt: on

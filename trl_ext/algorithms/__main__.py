@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import Any
 
-from trl_ext.algorithms import PolicyObjective, algorithms
+from trl_ext.algorithms import algorithms
 from trl_ext.algorithms.explain import explain
 from trl_ext.processes import quiet_when_closed
 
@@ -15,10 +15,8 @@ def _table() -> list[dict[str, Any]]:
     rows = []
     for name in algorithms:
         row = algorithms[name]
-        settings = PolicyObjective(name).to_dict()
-        rows.append(
-            {**settings, "group_size": row.group_size, **row.rollout, "paper": row.paper, "summary": row.summary}
-        )
+        about = {"group_size": row.group_size, **row.rollout, "paper": row.paper, "summary": row.summary}
+        rows.append({**row.to_dict(), **about})
     return rows
 
 

@@ -10,12 +10,11 @@ from typing import Any
 
 import trl_ext
 from trl_ext import losses
-from trl_ext.advantages import ADVANTAGES, function_of
-from trl_ext.algorithms import PolicyObjective, algorithms
+from trl_ext.advantages import ADVANTAGES
+from trl_ext.algorithms import SETTINGS, Algorithm, algorithms
 from trl_ext.losses import aggregate, kl_estimate, sequence_log_ratio, token_log_ratio
 from trl_ext.names import load_function, nearest
-from trl_ext.registry import Algorithm, PreferenceLoss, preference_losses
-from trl_ext.settings import SETTINGS
+from trl_ext.registry import PreferenceLoss, preference_losses
 
 RATIOS = {"token": [token_log_ratio], "sequence": [sequence_log_ratio], "none": []}
 # The losses of trainers that have no table.
@@ -52,13 +51,11 @@ def explain(name: str) -> str:
 
 
 def _algorithm(row: Algorithm) -> str:
-    # Options of your own function may have no default, so its settings are not resolved.
-    settings = vars(row) if row.surrogate == "own" else PolicyObjective(row).to_dict()
-    settings = {name: settings[name] for name in SETTINGS}
+    settings = {name: getattr(row, name) for name in SETTINGS}
     settings |= {"num_generations": row.group_size, **row.rollout}
     about = {"paper": row.paper, **_options(row.advantage_options)}
-    fixed = [f"defined by --{flag} {' or '.join(values)}" for flag, values in row.fixed.items()]
-    functions = [function_of(row.advantage), *RATIOS[row.ratio], row.function, aggregate]
+    fixed = [f"defined by --{flag} {getattr(row, flag)}" for flag in row.defined_by]
+    functions = [row.advantage_function, *RATIOS[row.ratio], row.function, aggregate]
     if row.beta and not row.takes_beta:
         functions.append(kl_estimate)
     lines = [f"{row.name}: {row.summary}", *_lines(about), *_lines(settings, "--"), *fixed]

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import HfArgumentParser
 
 from trl_ext import PolicyConfig, PolicyTrainer, PreferenceConfig, PreferenceTrainer
+from trl_ext.algorithms import policy_algorithm
 from trl_ext.data.benchmark import load_benchmark
 from trl_ext.data.math import load_math, math_prompt
 from trl_ext.evaluation import GroundTruthJudge
@@ -23,7 +24,7 @@ from trl_ext.held_out.generations import GenerationEvaluation, GenerationSetting
 from trl_ext.losses import PolicyScores
 from trl_ext.models import resolve_model_path
 from trl_ext.processes import is_main_process
-from trl_ext.registry import policy_algorithm, preference_loss
+from trl_ext.registry import preference_loss
 from trl_ext.rewards import parse_gsm8k_response
 from trl_ext.rewards.verified import completion_text
 from trl_ext.rollouts import generate_responses

@@ -206,11 +206,16 @@ def _some(weights) -> list[tuple[Any, torch.Tensor]]:
 
 
 def read_sampled(patient: Patient, step: int) -> None:
-    """Add the responses of the latest rollout, unless they are there already."""
-    from trl_ext.trainers.policy.rollout_metrics import latest_rollout
+    """Add the responses of the latest rollout, unless they are there already.
 
-    rows = latest_rollout(patient.trainer)
-    new = [Sampled(step, as_text(prompt), plain_text(text), rewards) for prompt, text, rewards in rows]
+    TRL's GRPO and RLOO trainers keep them, with their rewards, of all processes; other trainers have none.
+    """
+    logs = getattr(patient.trainer, "_logs", None) or {}
+    rows = zip(logs.get("prompt", ()), logs.get("completion", ()), strict=False)
+    new = []
+    for index, (prompt, text) in enumerate(rows):
+        rewards = {name: values[index] for name, values in logs.get("rewards", {}).items() if index < len(values)}
+        new.append(Sampled(step, as_text(prompt), plain_text(text), rewards))
     last = patient.sampled[-len(new) :] if new else []
     if [(one.prompt, one.text) for one in last] != [(one.prompt, one.text) for one in new]:
         patient.sampled += new

@@ -1,7 +1,5 @@
 """Losses as pure functions of tensors, independent of any trainer."""
 
-from trl_ext.losses.kl import kl_estimate
-from trl_ext.losses.masking import aggregate, masked_mean, masked_normalize, masked_sum
 from trl_ext.losses.objective import PreferenceObjective, confidence, wpo
 from trl_ext.losses.policy import (
     PolicyScores,
@@ -14,7 +12,6 @@ from trl_ext.losses.policy import (
     token_log_ratio,
     unclipped_surrogate,
 )
-from trl_ext.losses.policy_objective import PolicyLoss
 from trl_ext.losses.preference import (
     PreferenceScores,
     aot,
@@ -34,12 +31,12 @@ from trl_ext.losses.preference import (
     simpo,
     sppo,
 )
+from trl_ext.losses.reductions import aggregate, kl_estimate, masked_mean, masked_normalize, masked_sum
 from trl_ext.losses.reward import bradley_terry
 from trl_ext.losses.unpaired import kto
 from trl_ext.losses.value import clipped_value_loss, explained_variance, whiten
 
 __all__ = [
-    "PolicyLoss",
     "PolicyScores",
     "PreferenceObjective",
     "PreferenceScores",

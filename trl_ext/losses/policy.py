@@ -7,14 +7,12 @@ returned unreduced; at ratio 1 its gradient is `-advantage` times that of the lo
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from trl_ext.losses.kl import MAX_EXPONENT
-from trl_ext.losses.masking import masked_sum
+from trl_ext.losses.reductions import MAX_EXPONENT, masked_mean, masked_sum
 
 
 @dataclass
@@ -65,6 +63,16 @@ class PolicyScores:
         if self.sampler_log_probs is None:
             return self.old_log_probs
         return torch.where(self.sampler_log_probs.isnan(), self.old_log_probs, self.sampler_log_probs)
+
+    def without_padding(self, ratio: str) -> PolicyScores:
+        """The same with zeros at padding, where an infinity or a NaN would reach the gradient even of a masked sum."""
+        padding = self.mask == 0
+        names = ("log_probs", "old_log_probs", "sampler_log_probs", "ref_log_probs", "advantages")
+        tensors = {name: getattr(self, name) for name in names}
+        # Advantages may be of whole responses, [B, 1].
+        grids = {name: tensor for name, tensor in tensors.items() if tensor is not None and tensor.dim() == 2}
+        blank = {n: t.masked_fill(padding, 0) for n, t in grids.items() if t.shape == padding.shape}
+        return replace(self, ratio=ratio, **blank)
 
 
 def token_log_ratio(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
@@ -121,6 +129,29 @@ def clipped_surrogate(
     return torch.where(advantages < 0, torch.minimum(losses, -dual_clip * advantages), losses)
 
 
+def clipped_shares(scores: PolicyScores, clip_low: float, clip_high: float) -> dict[str, Tensor]:
+    """Shares of the tokens that `clipped_surrogate` clips, or of the responses for a ratio of sequences.
+
+    `clip_ratio/low_mean`: the ratio is below `1 - clip_low` and the advantage negative. `clip_ratio/high_mean`: it is
+    above `1 + clip_high` and the advantage positive. `clip_ratio/region_mean`: either. `clip_ratio/low_min` and
+    `clip_ratio/high_max` are the extremes over responses; NaN if no response has a token. All are scalars.
+    """
+    ratio, mask = bounded_ratio(scores.log_ratio), scores.mask != 0
+    low = (ratio < 1 - clip_low) & (scores.advantages < 0)
+    high = (ratio > 1 + clip_high) & (scores.advantages > 0)
+    if scores.ratio == "sequence" and low.shape[1] == 1:
+        # Each response counts once.
+        mask = torch.ones_like(low)
+    count = mask.sum().clamp(min=1)
+    return {
+        "clip_ratio/low_mean": masked_sum(low.float(), mask) / count,
+        "clip_ratio/high_mean": masked_sum(high.float(), mask) / count,
+        "clip_ratio/region_mean": masked_sum((low | high).float(), mask) / count,
+        "clip_ratio/low_min": masked_mean(low.float(), mask, dim=-1).nanquantile(0),
+        "clip_ratio/high_max": masked_mean(high.float(), mask, dim=-1).nanquantile(1),
+    }
+
+
 def unclipped_surrogate(log_ratio: Tensor, advantages: Tensor) -> Tensor:
     """`-ratio A`: the importance-weighted policy gradient, without a constraint towards the old policy.
 
@@ -171,14 +202,3 @@ def gmpo(log_ratio: Tensor, mask: Tensor, advantages: Tensor, *, log_clip: float
     log_ratio = torch.where(advantages > 0, torch.minimum(log_ratio, clipped), torch.maximum(log_ratio, clipped))
     mean = masked_sum(log_ratio, mask, dim=-1) / (mask != 0).sum(-1).clamp(min=1)
     return -advantages * bounded_ratio(mean.unsqueeze(-1))
-
-
-# Values of the setting `surrogate`. Positional parameters are attributes of `PolicyScores`.
-SURROGATES: dict[str, Callable[..., Tensor]] = {
-    "clip": clipped_surrogate,
-    "no_clip": unclipped_surrogate,
-    "cispo": cispo,
-    "reinforce": reinforce,
-    "sapo": sapo,
-    "gmpo": gmpo,
-}

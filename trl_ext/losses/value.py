@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from trl_ext.losses.masking import masked_sum
+from trl_ext.losses.reductions import masked_sum
 
 # Added to the standard deviation before dividing by it.
 WHITENING_EPS = 1e-8

@@ -154,7 +154,7 @@ def _shaped(rewards: list, arguments: OnlineArguments, training: PolicyConfig) -
     # Each reward gets its own steps, because some of them have state.
     shaped = [ShapedReward(reward, parse_shaping(arguments.reward_shaping)) for reward in rewards]
     of_batch = any(reward.scores_groups for reward in shaped)
-    if of_batch and training.build_objective().reads("greedy_rewards"):
+    if of_batch and training.build_algorithm().reads("greedy_rewards"):
         raise ValueError(
             f"reward_shaping: center and whiten do not go with {training.algorithm}, whose greedy responses are "
             "scored apart from the sampled ones: leave them out, or use center_reference"
@@ -172,8 +172,8 @@ def describe_online(trainer, arguments: OnlineArguments) -> dict[str, Any]:
     functions = trainer.plain_reward_functions.values()
     return {
         "algorithm": trainer.args.algorithm,
-        "objective": trainer.objective.describe(),
-        "settings": trainer.objective.to_dict(),
+        "objective": trainer.algorithm.describe(),
+        "settings": trainer.algorithm.to_dict(),
         "reward_models": arguments.reward_model or [],
         "reward_functions": arguments.reward_function or [],
         "ensembles": [one.to_dict() for one in map(innermost, functions) if isinstance(one, RewardEnsemble)],

@@ -1,42 +1,65 @@
-"""TRL trainers, each connected to a row of the tables of losses by overriding two methods.
+"""TRL trainers with the losses and algorithms of this library, and the callbacks that record a run."""
 
-Names load on first use, so that one trainer does not import the others.
-"""
+# ruff: noqa: F401
 
-from trl_ext.names import lazy_names
-
-# Each loss or algorithm listed here has a {prefix}Config and a {prefix}Trainer, made from its row.
-PREFERENCE_METHODS = (
-    *("DPO", "IPO", "AOT", "AOTPaired", "CDPO", "RobustDPO", "Hinge", "APOZero"),
-    *("APODown", "SimPO", "RePO", "CPO", "ORPO", "DPOP", "SPPO", "NCA"),
+from trl_ext.trainers.callbacks import MetricsFileCallback, read_metrics
+from trl_ext.trainers.expert_iteration import ExpertIterationConfig, ExpertIterationTrainer
+from trl_ext.trainers.kto import KTOConfig, KTOTrainer
+from trl_ext.trainers.online_preference.config import OnlinePreferenceConfig
+from trl_ext.trainers.online_preference.trainer import OnlinePreferenceTrainer
+from trl_ext.trainers.policies import remember_base
+from trl_ext.trainers.policy.config import PolicyConfig
+from trl_ext.trainers.policy.methods import (
+    DrGRPOConfig,
+    DrGRPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    GSPOConfig,
+    GSPOTrainer,
+    ReMaxConfig,
+    ReMaxTrainer,
+    RLOOConfig,
+    RLOOTrainer,
 )
-POLICY_METHODS = ("GRPO", "DrGRPO", "GSPO", "RLOO", "ReMax")
-
-
-def _pairs(prefixes: tuple[str, ...]) -> str:
-    return " ".join(f"{prefix}{kind}" for prefix in prefixes for kind in ("Config", "Trainer"))
-
-
-__all__, __getattr__, __dir__ = lazy_names(
-    __name__,
-    {
-        ".preference.config": "PreferenceConfig",
-        ".preference.trainer": "PreferenceTrainer",
-        ".preference.methods": _pairs(PREFERENCE_METHODS),
-        ".kto": "KTOConfig KTOTrainer",
-        ".reward": "RewardConfig RewardTrainer",
-        ".sft": "SFTConfig SFTTrainer",
-        ".expert_iteration": "ExpertIterationConfig ExpertIterationTrainer",
-        ".policy.config": "PolicyConfig",
-        ".policy.trainer": "PolicyTrainer",
-        ".policy.methods": _pairs(POLICY_METHODS),
-        ".ppo.config": "PPOConfig",
-        ".ppo.trainer": "PPOTrainer",
-        ".online_preference.config": "OnlinePreferenceConfig",
-        ".online_preference.trainer": "OnlinePreferenceTrainer",
-        # Callbacks that record a run.
-        ".callbacks": "MetricsFileCallback read_metrics",
-        ".policies": "remember_base",
-        ".policy.reward_functions": "reward_columns",
-    },
+from trl_ext.trainers.policy.reward_functions import reward_columns
+from trl_ext.trainers.policy.trainer import PolicyTrainer
+from trl_ext.trainers.ppo.config import PPOConfig
+from trl_ext.trainers.ppo.trainer import PPOTrainer
+from trl_ext.trainers.preference.config import PreferenceConfig
+from trl_ext.trainers.preference.methods import (
+    AOTConfig,
+    AOTPairedConfig,
+    AOTPairedTrainer,
+    AOTTrainer,
+    APODownConfig,
+    APODownTrainer,
+    APOZeroConfig,
+    APOZeroTrainer,
+    CDPOConfig,
+    CDPOTrainer,
+    CPOConfig,
+    CPOTrainer,
+    DPOConfig,
+    DPOPConfig,
+    DPOPTrainer,
+    DPOTrainer,
+    HingeConfig,
+    HingeTrainer,
+    IPOConfig,
+    IPOTrainer,
+    NCAConfig,
+    NCATrainer,
+    ORPOConfig,
+    ORPOTrainer,
+    RePOConfig,
+    RePOTrainer,
+    RobustDPOConfig,
+    RobustDPOTrainer,
+    SimPOConfig,
+    SimPOTrainer,
+    SPPOConfig,
+    SPPOTrainer,
 )
+from trl_ext.trainers.preference.trainer import PreferenceTrainer
+from trl_ext.trainers.reward import RewardConfig, RewardTrainer
+from trl_ext.trainers.sft import SFTConfig, SFTTrainer

@@ -1,8 +1,8 @@
 """Metrics of an optimizer step or an evaluation describe its whole batch, however it was divided.
 
-TRL logs a value for each micro-batch, over all ranks, and then averages these values. That gives the mean over pairs
-if the micro-batches have equal size, but not the mean over tokens, and a mean of minima is not a minimum. Here, the
-values of a step are merged before TRL averages over steps. If a step is one micro-batch, the result is TRL's own.
+TRL logs a mean for each micro-batch and then averages these. That gives the mean over pairs if the micro-batches have
+equal size, but not the mean over tokens. Here, sums and counts are added up over the micro-batches and processes of a
+step, and divided at its end. If a step is one micro-batch, the result is TRL's own.
 """
 
 from __future__ import annotations
@@ -15,11 +15,78 @@ import torch
 from torch import Tensor
 
 from trl_ext.losses import PreferenceScores
-from trl_ext.trainers.preference.optimizer_batch import join_scores, map_scores
 
 
 class StepMetrics:
-    """Mixin before one of TRL's trainers; the trainer defines the counts and the count that weights each metric.
+    """Mixin before one of TRL's trainers, whose loss step calls `add_metrics`.
+
+    In an evaluation over several processes whose rows do not divide evenly, the rows that accelerate repeats count
+    twice in these means.
+    """
+
+    # Sum and count of each metric of the step or the evaluation in progress; kept apart, as TRL keeps its metrics.
+    _sums: dict[str, dict[str, tuple[float, float]]] | None = None
+
+    def add_metrics(self, values: dict[str, tuple[Tensor, Tensor]]) -> None:
+        """Add a micro-batch to its step's means. Every process must call this, once for each micro-batch.
+
+        In evaluation, a metric `loss` replaces the held-out loss that transformers averages over batches.
+
+        Args:
+            values: for each metric, the sum over this process's micro-batch, and how much it sums over (such as the
+                number of pairs, or of tokens), each a tensor of one number. The mean over nothing is NaN.
+        """
+        mode = "train" if self.model.training else "eval"
+        numbers = torch.stack([number.detach().double() for value in values.values() for number in value])
+        totals = self.accelerator.reduce(numbers.to(self.accelerator.device), reduction="sum").tolist()
+        self._sums = self._sums or {"train": {}, "eval": {}}
+        for name, total, count in zip(values, totals[::2], totals[1::2], strict=True):
+            before = self._sums[mode].get(name, (0.0, 0.0))
+            self._sums[mode][name] = (before[0] + total, before[1] + count)
+        if mode == "train" and self.accelerator.sync_gradients:
+            self._end_step(mode)
+
+    def _end_step(self, mode: str) -> None:
+        sums = self._sums[mode] if self._sums else {}
+        for name, (total, count) in sums.items():
+            self._metrics[mode].setdefault(name, []).append(total / count if count else math.nan)
+        sums.clear()
+
+    def held_out_loss(self) -> float | None:
+        """The loss over all rows of the evaluation that has just ended; None for transformers' mean over batches."""
+        (loss,) = self._metrics["eval"].pop("loss", [math.nan])
+        return None if math.isnan(loss) else loss
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if not self.model.training:
+            self._end_step("eval")
+            loss = self.held_out_loss()
+            logs.update({name: loss for name in logs if name.endswith("_loss") and loss is not None})
+        super().log(logs, start_time)
+
+
+def pair_metrics(scores: PreferenceScores, beta: float, counted: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+    """TRL's metrics of pairs, as sums and counts over the pairs where `counted` is 1, [B].
+
+    A reward is beta times the log-ratio of summed log-probabilities to the reference; to zero, if there is none.
+    """
+    chosen, rejected = scores.chosen.detach(), scores.rejected.detach()
+    has_reference = scores.ref_chosen is not None
+    chosen_reward = beta * (chosen - scores.ref_chosen if has_reference else chosen)
+    rejected_reward = beta * (rejected - scores.ref_rejected if has_reference else rejected)
+    values = {
+        "rewards/chosen": chosen_reward,
+        "rewards/rejected": rejected_reward,
+        "rewards/accuracies": (chosen_reward > rejected_reward).float(),
+        "rewards/margins": chosen_reward - rejected_reward,
+        "logps/chosen": chosen,
+        "logps/rejected": rejected,
+    }
+    return {name: ((counted * value).sum(), counted.sum()) for name, value in values.items()}
+
+
+class MergedMetrics:
+    """Mixin before a trainer that logs a value for each micro-batch; it defines counts and what weights each metric.
 
     Costs one exchange of a few numbers per micro-batch. In an evaluation over several processes whose rows do not
     divide evenly, the rows that accelerate repeats count twice in these means.
@@ -104,47 +171,7 @@ def merged(values: Sequence[float], by: str, counts: Sequence[dict[str, float]])
     return sum(value * count[by] for value, count in known) / total if total else 0.0
 
 
-class PairMetrics(StepMetrics):
-    """For chosen and rejected pairs: metrics per pair are weighted by pairs, metrics per token by tokens.
-
-    If an objective couples or normalises a batch, its held-out loss treats all held-out pairs as one batch.
-    """
-
-    # Scores of the held-out pairs of an evaluation in progress, over all ranks; None for other objectives.
-    _held_out: list[PreferenceScores] | None = None
-
-    def _keep_held_out(self, scores: PreferenceScores) -> None:
-        if self._couples_batch or self.objective.normalizes:
-            gathered = map_scores(self.accelerator.gather_for_metrics, map_scores(Tensor.detach, scores))
-            self._held_out = [*(self._held_out or []), gathered]
-
-    def _held_out_loss(self) -> float | None:
-        parts, self._held_out = self._held_out, None
-        return None if parts is None else self.objective(join_scores(parts)).mean().item()
-
-    def _micro_batch_counts(self, inputs: dict[str, Any]) -> dict[str, Tensor]:
-        chosen, rejected = inputs["completion_mask"][:, 1:].sum(dim=1).chunk(2)
-        pairs = torch.tensor(len(chosen), device=chosen.device)
-        return {
-            "pairs": pairs,
-            "tokens": (chosen + rejected).sum(),
-            "chosen": chosen.sum(),
-            "rejected": rejected.sum(),
-        }
-
-    def _step_metrics(self, mode: str) -> dict[str, str]:
-        of_pairs = [f"{group}/{side}" for group in ("rewards", "logps") for side in ("chosen", "rejected")]
-        of_pairs += ["rewards/accuracies", "rewards/margins"]
-        return {
-            **dict.fromkeys(of_pairs, "pairs"),
-            "entropy": "tokens",
-            "logits/chosen": "chosen",
-            "logits/rejected": "rejected",
-            "mean_token_accuracy": "chosen",
-        }
-
-
-class RolloutMetrics(StepMetrics):
+class RolloutMetrics(MergedMetrics):
     """For a policy's responses; a metric of clipped sequence ratios is weighted by responses.
 
     With several processes, TRL's own held-out loss drops responses of the last batch, because accelerate takes the
@@ -167,10 +194,10 @@ class RolloutMetrics(StepMetrics):
         return {"tokens": mask.sum(), "counted": counted.sum(), "rows": rows}
 
     def _loss_weight(self) -> str:
-        return "counted" if self.objective.aggregation == "token_mean" else "rows"
+        return "counted" if self.algorithm.aggregation == "token_mean" else "rows"
 
     def _step_metrics(self, mode: str) -> dict[str, str]:
-        by = "rows" if self.importance_sampling_level == "sequence" else "tokens"
+        by = "rows" if self.algorithm.ratio == "sequence" else "tokens"
         return {
             "kl": "tokens",
             "entropy": "tokens",
@@ -185,7 +212,7 @@ class RolloutMetrics(StepMetrics):
         }
 
 
-class TokenMetrics(StepMetrics):
+class TokenMetrics(MergedMetrics):
     """For demonstrations, whose held-out loss is also the mean over all tokens."""
 
     def _micro_batch_counts(self, inputs: dict[str, Any]) -> dict[str, Tensor]:

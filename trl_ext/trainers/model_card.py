@@ -12,9 +12,10 @@ from huggingface_hub import ModelCardData
 from jinja2 import Environment
 from peft import PeftModel
 
+from trl_ext.algorithms import algorithms
 from trl_ext.files import markdown_line, read_json, write_json, write_text
 from trl_ext.models.loading import portable_name
-from trl_ext.registry import policy_algorithms, preference_losses
+from trl_ext.registry import preference_losses
 
 CARD_NAME = "README.md"
 ARXIV_ID = re.compile(r"\d{4}\.\d{4,5}")
@@ -124,7 +125,7 @@ def paper_of(trainer) -> dict[str, str]:
     """The paper of the training method, by its `id` on arXiv and its `title`; a key may be missing."""
     if trainer._paper:
         return trainer._paper
-    for field, table in (("loss", preference_losses), ("algorithm", policy_algorithms)):
+    for field, table in (("loss", preference_losses), ("algorithm", algorithms)):
         name = getattr(trainer.args, field, None)
         if name in table:
             source = table[name].paper
@@ -156,5 +157,5 @@ def _shown(name: str, kind: str = "") -> str:
 def _tags(trainer) -> set[str]:
     """The trainer's tags, with the method's own name in place of the one that its trainer is built on."""
     method = getattr(trainer.args, "loss", None) or getattr(trainer.args, "algorithm", None)
-    known = method in preference_losses or method in policy_algorithms
+    known = method in preference_losses or method in algorithms
     return {*trainer._tag_names} - METHOD_TAGS | {method} if known else {*trainer._tag_names}

@@ -1,4 +1,4 @@
-"""How the trainers pack their forward passes: the setting `packing`, and grouping of responses."""
+"""The setting `packing` of the trainers, and the order of responses by which packed passes encode prompts once."""
 
 from __future__ import annotations
 
@@ -46,34 +46,27 @@ def keeps_groups(trainer) -> bool:
     whole = args.gradient_accumulation_steps % args.steps_per_generation == 0
     averaged_apart = trainer._entropy_bonus_enabled or trainer.top_entropy_quantile < 1 or trainer.aux_loss_enabled
     # Your own loss may compare the responses of a micro-batch.
-    coupled = averaged_apart or trainer.objective.surrogate == "own"
+    coupled = averaged_apart or trainer.algorithm.surrogate == "own"
     return packing is not None and packing.active and whole and not coupled
 
 
-def can_regroup(batches: list[dict[str, Any]]) -> bool:
-    """Whether micro-batches hold rows only: the patches of images are not rows."""
-    return not any(name in batches[0] for name in ("pixel_values", "image_grid_thw", "num_images"))
-
-
-def regroup(batches: list[dict[str, Any]], groups: str) -> list[dict[str, Any]]:
-    """Redistribute the rows of micro-batches of equal size so that rows with the same entry `groups` are consecutive.
+def regroup(batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Redistribute the rows of micro-batches of equal size so that rows of one `group` are consecutive.
 
     Groups, and the rows within each, keep the order in which they first appear, and so stay as random as the input.
+    Micro-batches with images are returned as they are, since the patches of images are not rows.
     """
-    labels = [int(group) for batch in batches for group in batch[groups]]
+    if "num_images" in batches[0]:
+        return batches
+    groups = torch.cat([batch["group"] for batch in batches]).tolist()
     first: dict[int, int] = {}
-    for group in labels:
-        first.setdefault(group, len(first))
-    order = sorted(range(len(labels)), key=lambda row: first[labels[row]])
-    size = len(labels) // len(batches)
-
-    def deal(values: list) -> list:
-        if isinstance(values[0], Tensor) and values[0].ndim:
-            return list(torch.cat(values)[torch.tensor(order, device=values[0].device)].split(size))
-        if isinstance(values[0], list):
-            rows = [row for part in values for row in part]
-            return [[rows[row] for row in order[start : start + size]] for start in range(0, len(rows), size)]
-        return values
-
-    columns = {name: deal([batch[name] for batch in batches]) for name in batches[0]}
+    for row, group in enumerate(groups):
+        first.setdefault(group, row)
+    order = torch.tensor(sorted(range(len(groups)), key=lambda row: first[groups[row]]))
+    columns = {}
+    for name, value in batches[0].items():
+        columns[name] = [batch[name] for batch in batches]
+        if isinstance(value, Tensor) and value.ndim:
+            rows = torch.cat(columns[name])
+            columns[name] = rows[order.to(rows.device)].split(len(value))
     return [{name: parts[index] for name, parts in columns.items()} for index in range(len(batches))]

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from trl_ext.algorithms import PolicyObjective
+from trl_ext.algorithms import SETTINGS, Algorithm
 from trl_ext.losses.objective import PreferenceObjective
 from trl_ext.rollouts.pairing import PAIR_CHOICES
 from trl_ext.rollouts.replay import WEIGHT_CHOICES
-from trl_ext.settings import SETTINGS
 from trl_ext.trainers.defaults import check_at_least, check_choice, parse_json_option
 from trl_ext.trainers.policy.config import PolicyConfig
 from trl_ext.trainers.trl_settings import refuse_given
@@ -34,7 +33,7 @@ _NOT_READ = {
 del _NOT_READ["beta"]
 
 
-class OnlinePreferenceObjective(PolicyObjective):
+class OnlinePreferenceAlgorithm(Algorithm):
     """A preference loss in place of the algorithm of `PolicyTrainer`. Its advantages only fill the logged tables.
 
     Attributes:
@@ -44,7 +43,7 @@ class OnlinePreferenceObjective(PolicyObjective):
     def __init__(self, preference: PreferenceObjective, settings: dict[str, Any]):
         self.preference = preference
         self._settings = settings
-        super().__init__("grpo", advantage="group_centered", beta=preference.beta)
+        super().__init__("online_preference", advantage="group_centered", beta=preference.beta)
 
     @property
     def needs_reference(self) -> bool:
@@ -123,7 +122,7 @@ class OnlinePreferenceConfig(PolicyConfig):
         super().__post_init__()
         self._check_batches()
 
-    def build_objective(self) -> OnlinePreferenceObjective:
+    def build_algorithm(self) -> OnlinePreferenceAlgorithm:
         """The loss with its options, in the form that `PolicyTrainer` expects."""
         preference = PreferenceObjective(self.loss, beta=self.beta, loss_options=self.loss_kwargs)
         if preference.columns:
@@ -135,7 +134,7 @@ class OnlinePreferenceConfig(PolicyConfig):
         if self.replay_capacity:
             names = ("replay_capacity", "replay_fraction", "replay_max_age", "replay_weights", "replay_weight_cap")
             settings |= {name: getattr(self, name) for name in names}
-        return OnlinePreferenceObjective(preference, settings)
+        return OnlinePreferenceAlgorithm(preference, settings)
 
     def _check_pairs(self) -> None:
         check_choice("pairs", self.pairs, PAIR_CHOICES)

@@ -32,16 +32,16 @@ from trl_ext.rollouts.replay import (
 from trl_ext.trainers.defaults import configuration
 from trl_ext.trainers.online_preference.config import OnlinePreferenceConfig
 from trl_ext.trainers.online_preference.judge_rewards import JudgeRewards
-from trl_ext.trainers.policy.reward_functions import as_reward_functions, length_penalty
-from trl_ext.trainers.policy.scoring import ScoringTemperature
-from trl_ext.trainers.policy.trainer import PolicyTrainer
-from trl_ext.trainers.preference.optimizer_batch import CoupledShare, Window, coupled_shares, join_scores, map_scores
-from trl_ext.trainers.preference.pair_batches import (
+from trl_ext.trainers.online_preference.pairs import (
     SampledPairMetrics,
     deal_pairs,
     encode_pairs,
     forward_rows,
 )
+from trl_ext.trainers.policy.reward_functions import as_reward_functions
+from trl_ext.trainers.policy.scoring import ScoringTemperature
+from trl_ext.trainers.policy.trainer import PolicyTrainer
+from trl_ext.trainers.preference.whole_batch import CoupledShare, Window, coupled_shares, join_scores, map_scores
 
 REPLAY_FILE = "replay.json"
 
@@ -108,11 +108,11 @@ class OnlinePreferenceTrainer(SampledPairMetrics, PolicyTrainer):
 
     @beta.setter
     def beta(self, value: float) -> None:
-        self._beta = value if self.objective.needs_reference else 0.0
+        self._beta = value if self.algorithm.needs_reference else 0.0
 
-    def _fit_trl_to_objective(self) -> None:
-        super()._fit_trl_to_objective()
+    def _prepare_models(self) -> None:
         self.scoring = ScoringTemperature(self)
+        super()._prepare_models()
 
     # ---- Replay ----
 
@@ -159,8 +159,8 @@ class OnlinePreferenceTrainer(SampledPairMetrics, PolicyTrainer):
 
     # ---- From scored responses to pairs ----
 
-    def _weighted_sum(self, rewards: Tensor) -> Tensor:
-        total = super()._weighted_sum(rewards)
+    def weighted_sum(self, rewards: Tensor) -> Tensor:
+        total = super().weighted_sum(rewards)
         if not self._has_judge:
             return total
         # The judge is the last function. A response that it could not compare has not lost its comparisons.
@@ -172,7 +172,7 @@ class OnlinePreferenceTrainer(SampledPairMetrics, PolicyTrainer):
         if "pixel_values" in output:
             raise ValueError("online preference optimisation is for text: these prompts have images")
         mode = "train" if self.model.training else "eval"
-        rewards = (self._weighted_sum(self._rollout[0]) - length_penalty(self)).tolist()
+        rewards = self.total(self.rewards).tolist()
         selection = select_pairs(rewards, self.group_size, self.args.pairs, self.args.tie_tolerance)
         self._log_selection(mode, rewards, selection)
         rows = self._rows(output)
@@ -278,12 +278,12 @@ class OnlinePreferenceTrainer(SampledPairMetrics, PolicyTrainer):
     @property
     def _looks_ahead(self) -> bool:
         """Whether the loss of a pair depends on the other pairs of the optimizer batch."""
-        return self.objective.preference.batch_coupled or self.args.replay_weights != "none"
+        return self.algorithm.preference.batch_coupled or self.args.replay_weights != "none"
 
     def _compute_loss(self, model, inputs):
         training = self.model.training
         scores, auxiliary_loss = self._score(model, inputs, log=True)
-        preference, counted = self.objective.preference, inputs["counted"]
+        preference, counted = self.algorithm.preference, inputs["counted"]
         if not training:
             loss = self._held_out_mean(scores, counted)
         elif self._looks_ahead:
@@ -308,11 +308,9 @@ class OnlinePreferenceTrainer(SampledPairMetrics, PolicyTrainer):
             compute_entropy=log,
             compute_aux_loss=self.aux_loss_enabled,
         )
-        # `PolicyTrainer` keeps the pass for its own loss, which is not used here.
-        self._forward = None
         sums = (log_probs * rows.mask).sum(dim=1)[rows.index]
         lengths = rows.mask.sum(dim=1)[rows.index]
-        reference = inputs["reference"].unbind(1) if self.objective.needs_reference else (None, None)
+        reference = inputs["reference"].unbind(1) if self.algorithm.needs_reference else (None, None)
         scores = PreferenceScores(*sums.unbind(1), *reference, *lengths.unbind(1))
         if log:
             self._log_pairs(scores, inputs, (entropies.detach() * rows.mask).sum(dim=1)[rows.index].sum(dim=1))
@@ -340,7 +338,7 @@ class OnlinePreferenceTrainer(SampledPairMetrics, PolicyTrainer):
         gather = self.accelerator.gather
         weights = gather(weights)[gather(counted).bool()]
         shares = coupled_shares(
-            lambda scores: weighted_mean(self.objective.preference(scores), weights),
+            lambda scores: weighted_mean(self.algorithm.preference(scores), weights),
             parts,
             window.rank,
             gather,

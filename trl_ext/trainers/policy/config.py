@@ -9,11 +9,9 @@ from typing import Any, ClassVar
 from trl import GRPOConfig as TRLGRPOConfig
 from trl import RLOOConfig as TRLRLOOConfig
 
-from trl_ext.algorithms import PolicyObjective
+from trl_ext.algorithms import SETTINGS, Algorithm, AlgorithmSettings, algorithms
 from trl_ext.processes import warn_once_per_run, world_size
-from trl_ext.registry import Algorithm
 from trl_ext.rollouts.stopping import check_stop
-from trl_ext.settings import SETTINGS, AdvantageFields, LossFields
 from trl_ext.trainers.defaults import (
     PackedFields,
     check_choice,
@@ -55,9 +53,9 @@ def _trl_setting(name: str, stands_for: str) -> Any:
 
 
 @dataclass
-class PolicyConfig(LossFields, AdvantageFields, PackedFields, TRLGRPOConfig):
+class PolicyConfig(AlgorithmSettings, PackedFields, TRLGRPOConfig):
     """Configuration of `PolicyTrainer`: the fields of `trl.GRPOConfig` except its loss, the algorithm's settings
-    (`trl_ext.settings.SETTINGS`; None keeps the algorithm's own), the fields of `PackedFields`, and those below.
+    (`AlgorithmSettings`; None keeps the algorithm's own), the fields of `PackedFields`, and those below.
 
     Raises:
         ValueError: an unknown algorithm, settings that contradict the algorithm's name or one another, or a batch that
@@ -147,20 +145,20 @@ class PolicyConfig(LossFields, AdvantageFields, PackedFields, TRLGRPOConfig):
         self._refuse_what_is_not_carried()
         self._compare_defaults_with_trl()
         self.algorithm_kwargs = parse_json_option("algorithm_kwargs", self.algorithm_kwargs)
-        objective = self.build_objective()
-        self.beta = objective.beta
+        algorithm = self.build_algorithm()
+        self.beta = algorithm.beta
         if self.num_generations is None:
-            self.num_generations = objective.algorithm.group_size
+            self.num_generations = algorithm.group_size
         for name in ("resample_groups", "overlong_share"):
-            setattr(self, name, objective.algorithm.rollout_setting(name, getattr(self, name)))
+            setattr(self, name, algorithm.rollout_setting(name, getattr(self, name)))
         self._check_values()
-        self._check_group(objective)
+        self._check_group(algorithm)
         self._give_generation_limits()
         resolve_device_defaults(self)
         self._post_init_of_any_group_size()
-        if objective.reads("greedy_rewards"):
+        if algorithm.reads("greedy_rewards"):
             check_whole_groups(self, "a greedy baseline needs whole groups on every process")
-        self._say_what_is_not_exact(objective)
+        self._say_what_is_not_exact(algorithm)
         self._save_between_rollouts()
 
     def _compare_defaults_with_trl(self) -> None:
@@ -172,9 +170,9 @@ class PolicyConfig(LossFields, AdvantageFields, PackedFields, TRLGRPOConfig):
             theirs = ", ".join(f"{field_name} {getattr(stock, field_name)}" for field_name in unset)
             self.unlike_trl = f"{name} of trl_ext has the paper's defaults; those of trl.{name} are {theirs}"
 
-    def build_objective(self) -> PolicyObjective:
+    def build_algorithm(self) -> Algorithm:
         """The algorithm with its settings resolved."""
-        algorithm = self._row or self.algorithm
+        row = self._row or algorithms.find(self.algorithm)
         given = {name: getattr(self, name) for name in SETTINGS}
         translated = translate(self, POLICY_SETTINGS)
         if self.delta is not None:
@@ -184,21 +182,21 @@ class PolicyConfig(LossFields, AdvantageFields, PackedFields, TRLGRPOConfig):
             translated[f"epsilon_high {self.epsilon_high}"] = {"ratio_cap": given.pop("epsilon_high")}
         given = merge(given, translated)
         try:
-            objective = PolicyObjective(algorithm, options=self.algorithm_kwargs, **given)
+            algorithm = row.replace(surrogate_options=self.algorithm_kwargs, **given)
         except ValueError as error:
             error.args = (explain(error, translated),)
             raise
-        if self.scale_rewards == "batch" and objective.algorithm.advantage_options:
+        if self.scale_rewards == "batch" and algorithm.advantage_options:
             raise ValueError(
                 "scale_rewards 'batch' divides by the deviation of the rewards, "
-                f"{objective.algorithm.name} by that of the advantages: leave scale_rewards out"
+                f"{algorithm.name} by that of the advantages: leave scale_rewards out"
             )
-        if self.delta is not None and self.delta < 1 + objective.epsilon_high:
+        if self.delta is not None and self.delta < 1 + algorithm.epsilon_high:
             raise ValueError(
-                f"delta must be at least 1 + epsilon_high, {1 + objective.epsilon_high:g}, where the clip ends, got "
+                f"delta must be at least 1 + epsilon_high, {1 + algorithm.epsilon_high:g}, where the clip ends, got "
                 f"{self.delta}"
             )
-        return objective
+        return algorithm
 
     @property
     def updates_per_rollout(self) -> int:
@@ -242,21 +240,21 @@ class PolicyConfig(LossFields, AdvantageFields, PackedFields, TRLGRPOConfig):
         check_choice("keep_groups", self.keep_groups, ("auto", "on", "off"))
         check_choice("fast_rollouts", self.fast_rollouts, ("auto", "off"))
 
-    def _check_group(self, objective: PolicyObjective) -> None:
-        if self.num_generations == 1 and objective.group_relative:
+    def _check_group(self, algorithm: Algorithm) -> None:
+        if self.num_generations == 1 and algorithm.group_relative:
             raise ValueError(
                 f"the algorithm {self.algorithm!r} compares the responses to one prompt, and num_generations 1 leaves "
                 "nothing to compare: use at least 2, or --algorithm remax or reinforce"
             )
-        if self.resample_groups and objective.group_relative is False:
+        if self.resample_groups and algorithm.group_relative is False:
             raise ValueError(
                 f"resample_groups replaces groups of equal rewards, and the algorithm {self.algorithm!r} learns from "
                 "them too: leave it 0"
             )
-        of_functions = (self.missing_eos_penalty, self.overlong_share, objective.kl_in == "reward")
-        if objective.reads("components") and any(of_functions):
+        of_functions = (self.missing_eos_penalty, self.overlong_share, algorithm.kl_in == "reward")
+        if algorithm.reads("components") and any(of_functions):
             raise ValueError(
-                f"the advantage {objective.advantage} reads each reward function by itself, and no penalty on their "
+                f"the advantage {algorithm.advantage} reads each reward function by itself, and no penalty on their "
                 "sum: leave out missing_eos_penalty, overlong_share and kl_in reward"
             )
 
@@ -299,13 +297,13 @@ class PolicyConfig(LossFields, AdvantageFields, PackedFields, TRLGRPOConfig):
         super().__post_init__()
         self.num_generations = group
 
-    def _say_what_is_not_exact(self, objective: PolicyObjective) -> None:
-        if objective.ratio == "none" and self.updates_per_rollout > 1:
+    def _say_what_is_not_exact(self, algorithm: Algorithm) -> None:
+        if algorithm.ratio == "none" and self.updates_per_rollout > 1:
             warn_once_per_run(
                 f"{self.algorithm} has no importance ratio, and a rollout serves {self.updates_per_rollout} updates: "
                 "all but the first are off-policy; num_iterations 1 and a generation_batch_size of one update avoid it"
             )
-        means = (objective.aggregation, objective.kl_aggregation if objective.needs_reference else None)
+        means = (algorithm.aggregation, algorithm.kl_aggregation if algorithm.needs_reference else None)
         if "token_mean" in means and self.steps_per_generation % self.gradient_accumulation_steps:
             warn_once_per_run(
                 "an update spans several rollouts, whose later tokens are not known when it begins: the mean over "

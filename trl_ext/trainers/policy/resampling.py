@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,12 +15,12 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from trl_ext.rewards import ShapedReward
-from trl_ext.trainers.policy.config import PolicyConfig
+from trl_ext.trainers.policy.reward_functions import Rewards
 
 Rows = list[dict[str, Any]]
 
 
-def check_data(args: PolicyConfig, given: dict[str, Any]) -> None:
+def check_data(args, given: dict[str, Any]) -> None:
     """Raise ValueError if groups are to be replaced and the trainer's arguments hold no data to draw prompts from."""
     dataset = given.get("train_dataset")
     by_index = isinstance(dataset, Dataset) and not {"image", "images"} & set(dataset.column_names)
@@ -49,28 +50,45 @@ def fill_places(signals: Sequence[Sequence[bool]]) -> list[tuple[int, int]]:
     return [(0, group) if has else next(further, (0, group)) for group, has in enumerate(signals[0])]
 
 
+@dataclass
+class Round:
+    """What a round has sampled and scored.
+
+    Attributes:
+        rollout: TRL's tensors of this process's responses.
+        rewards: what the reward functions gave.
+        table: TRL's table of completions, over all processes.
+        signals: whether the rewards of each group differ, over all processes.
+    """
+
+    rollout: dict[str, Tensor]
+    rewards: Rewards
+    table: dict[str, list]
+    signals: list[bool]
+
+
 def sample_rollout(trainer, sample: Callable[[Rows], dict], inputs: Rows) -> dict:
     """This process's part of a rollout, with the groups that have no signal replaced.
 
-    All processes have the same rewards and therefore decide alike. Afterwards the trainer's record of the latest
-    rewards, faults and logged completions is that of the groups in the rollout.
+    All processes have the same rewards and therefore decide alike. Afterwards the trainer's rewards and logged
+    completions are those of the groups in the rollout.
 
     Args:
         trainer: a `PolicyTrainer`.
-        sample: TRL's `_generate_and_score_completions`.
+        sample: samples and scores a response to each row.
         inputs: this process's rows.
     """
     limit = trainer.args.resample_groups if trainer.model.training else 0
     if not limit:
         return sample(inputs)
-    rounds = [_Round(trainer, sample(inputs))]
+    rounds = [_sampled(trainer, sample(inputs))]
     further = _further_inputs(trainer, inputs)
     while len(rounds) <= limit and sum(sum(turn.signals) for turn in rounds) < len(rounds[0].signals):
-        rounds.append(_Round(trainer, sample(next(further))))
+        rounds.append(_sampled(trainer, sample(next(further))))
     trainer.further_rollouts += len(rounds) - 1
     places = fill_places([turn.signals for turn in rounds])
     _log(trainer, rounds, places)
-    return rounds[0].output if len(rounds) == 1 else _merge(trainer, rounds, places)
+    return rounds[0].rollout if len(rounds) == 1 else _merge(trainer, rounds, places)
 
 
 def _further_inputs(trainer, inputs: Rows) -> Iterator[Rows]:
@@ -83,27 +101,16 @@ def _further_inputs(trainer, inputs: Rows) -> Iterator[Rows]:
     seen = set(map(repr, trainer._logs["prompt"]))
     unseen = (index for index in order if repr(data[index]["prompt"]) not in seen)
     indices = itertools.chain(unseen, itertools.cycle(order))
-    first = trainer.accelerator.process_index * len(inputs)
     while True:
         drawn = list(itertools.islice(indices, trainer.args.generation_batch_size // size))
-        own = [data[drawn[row // size]] for row in range(first, first + len(inputs))]
-        yield [{name: value for name, value in row.items() if name in inputs[0]} for row in own]
+        rows = trainer.own_rows([index for index in drawn for _ in range(size)])
+        yield [{name: value for name, value in data[index].items() if name in inputs[0]} for index in rows]
 
 
-class _Round:
-    """What a round has sampled and scored, over all processes."""
-
-    def __init__(self, trainer, output: dict):
-        self.output, guard = output, trainer.reward_guard
-        self.rewards, finished, lengths = trainer._rollout
-        self.failed = guard.failed
-        columns = {name: value.cpu() for name, value in output.items() if value.ndim}
-        columns |= {"finished": torch.tensor(finished), "length": torch.tensor(lengths)}
-        columns["not_finite"] = torch.tensor([row in guard.not_finite for row in range(len(finished))])
-        # A slice would be sent with the whole tensor.
-        self.rows = gather_object([{n: c[row].clone() for n, c in columns.items()} for row in range(len(finished))])
-        self.table = {name: list(column) for name, column in _table(trainer).items()}
-        self.signals = list(map(has_two_rewards, _raw_rewards(trainer).view(-1, trainer.num_generations)))
+def _sampled(trainer, rollout: dict[str, Tensor]) -> Round:
+    table = {name: list(column) for name, column in _table(trainer).items()}
+    signals = map(has_two_rewards, _raw_rewards(trainer).view(-1, trainer.num_generations))
+    return Round(rollout, trainer.rewards, table, list(signals))
 
 
 def _table(trainer) -> dict:
@@ -114,39 +121,50 @@ def _table(trainer) -> dict:
 
 def _raw_rewards(trainer) -> Tensor:
     """The latest rewards over all processes before shaping and penalties, [N]."""
-    rewards, finished, _ = trainer._rollout
-    plain, first = rewards.clone(), trainer.accelerator.process_index * len(finished)
+    rewards = trainer.rewards.by_function
+    plain = rewards.clone()
     for index, name in enumerate(trainer.reward_func_names):
         function = trainer.plain_reward_functions.get(name)
         if isinstance(function, ShapedReward):
-            own = rewards[first : first + len(finished), index].contiguous()
+            own = trainer.own_rows(rewards[:, index]).contiguous()
             # There are none after a call that failed, whose rewards are NaN.
             plain[:, index] = gather(own if function.unshaped is None else function.unshaped.to(own))
-    return trainer._weighted_sum(plain.masked_fill(rewards.isnan(), float("nan")))
+    return trainer.weighted_sum(plain.masked_fill(rewards.isnan(), float("nan")))
 
 
-def _merge(trainer, rounds: list[_Round], places: list[tuple[int, int]]) -> dict:
+def _merge(trainer, rounds: list[Round], places: list[tuple[int, int]]) -> dict:
     """This process's part of the rollout made of the groups at `places`."""
-    size, count = trainer.num_generations, len(trainer._rollout[1])
-    first = trainer.accelerator.process_index * count
+    size = trainer.num_generations
     # Of each response of the rollout: its round, and its row there among those of all processes.
     sources = [(turn, group * size + place) for turn, group in places for place in range(size)]
-    own = [rounds[turn].rows[row] for turn, row in sources[first : first + count]]
+    responses = [_responses(one) for one in rounds]
+    own = [responses[turn][row] for turn, row in trainer.own_rows(sources)]
     # A sampler may record its log-probabilities in some rounds only.
-    names = [name for name in rounds[0].rows[first] if all(name in row for row in own)]
+    names = [name for name in own[0] if all(name in response for response in own)]
     pad, device = trainer._tokenizer.pad_token_id, trainer.accelerator.device
-    merged = {name: _padded([row[name] for row in own], name, pad).to(device) for name in names}
-    finished, lengths, not_finite = (merged.pop(name) for name in ("finished", "length", "not_finite"))
+    merged = {name: _padded([response[name] for response in own], name, pad).to(device) for name in names}
+    trainer.rewards = Rewards(
+        by_function=torch.stack([rounds[turn].rewards.by_function[row] for turn, row in sources]),
+        **{name: merged.pop(name) for name in ("finished", "lengths", "not_finite")},
+        # Of all rounds.
+        failed=sum(one.rewards.failed for one in rounds),
+    )
     merged["num_items_in_batch"] = gather(trainer._token_mask(merged).sum()).sum()
-    rewards = torch.stack([rounds[turn].rewards[row] for turn, row in sources])
-    trainer._rollout = rewards, finished.tolist(), lengths.tolist()
-    trainer.reward_guard.not_finite = set(not_finite.nonzero().flatten().tolist())
-    # Their number is logged, of all rounds.
-    trainer.reward_guard.failed = {turn * count + row for turn, one in enumerate(rounds) for row in one.failed}
     for name, column in _table(trainer).items():
         if all(len(one.table.get(name, [])) == len(sources) for one in rounds):
             column.extend(rounds[turn].table[name][row] for turn, row in sources)
     return merged
+
+
+def _responses(one: Round) -> list[dict[str, Tensor]]:
+    """The responses of a round over all processes, each with its tensors by name."""
+    rewards = one.rewards
+    columns = {name: value for name, value in one.rollout.items() if value.ndim}
+    columns |= {"finished": rewards.finished, "lengths": rewards.lengths, "not_finite": rewards.not_finite}
+    columns = {name: value.cpu() for name, value in columns.items()}
+    # A slice would be sent with the whole tensor.
+    own = [{name: value[row].clone() for name, value in columns.items()} for row in range(len(rewards.lengths))]
+    return gather_object(own)
 
 
 def _padded(rows: list[Tensor], name: str, pad_token_id: int) -> Tensor:
@@ -158,7 +176,7 @@ def _padded(rows: list[Tensor], name: str, pad_token_id: int) -> Tensor:
     return pad_sequence(rows, batch_first=True, padding_value=value, padding_side=side)
 
 
-def _log(trainer, rounds: list[_Round], places: list[tuple[int, int]]) -> None:
+def _log(trainer, rounds: list[Round], places: list[tuple[int, int]]) -> None:
     sampled, replaced = len(rounds) * len(places), sum(turn > 0 for turn, _ in places)
     figures = {
         "rounds": len(rounds) - 1,
@@ -168,4 +186,4 @@ def _log(trainer, rounds: list[_Round], places: list[tuple[int, int]]) -> None:
         "dead": 1 - (replaced + sum(rounds[0].signals)) / len(places),
     }
     for name, value in figures.items():
-        trainer._metrics["train"][f"resampling/{name}"].append(float(value))
+        trainer.metrics[f"resampling/{name}"].append(float(value))

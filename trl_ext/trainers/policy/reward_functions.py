@@ -1,14 +1,13 @@
-"""Turns the `reward_funcs` argument into named functions, and calls them outside a rollout."""
+"""Reward functions of a policy trainer: the argument `reward_funcs`, and what they give a rollout."""
 
 from __future__ import annotations
 
 import asyncio
-import functools
 import inspect
 import os
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from accelerate.utils import gather, is_peft_model
 from torch import Tensor
 from torch.nn import Module
@@ -23,6 +22,45 @@ from trl_ext.trainers.policies import is_zero3
 # What every reward function is given besides the columns of the data.
 _OF_ROLLOUTS = ("prompts", "completions", "completion_ids", "finished", "environments")
 _OF_ROLLOUTS += ("trainer_state", "log_extra", "log_metric")
+
+
+@dataclass
+class Rewards:
+    """What reward functions gave responses: N over all processes, n of them on this one.
+
+    Attributes:
+        by_function: [N, K]; NaN where a function gave no number, and throughout for a response on which one failed.
+        finished: whether a response ended by itself or at a stop string, and not at the limit. [n]
+        lengths: tokens of each response. [n]
+        not_finite: whether a function gave a number that is not finite. [n]
+        failed: this process's number of responses on which a function failed.
+    """
+
+    by_function: Tensor
+    finished: Tensor
+    lengths: Tensor
+    not_finite: Tensor
+    failed: int
+
+
+def length_penalty(args, rewards: Rewards) -> Tensor:
+    """What is taken off the rewards, [N], for a missing end and for length, by a `PolicyConfig`."""
+    penalty = args.missing_eos_penalty * (~rewards.finished).to(rewards.by_function)
+    if args.overlong_share:
+        limit = args.max_completion_length
+        penalty = penalty - soft_overlong(rewards.lengths.to(penalty), limit, args.overlong_share * limit)
+    return gather(penalty)
+
+
+def soft_overlong(lengths: Tensor, max_tokens: float, buffer: float) -> Tensor:
+    """0 up to `max_tokens - buffer` tokens, then `(max_tokens - buffer - tokens) / buffer`, at least -1.
+
+    Yu et al. 2025 (DAPO), arXiv 2503.14476, equation 13.
+    """
+    return ((max_tokens - buffer - lengths) / buffer).clamp(-1, 0)
+
+
+# ---- The argument `reward_funcs` ----
 
 
 def as_reward_functions(given: Any, packing: str = "auto") -> list:
@@ -49,14 +87,14 @@ def as_reward_functions(given: Any, packing: str = "auto") -> list:
 def check_arguments(functions: list, columns: list[str]) -> None:
     """Raise ValueError for an argument without a default that is no column of the data and that no rollout has."""
     columns = [name for name in columns if name not in ("prompt", "completion")]
-    given = (*_OF_ROLLOUTS, *columns)
+    given = [*_OF_ROLLOUTS, *columns]
     for function in map(innermost, functions):
-        for name in () if isinstance(function, Module) else _needed(function):
-            if name not in given:
-                raise ValueError(
-                    f"the reward function {function_name(function)!r} takes {name!r}, and the data have no such column"
-                    f"{nearest(name, list(given))} Columns: {', '.join(columns)}"
-                )
+        missing = [name for name in _needed(function) if name not in given]
+        if missing:
+            raise ValueError(
+                f"the reward function {function_name(function)!r} takes {missing[0]!r}, and the data have no such "
+                f"column{nearest(missing[0], given)} Columns: {', '.join(columns)}"
+            )
 
 
 def _needed(function) -> list[str]:
@@ -66,54 +104,8 @@ def _needed(function) -> list[str]:
     except (TypeError, ValueError):
         return []
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return [one.name for one in arguments if one.default is one.empty and one.kind in kinds]
-
-
-def length_penalty(trainer) -> Tensor:
-    """What is taken off the rewards of the latest rollout, [N], for a missing end and for length."""
-    rewards, finished, lengths = trainer._rollout
-    args, tensor = trainer.args, functools.partial(torch.tensor, dtype=rewards.dtype, device=rewards.device)
-    penalty = args.missing_eos_penalty * tensor([not ended for ended in finished])
-    if args.overlong_share:
-        limit = args.max_completion_length
-        penalty = penalty - soft_overlong(tensor(lengths), limit, args.overlong_share * limit)
-    return gather(penalty)
-
-
-def soft_overlong(lengths: Tensor, max_tokens: float, buffer: float) -> Tensor:
-    """0 up to `max_tokens - buffer` tokens, then `(max_tokens - buffer - tokens) / buffer`, at least -1.
-
-    Yu et al. 2025 (DAPO), arXiv 2503.14476, equation 13.
-    """
-    return ((max_tokens - buffer - lengths) / buffer).clamp(-1, 0)
-
-
-def reward_models(functions: list) -> list[RewardModel]:
-    """The `RewardModel`s among the functions and among the members of ensembles."""
-    plain = [innermost(function) for function in functions]
-    members = [m for f in plain for m in (f.members if isinstance(f, RewardEnsemble) else [f])]
-    return [member for member in members if isinstance(member, RewardModel)]
-
-
-def place_reward_models(trainer, models: list[RewardModel]) -> None:
-    """Put reward models on the policy's backbone where that can be done, or load them beside it."""
-    if not models:
-        return
-    reason = None
-    if not is_peft_model(trainer.model):
-        reason = "the policy is fully fine-tuned, so its weights do not stay those of a base"
-    elif trainer.is_fsdp_enabled or is_zero3(trainer.accelerator):
-        reason = "the policy is sharded, and processes may score different numbers of responses"
-    elif trainer.use_vllm:
-        reason = "what vLLM receives of the policy has not been tried with further adapters on it"
-    for line in share_or_load(
-        models,
-        trainer.model if reason is None else None,
-        trainer.args.share_backbone,
-        policy_reason=reason,
-        device=trainer.accelerator.device,
-    ):
-        warn_once_per_run(f"reward model {line}")
+    is_module = isinstance(function, Module)
+    return [one.name for one in arguments if not is_module and one.default is one.empty and one.kind in kinds]
 
 
 def named_and_guarded(functions: list, guard: RewardGuard) -> tuple[dict[str, Any], list]:
@@ -134,6 +126,34 @@ def named_and_guarded(functions: list, guard: RewardGuard) -> tuple[dict[str, An
     return by_name, guarded
 
 
+# ---- Reward models ----
+
+
+def reward_models(functions: list) -> list[RewardModel]:
+    """The `RewardModel`s among the functions and among the members of ensembles."""
+    plain = [innermost(function) for function in functions]
+    members = [m for f in plain for m in (f.members if isinstance(f, RewardEnsemble) else [f])]
+    return [member for member in members if isinstance(member, RewardModel)]
+
+
+def place_reward_models(trainer, models: list[RewardModel]) -> None:
+    """Put reward models on the policy's backbone where that can be done, or load them beside it."""
+    reason = None
+    if not is_peft_model(trainer.model):
+        reason = "the policy is fully fine-tuned, so its weights do not stay those of a base"
+    elif trainer.is_fsdp_enabled or is_zero3(trainer.accelerator):
+        reason = "the policy is sharded, and processes may score different numbers of responses"
+    elif trainer.use_vllm:
+        reason = "what vLLM receives of the policy has not been tried with further adapters on it"
+    policy, device = trainer.model if reason is None else None, trainer.accelerator.device
+    share = trainer.args.share_backbone
+    for line in share_or_load(models, policy, share, policy_reason=reason, device=device) if models else ():
+        warn_once_per_run(f"reward model {line}")
+
+
+# ---- Outside of a rollout ----
+
+
 def reward_columns(
     trainer,
     rows: list[dict[str, Any]],
@@ -141,7 +161,9 @@ def reward_columns(
     finished: list[bool],
     completion_ids: list[list[int]],
 ) -> dict[str, list[float | None]]:
-    """Rewards of responses by function name.
+    """Rewards of responses by function name: one finite number per row, None where there is none.
+
+    Modules, which TRL scores itself, and functions that score groups are left out.
 
     Args:
         trainer: a `PolicyTrainer`, whose `reward_errors` decides how a failing function is handled.
@@ -149,10 +171,6 @@ def reward_columns(
         responses: one text per row.
         finished: whether each response ended by itself.
         completion_ids: the responses as token ids.
-
-    Returns:
-        Name -> one finite reward per row, None where there is none. Modules, which TRL scores itself, and functions
-        that score groups are left out.
 
     Raises:
         RewardError: a function failed, and errors are not skipped.
@@ -174,7 +192,6 @@ def reward_columns(
         "log_metric": ignore,
         **{key: [row[key] for row in rows] for key in rows[0] if key not in ("prompt", "completion")},
     }
-    # A separate guard, since the trainer still needs the faults of its latest rollout.
     guard = RewardGuard(trainer.args.reward_errors, trainer.args.reward_timeout)
     columns: dict[str, list[float | None]] = {}
     for name, given in trainer.plain_reward_functions.items():
@@ -190,7 +207,6 @@ def reward_columns(
             # TRL's event loop, since a notebook already runs one in this thread.
             rewards = asyncio.run_coroutine_threadsafe(rewards, trainer.async_loop).result()
         columns[name] = rewards
-        members = function.names if isinstance(function, RewardEnsemble) else []
-        for member in members:
+        for member in function.names if isinstance(function, RewardEnsemble) else []:
             columns[member] = of_members.get(member, [None] * len(rows))
     return columns

@@ -1,25 +1,33 @@
-"""Metrics that a `PolicyTrainer` logs for a rollout in addition to TRL's own."""
+"""Metrics that a `PolicyTrainer` logs in addition to TRL's own of a rollout."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from accelerate.utils import gather_object
+from accelerate.utils import gather, gather_object
 from datasets import Dataset
 from torch import Tensor
 
-from trl_ext.losses import PolicyScores
 from trl_ext.processes import warn_once_per_run
 from trl_ext.rollouts.diagnostics import diagnose_generations
+from trl_ext.trainers.policy.reward_functions import Rewards
 
 
-def log_rollout(trainer, mode: str, rewards: Tensor, shaped: Tensor, finished: list[bool], output: dict) -> None:
+def log_ended(metrics: dict[str, list], rewards: Rewards) -> None:
+    """Replace TRL's latest metrics of ended responses, which do not count those that end at a stop string."""
+    lengths, ended = gather(rewards.lengths).float(), gather(rewards.finished)
+    of_ended = lengths[ended] if ended.any() else torch.zeros(1)
+    figures = {"clipped_ratio": (~ended).float().mean()}
+    figures |= {f"{name}_terminated_length": getattr(of_ended, name)() for name in ("mean", "min", "max")}
+    for name, value in figures.items():
+        metrics[f"completions/{name}"][-1] = value.item()
+
+
+def log_rollout(trainer, rewards: Tensor, shaped: Tensor, rollout: dict) -> None:
     """Log extremes of the rewards, [N] over all processes, before and after penalties, and diagnostics of responses.
 
-    `finished` and `output` are of this process's part of the rollout.
+    `rollout` is this process's part.
     """
-    metrics = trainer._metrics[mode]
+    metrics = trainer.metrics
     known = rewards[~rewards.isnan()]
     if len(known):
         metrics["reward_min"].append(known.min().item())
@@ -27,14 +35,17 @@ def log_rollout(trainer, mode: str, rewards: Tensor, shaped: Tensor, finished: l
         if not rewards.nan_to_num().equal(shaped.nan_to_num()):
             metrics["shaped_reward"].append(shaped.nanmean().item())
     metrics["unscorable"].append(rewards.isnan().float().mean().item())
-    mask = output["completion_mask"].bool().cpu()
-    ids = gather_object([row[kept].tolist() for row, kept in zip(output["completion_ids"].cpu(), mask, strict=True)])
-    if mode == "train" and trainer.rollouts == 0:
+    if trainer.group_size == 1:
+        # TRL's share of groups with equal rewards is meaningless for groups of one.
+        metrics.pop("frac_reward_zero_std", None)
+    mask = rollout["completion_mask"].bool().cpu()
+    ids = gather_object([row[kept].tolist() for row, kept in zip(rollout["completion_ids"].cpu(), mask, strict=True)])
+    if trainer.model.training and trainer.rollouts == 0:
         _warn_of_empty(trainer, [len(row) for row in ids])
     diagnostics = diagnose_generations(
         trainer.processing_class.batch_decode(ids, skip_special_tokens=True),
         token_ids=ids,
-        finished=gather_object(finished),
+        finished=gather(trainer.rewards.finished).tolist(),
         max_new_tokens=trainer.max_completion_length,
     )
     if diagnostics.distinct_2 is not None:
@@ -42,41 +53,37 @@ def log_rollout(trainer, mode: str, rewards: Tensor, shaped: Tensor, finished: l
     metrics["collapsed"].append(float(diagnostics.collapsed))
 
 
-def log_reward_errors(trainer, mode: str, errors: int) -> None:
-    """Log the number of rows, over all processes, on which reward functions failed and were skipped."""
-    if trainer.args.reward_errors == "skip":
-        trainer._metrics[mode]["reward_errors"].append(float(sum(gather_object([errors]))))
-
-
-def log_clipped(trainer, scores: PolicyScores, ref_log_probs: Tensor | None, mode: str) -> None:
-    """Log the share of a micro-batch's tokens, over all processes, with a clamped log-ratio."""
-    objective, metrics = trainer.objective, trainer._metrics[mode]
-    counts = torch.stack([objective.clamped(scores, ref_log_probs).sum(), (scores.mask != 0).sum()]).float()
-    clamped, tokens = trainer.accelerator.reduce(counts, reduction="sum").tolist()
-    metrics["log_ratio/clamped"].append(clamped / max(tokens, 1))
-    if objective.surrogate == "gmpo":
-        # TRL knows only the clip of the ratio, which this surrogate does not have, and has just logged zeros.
-        for name in [name for name in metrics if name.startswith("clip_ratio/")]:
-            del metrics[name]
-
-
-def log_advantages(trainer, mode: str, advantages: Tensor, *, again: bool = False) -> None:
-    """Log statistics of the advantages over all processes, [N], and put them into TRL's table of completions.
-
-    `again` replaces the statistics that have been logged for this rollout.
-    """
+def log_advantages(trainer, advantages: Tensor) -> None:
+    """Log statistics of the advantages over all processes, [N], and put them into TRL's table of completions."""
     figures = {"mean": advantages.mean(), "std": advantages.std(correction=0)}
     figures |= {"min": advantages.min(), "max": advantages.max()}
     for name, value in figures.items():
-        logged = trainer._metrics[mode][f"advantages/{name}"]
-        if again:
-            logged.pop()
-        logged.append(value.item())
+        trainer.metrics[f"advantages/{name}"].append(value.item())
     # TRL has just added its own advantages.
-    logged = trainer._logs["advantages"]
-    for _ in range(min(len(advantages), len(logged))):
-        logged.pop()
-    logged.extend(advantages.tolist())
+    table = trainer._logs["advantages"]
+    for _ in range(min(len(advantages), len(table))):
+        table.pop()
+    table.extend(advantages.tolist())
+
+
+def log_means(trainer, values: dict[str, Tensor], mask: Tensor, *, over_responses: tuple[str, ...] = ()) -> None:
+    """Log means over the tokens of a micro-batch on all processes.
+
+    Args:
+        values: numbers of this process's tokens, [B, T], or scalars, which are means over them.
+        mask: 1 where a token counts, [B, T].
+        over_responses: the names of scalars that are means over responses.
+    """
+    tokens, rows = (mask != 0).sum(), torch.tensor(len(mask), device=mask.device)
+    counts = {name: rows if name in over_responses else tokens for name in values}
+    sums = [
+        value.detach().masked_fill(mask == 0, 0).sum() if value.ndim else value.detach() * counts[name]
+        for name, value in values.items()
+    ]
+    totals = torch.stack([one.double() for one in (*sums, *counts.values())])
+    sums, counts = trainer.accelerator.reduce(totals, reduction="sum").view(2, -1).tolist()
+    for name, total, count in zip(values, sums, counts, strict=True):
+        trainer.metrics[name].append(total / max(count, 1))
 
 
 def _warn_of_empty(trainer, lengths: list[int]) -> None:
@@ -95,17 +102,3 @@ def _warn_of_empty(trainer, lengths: list[int]) -> None:
         f"{ended} of the {len(lengths)} responses of the first rollout are a single token, such as "
         f"{tokenizer.eos_token!r}, and nothing can be learned from them: {why}"
     )
-
-
-def latest_rollout(trainer) -> list[tuple[Any, Any, dict[str, float]]]:
-    """The prompt, the completion and the rewards by name of each response that an online trainer last logged.
-
-    It reads what TRL's GRPO and RLOO trainers keep of all processes; other trainers have none.
-    """
-    logs = getattr(trainer, "_logs", None) or {}
-    rewards = logs.get("rewards", {})
-    rows = zip(logs.get("prompt", ()), logs.get("completion", ()), strict=False)
-    return [
-        (prompt, completion, {name: values[index] for name, values in rewards.items() if index < len(values)})
-        for index, (prompt, completion) in enumerate(rows)
-    ]

@@ -1,23 +1,20 @@
-"""How a policy and its reference score responses: at which temperature, at which positions, and from which states."""
+"""How a policy and its reference score responses: at which temperature, and at which positions."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
-import torch
 from accelerate import Accelerator
 from accelerate.utils import convert_to_fp32, is_peft_model
-from torch import Tensor, nn
+from torch import nn
 from trl.trainer.utils import add_fused_lm_head
 
 from trl_ext.models.batches import temporarily
 from trl_ext.models.packing import packing_of
-from trl_ext.models.packing.attention import PLAN_KEYWORD
-from trl_ext.models.packing.hook import unwrapped
 
 
 class ScoringTemperature:
@@ -93,25 +90,3 @@ def _name_positions(model, args, kwargs):
     if is_packed or not kwargs.get("fused_lm_head") or mask is None or kwargs.get("position_ids") is not None:
         return None
     return args, {**kwargs, "position_ids": (mask.cumsum(dim=1) - 1).clamp(min=0)}
-
-
-@contextmanager
-def reading_hidden_states(model, function: Callable[[Tensor], Tensor]) -> Iterator[Callable]:
-    """Gives a function that returns what a function makes of the last hidden states of the passes within.
-
-    Once the passes are done, it takes a number of tokens T, and returns what was made of the state before each of the
-    last T.
-    """
-    passes: list[Tensor] = []
-    latest: list[Tensor] = []
-
-    def of_trunk(trunk, args, kwargs, output) -> None:
-        found, plan = function(output.last_hidden_state), kwargs.get(PLAN_KEYWORD)
-        latest[:] = [found if plan is None else found[0][plan.columns]]
-
-    # Packing's check of itself also runs the trunk; the second hook marks the end of a requested pass.
-    with (
-        unwrapped(model).base_model.register_forward_hook(of_trunk, with_kwargs=True),
-        model.register_forward_hook(lambda *_: passes.extend(latest)),
-    ):
-        yield lambda count: torch.cat(passes)[:, -count - 1 : -1]

@@ -1,41 +1,45 @@
 """`PolicyTrainer`: TRL's `GRPOTrainer` with its own advantages and its own loss.
 
-It overrides two methods, its seams. `_generate_and_score_completions` lets TRL generate, score and log, and then
-inserts the advantages of the named algorithm. `_compute_loss` lets TRL run the forward pass and log its metrics, and
-replaces the loss.
+A step reads from top to bottom: sample, reward, advantage, score, loss. TRL generates, calls the reward functions,
+scores with the reference and logs in `_generate_and_score_completions`; the rest is here.
 """
 
 from __future__ import annotations
 
-import functools
-import operator
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from accelerate.utils import gather
+from accelerate.utils import gather, gather_object
 from datasets import Dataset
 from torch import Tensor
 from trl import GRPOTrainer as TRLGRPOTrainer
 
 from trl_ext.data.conversation import text_ids
 from trl_ext.losses import PolicyScores
-from trl_ext.models.batches import temporarily
 from trl_ext.processes import warn_once_per_run
 from trl_ext.resilience.reward_guard import RewardGuard
 from trl_ext.resilience.training import ResilientTraining
 from trl_ext.rewards import ShapedReward
-from trl_ext.rollouts.generation import warn_of_ignored_settings
-from trl_ext.rollouts.stopping import check_stop
+from trl_ext.rollouts.generation import warn_of_ignored_settings, without_own_settings
+from trl_ext.rollouts.stopping import check_stop, cut_at_stop, end_of_stop
 from trl_ext.trainers.context import PROMPTS, check_generations, check_inputs, check_template, quiet_about_length
 from trl_ext.trainers.defaults import configuration
 from trl_ext.trainers.metrics import RolloutMetrics
 from trl_ext.trainers.model_card import WritesModelCard
-from trl_ext.trainers.packing import can_regroup, keeps_groups, pack_trainer, regroup
+from trl_ext.trainers.packing import keeps_groups, pack_trainer, regroup
 from trl_ext.trainers.policies import check_base_of_adapter, reference_in_memory
 from trl_ext.trainers.policy.config import PolicyConfig
-from trl_ext.trainers.policy.generation import PolicyGeneration, greedy_rewards
+from trl_ext.trainers.policy.generation import (
+    ending_at_stop,
+    greedy_rewards,
+    install_sampler,
+    samples_the_policy,
+    text_cut_at_stop,
+)
 from trl_ext.trainers.policy.resampling import check_data, sample_rollout
 from trl_ext.trainers.policy.reward_functions import (
+    Rewards,
     as_reward_functions,
     check_arguments,
     length_penalty,
@@ -43,11 +47,32 @@ from trl_ext.trainers.policy.reward_functions import (
     place_reward_models,
     reward_models,
 )
-from trl_ext.trainers.policy.rollout_metrics import log_advantages, log_clipped, log_reward_errors, log_rollout
+from trl_ext.trainers.policy.rollout_metrics import log_advantages, log_ended, log_means, log_rollout
 from trl_ext.trainers.policy.scoring import count_from_the_first_token
 
+# What TRL passes on to a model with images.
+_OF_IMAGES = ("pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles")
+_OF_IMAGES += ("image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids")
 
-class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, RolloutMetrics, TRLGRPOTrainer):
+
+@dataclass
+class ScoredTokens:
+    """What a forward pass gives for the tokens of responses, each [B, T].
+
+    Attributes:
+        log_probs: under the model.
+        entropies: of the model's distribution before each token; None if not asked for.
+        auxiliary_loss: the load-balancing loss of a mixture of experts, a scalar; None for other models.
+        values: of a value function, before each token; None without one.
+    """
+
+    log_probs: Tensor
+    entropies: Tensor | None
+    auxiliary_loss: Tensor | None
+    values: Tensor | None = None
+
+
+class PolicyTrainer(ResilientTraining, WritesModelCard, RolloutMetrics, TRLGRPOTrainer):
     """Trains a policy on its own samples with any algorithm: `PolicyConfig(algorithm=...)`.
 
     Accepts the arguments of `trl.GRPOTrainer`, with a `PolicyConfig`, and keeps its features: generation with
@@ -63,6 +88,12 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
     gradient), and for a greedy baseline `greedy/reward` and `greedy/mean_length`. `kl` is the mean of k3 per token.
     With `resample_groups`, `resampling/rounds`, `/prompts` and `/responses` (all that the rollout took) and
     `/replaced` and `/dead` (shares of its groups).
+
+    Attributes:
+        algorithm: the algorithm with its settings resolved.
+        rewards: what the reward functions gave the latest rollout.
+        sampler: what samples on a CPU in place of transformers; None for vLLM, a GPU, or `fast_rollouts off`.
+        rollouts, further_rollouts: counts; those sampled only to replace groups of others are counted apart.
 
     Raises:
         TypeError: `args` is not a `PolicyConfig`.
@@ -81,72 +112,45 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
     def __init__(self, model, reward_funcs=None, args: PolicyConfig | None = None, **kwargs: Any):
         args = configuration(self, args, self._config_class)
         model = check_inputs(model, kwargs, PROMPTS)
-        self.objective = args.build_objective()
+        self.algorithm = args.build_algorithm()
         functions = as_reward_functions(reward_funcs, args.packing)
+        self._check_arguments(functions, args, kwargs)
+        self._reward_models = reward_models(functions)
+        self.reward_guard = RewardGuard(args.reward_errors, args.reward_timeout)
+        self.rewards: Rewards | None = None
+        self.rollouts = self.further_rollouts = 0
+        self._seen_signal = False
+        self._window_tokens: Tensor | None = None
+        self.plain_reward_functions, guarded = named_and_guarded(functions, self.reward_guard)
+        with reference_in_memory(TRLGRPOTrainer, model):
+            super().__init__(model, guarded, args, **kwargs)
+        # TRL has appended the rewards of environments.
+        self.reward_funcs[len(functions) :] = map(self.reward_guard.wrap, self.reward_funcs[len(functions) :])
+        # TRL divides its own advantages, which are replaced, by one of its deviations.
+        self.scale_rewards = "group"
+        self._check_model()
+        if args.unlike_trl:
+            warn_once_per_run(args.unlike_trl)
+        self._prepare_models()
+
+    def _prepare_models(self) -> None:
+        """Change how the models score and sample, immediately after TRL has put its heads on them."""
+        self.packing = pack_trainer(self)
+        models = [model for model in (self.model, self.ref_model) if model is not None]
+        count_from_the_first_token(*map(self.accelerator.unwrap_model, models))
+        place_reward_models(self, self._reward_models)
+        self.sampler = install_sampler(self)
+
+    def _check_arguments(self, functions: list, args: PolicyConfig, kwargs: dict[str, Any]) -> None:
         if not functions and not kwargs.get("environment_factory"):
             raise ValueError(
                 "no reward function: name a reward model or give a function as reward_funcs, or an "
                 "environment_factory whose environments have get_reward"
             )
         several = [name for name in ("tools", "environment_factory", "rollout_func") if kwargs.get(name)]
-        if several and self.objective.reads("greedy_rewards"):
+        if several and self.algorithm.reads("greedy_rewards"):
             raise ValueError(f"a greedy baseline does not go with {several[0]}: its greedy responses are single turns")
         dataset = kwargs.get("train_dataset")
-        self._check_prompts(dataset, args)
-        if isinstance(dataset, Dataset) and len(dataset) and not kwargs.get("rollout_func"):
-            # A transform may add columns.
-            check_arguments(functions, list(dataset[0]))
-        check_data(args, kwargs)
-        self._reward_models = reward_models(functions)
-        self.reward_guard = RewardGuard(args.reward_errors, args.reward_timeout)
-        # The latest rollout's rewards, which responses ended, and their lengths; and the latest forward pass.
-        self._rollout: tuple[Tensor, list[bool], list[int]] | None = None
-        self._forward: tuple | None = None
-        self._window_tokens: Tensor | None = None
-        self._seen_signal = False
-        # Those that were sampled only to replace groups of others are counted apart.
-        self.rollouts = self.further_rollouts = 0
-        self.plain_reward_functions, guarded = named_and_guarded(functions, self.reward_guard)
-        with reference_in_memory(TRLGRPOTrainer, model):
-            super().__init__(model, guarded, args, **kwargs)
-        if self.beta and self.ref_model is None:
-            check_base_of_adapter(self.model)
-        check_template(self._tokenizer, self.train_dataset)
-        if args.max_prompt_tokens is not None:
-            quiet_about_length(self._tokenizer)
-        # TRL has appended the rewards of environments.
-        self.reward_funcs[len(functions) :] = map(self.reward_guard.wrap, self.reward_funcs[len(functions) :])
-        limits = {"max_completion_length": args.max_completion_length, "max_prompt_tokens": args.max_prompt_tokens}
-        prompts = self.train_dataset["prompt"] if isinstance(self.train_dataset, Dataset) else []
-        check_generations(self.model, self.processing_class, prompts, limits)
-        check_stop(args.stop or (), self._tokenizer)
-        sampling = {
-            name: getattr(args, name) for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-        }
-        warn_of_ignored_settings(self.model, sampling | (args.generation_kwargs or {}))
-        if args.unlike_trl:
-            warn_once_per_run(args.unlike_trl)
-        self._fit_trl_to_objective()
-        self.packing = pack_trainer(self)
-        models = [model for model in (self.model, self.ref_model) if model is not None]
-        count_from_the_first_token(*map(self.accelerator.unwrap_model, models))
-        place_reward_models(self, self._reward_models)
-
-    # ---- Settings of TRL ----
-
-    def _fit_trl_to_objective(self) -> None:
-        """Choose settings that make TRL's metrics describe this algorithm; TRL's loss is discarded."""
-        objective = self.objective
-        self.loss_type = "cispo" if objective.surrogate == "cispo" else "grpo"
-        self.scale_rewards = "group"
-        self.importance_sampling_level = "sequence" if objective.ratio == "sequence" else "token"
-        clips = objective.epsilon is not None
-        self.epsilon_low = objective.epsilon if clips else float("inf")
-        self.epsilon_high = objective.epsilon_high if clips else float("inf")
-        if objective.surrogate == "cispo":
-            self.epsilon_high = objective.ratio_cap
-
-    def _check_prompts(self, dataset, args: PolicyConfig) -> None:
         needed = -(-args.generation_batch_size // args.num_generations)
         if isinstance(dataset, Dataset) and len(dataset) < needed:
             raise ValueError(
@@ -154,6 +158,50 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
                 f"{args.generation_batch_size} responses, {args.num_generations} to each prompt, takes "
                 f"{needed}: give more prompts, or a smaller generation_batch_size and per_device_train_batch_size"
             )
+        if isinstance(dataset, Dataset) and not kwargs.get("rollout_func"):
+            # A transform may add columns.
+            check_arguments(functions, list(dataset[0]))
+        check_data(args, kwargs)
+
+    def _check_model(self) -> None:
+        args = self.args
+        if self.beta and self.ref_model is None:
+            check_base_of_adapter(self.model)
+        check_template(self._tokenizer, self.train_dataset)
+        if args.max_prompt_tokens is not None:
+            quiet_about_length(self._tokenizer)
+        limits = {"max_completion_length": args.max_completion_length, "max_prompt_tokens": args.max_prompt_tokens}
+        prompts = self.train_dataset["prompt"] if isinstance(self.train_dataset, Dataset) else []
+        check_generations(self.model, self.processing_class, prompts, limits)
+        check_stop(args.stop or (), self._tokenizer)
+        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+        sampling = {name: getattr(args, name) for name in names}
+        warn_of_ignored_settings(self.model, sampling | (args.generation_kwargs or {}))
+
+    # ---- What several parts of a step read ----
+
+    @property
+    def metrics(self) -> dict[str, list[float]]:
+        """What this training or this evaluation has recorded since the last log, by name."""
+        return self._metrics["train" if self.model.training else "eval"]
+
+    @property
+    def group_size(self) -> int:
+        """Responses to each prompt, in training or in evaluation."""
+        return self.num_generations if self.model.training else self.num_generations_eval
+
+    @property
+    def sampled_responses(self) -> int:
+        """How many responses training has sampled so far over all processes, with those that were not trained on."""
+        return (self.rollouts + self.further_rollouts) * self.args.generation_batch_size
+
+    def own_rows(self, rows: Any) -> Any:
+        """This process's part of what all processes have of equal size, one after another."""
+        count = len(rows) // self.accelerator.num_processes
+        first = self.accelerator.process_index * count
+        return rows[first : first + count]
+
+    # ---- Sample ----
 
     def _tokenize_prompts(self, prompts: list):
         prompt_ids, images, multimodal_fields = super()._tokenize_prompts(prompts)
@@ -162,117 +210,152 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
         limit = self.args.max_prompt_tokens
         return [ids if limit is None else ids[-limit:] for ids in prompt_ids], images, multimodal_fields
 
-    # ---- From rewards to advantages ----
+    def _generate_single_turn(self, *args, **kwargs):
+        with without_own_settings(self.model), ending_at_stop(self):
+            completion_ids, log_probs = super()._generate_single_turn(*args, **kwargs)
+        if self.args.stop:
+            # transformers pads a response that has met a stop string while others continue.
+            cut = [cut_at_stop(self._tokenizer, ids, self.args.stop) for ids in completion_ids]
+            completion_ids = [ids if to_stop is None else to_stop[0] for ids, to_stop in zip(completion_ids, cut)]  # noqa: B905
+        if self.sampler is not None and self.sampler.log_probs is not None and samples_the_policy(self):
+            log_probs = self.sampler.log_probs.tolist()
+        if log_probs is not None:
+            log_probs = [row[: len(ids)] for row, ids in zip(log_probs, completion_ids, strict=True)]
+        return completion_ids, log_probs
+
+    def has_ended(self, ids: list[int]) -> bool:
+        """Whether a response, given as token ids, ended by itself or at a stop string, and not at the limit."""
+        if ids and ids[-1] in self.eos_token_ids:
+            return True
+        stop = self.args.stop
+        return bool(stop) and end_of_stop(self._tokenizer.decode(ids, skip_special_tokens=True), stop) is not None
+
+    def sample(self, inputs: list[dict]) -> dict:
+        """This process's part of a rollout: responses to its rows, which TRL has scored with the reference.
+
+        Their rewards are in `rewards`.
+        """
+        return sample_rollout(self, self._sample_once, inputs)
+
+    def _sample_once(self, inputs: list[dict]) -> dict:
+        rollout = super()._generate_and_score_completions(inputs)
+        if self.args.stop:
+            log_ended(self.metrics, self.rewards)
+        return rollout
+
+    # ---- Reward ----
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
-        finished = [self.has_ended(ids) for ids in completion_ids_list]
-        inputs = [{**row, "finished": ended} for row, ended in zip(inputs, finished, strict=True)]
-        self.reward_guard.begin()
-        rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        self._watch_modules(rewards, len(prompts))
-        # A response on which one function failed has no reward; a sum would count the missing part as 0.
-        faulty = self.reward_guard.failed | self.reward_guard.not_finite
-        flags = torch.tensor([index in faulty for index in range(len(prompts))], device=rewards.device)
-        rewards = rewards.masked_fill(gather(flags).unsqueeze(1), float("nan"))
-        self._rollout = rewards, finished, [len(ids) for ids in completion_ids_list]
-        return rewards
+        self.rewards = self.reward(inputs, prompts, completions, completion_ids_list)
+        return self.rewards.by_function
 
-    def _watch_modules(self, rewards: Tensor, count: int) -> None:
-        """Record rows for which a module, which TRL scores itself, returned a number that is not finite."""
+    def reward(self, inputs, prompts, completions, completion_ids) -> Rewards:
+        """Call the reward functions on this process's responses."""
+        device = self.accelerator.device
+        finished = [self.has_ended(ids) for ids in completion_ids]
+        if self.args.stop:
+            completions = [text_cut_at_stop(one, self.args.stop) for one in completions]
+        inputs = [{**row, "finished": ended} for row, ended in zip(inputs, finished, strict=True)]
+        guard = self.reward_guard
+        guard.begin()
+        by_function = super()._calculate_rewards(inputs, prompts, completions, completion_ids)
+        # TRL itself scores modules, which the guard does not see.
         modules = [isinstance(function, torch.nn.Module) for function in self.reward_funcs]
-        first = self.accelerator.process_index * count
-        own = rewards[first : first + count, torch.tensor(modules, device=rewards.device)]
-        self.reward_guard.not_finite.update((~own.isfinite()).any(dim=1).nonzero().flatten().tolist())
+        scores = self.own_rows(by_function)[:, torch.tensor(modules, device=by_function.device)]
+        not_finite = ~scores.isfinite().all(dim=1)
+        not_finite[list(guard.not_finite)] = True
+        # A response on which one function failed has no reward; a sum would count the missing part as 0.
+        faulty = not_finite.clone()
+        faulty[list(guard.failed)] = True
+        return Rewards(
+            by_function=by_function.masked_fill(gather(faulty).unsqueeze(1), float("nan")),
+            finished=torch.tensor(finished, device=device),
+            lengths=torch.tensor([len(ids) for ids in completion_ids], device=device),
+            not_finite=not_finite,
+            failed=len(guard.failed),
+        )
+
+    def weighted_sum(self, by_function: Tensor) -> Tensor:
+        """The reward of each response, [N], from those by function, [N, K]; NaN where no function gave one."""
+        total = (by_function * self.reward_weights.to(by_function.device)).nansum(dim=1)
+        return total.masked_fill(by_function.isnan().all(dim=1), float("nan"))
+
+    def total(self, rewards: Rewards) -> Tensor:
+        """The reward of each response over all processes, less the penalties on length. [N]."""
+        return self.weighted_sum(rewards.by_function) - length_penalty(self.args, rewards)
 
     def total_rewards(self, inputs, prompts, completions, completion_ids) -> Tensor:
-        """Score responses: the weighted sum of the reward functions, less the penalties on length.
-
-        The arguments are of this process's responses; the rewards, [N], are over all processes and NaN where no
-        function could score.
-        """
-        rewards = self._calculate_rewards(inputs, prompts, completions, completion_ids)
-        return self._weighted_sum(rewards) - length_penalty(self)
-
-    def _weighted_sum(self, rewards: Tensor) -> Tensor:
-        total = (rewards * self.reward_weights.to(rewards.device)).nansum(dim=1)
-        return total.masked_fill(rewards.isnan().all(dim=1), float("nan"))
-
-    @property
-    def group_size(self) -> int:
-        """Responses to each prompt, in training or in evaluation."""
-        return self.num_generations if self.model.training else self.num_generations_eval
-
-    def _generate_and_score_completions(self, inputs):
-        output = sample_rollout(self, super()._generate_and_score_completions, inputs)
-        mode, group_size = "train" if self.model.training else "eval", self.group_size
-        bad = [index in self.reward_guard.not_finite for index in range(len(inputs))]
-        rewards = self._weighted_sum(self._rollout[0])
-        penalties = length_penalty(self)
-        if self.objective.kl_in == "reward" and self.beta != 0.0:
-            penalties = penalties + gather(self._kl_penalty(output))
-        shaped = rewards - penalties
-        log_rollout(self, mode, rewards, shaped, self._rollout[1], output)
-        if group_size == 1:
-            # TRL's share of groups with equal rewards is meaningless for groups of one.
-            self._metrics[mode].pop("frac_reward_zero_std", None)
-        mask = self._token_mask(output)
-        known = {"lengths": gather(mask.sum(dim=1)), "components": self._rollout[0], "weights": self.reward_weights}
-        errors = len(self.reward_guard.failed)
-        if self.objective.reads("greedy_rewards"):
-            known["greedy_rewards"], bad_greedy = greedy_rewards(self, inputs, group_size, mode)
-            bad = [own or bad_greedy[index // group_size] for index, own in enumerate(bad)]
-            errors += len(self.reward_guard.failed)
-        log_reward_errors(self, mode, errors)
-        advantages = self.objective.advantages(shaped, group_size, **known)
-        first = self.accelerator.process_index * len(inputs)
-        output["advantages"] = advantages[first : first + len(inputs)]
-        output["bad_reward"] = torch.tensor(bad, device=advantages.device)
-        output["group"] = (first + torch.arange(len(inputs), device=advantages.device)) // group_size
-        log_advantages(self, mode, advantages)
-        if mode == "train":
-            self.rollouts += 1
-            self._seen_signal = self._seen_signal or bool(advantages.any())
-        return output
+        """The totals of this process's responses, over all processes, [N]; NaN where no function could score."""
+        return self.total(self.reward(inputs, prompts, completions, completion_ids))
 
     @torch.no_grad()
-    def _kl_penalty(self, output: dict) -> Tensor:
-        """The KL penalty subtracted from the reward of each of this process's responses. [n]."""
-        log_probs = output.get("old_per_token_logps")
-        if log_probs is None and "pixel_values" in output:
+    def kl_penalty(self, rollout: dict) -> Tensor:
+        """The KL penalty on the reward of each of this process's responses. [n]."""
+        log_probs = rollout.get("old_per_token_logps")
+        if log_probs is None and "pixel_values" in rollout:
             raise ValueError("the KL term in the reward is for text: use kl_in loss with images")
         if log_probs is None:
-            log_probs = self.rollout_log_probs(output)
-        return self.objective.reward_penalty(log_probs, output["ref_per_token_logps"], self._token_mask(output))
+            log_probs = self.rollout_log_probs(rollout)
+        return self.algorithm.reward_penalty(log_probs, rollout["ref_per_token_logps"], self._token_mask(rollout))
 
-    def rollout_log_probs(self, output: dict) -> Tensor:
-        """Log-probabilities of a rollout's responses under the policy. [n, T]."""
-        args = self.args
-        log_probs, _, _ = self._get_per_token_logps_and_entropies(
-            self.model,
-            torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1),
-            torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1),
-            output["completion_ids"].size(1),
-            batch_size=args.per_device_train_batch_size if self.model.training else args.per_device_eval_batch_size,
-        )
-        return log_probs
+    # ---- Advantage ----
 
-    # ---- From log-probabilities to the loss ----
+    def _generate_and_score_completions(self, inputs):
+        rollout = self.sample(inputs)
+        rewards = self.weighted_sum(self.rewards.by_function)
+        penalties = length_penalty(self.args, self.rewards)
+        if self.algorithm.kl_in == "reward" and self.beta != 0.0:
+            penalties = penalties + gather(self.kl_penalty(rollout))
+        log_rollout(self, rewards, rewards - penalties, rollout)
+        signal = self.compute_advantages(inputs, rollout, rewards - penalties)
+        rollout["bad_reward"] = self.rewards.not_finite
+        groups = torch.arange(len(rewards), device=rewards.device) // self.group_size
+        rollout["group"] = self.own_rows(groups)
+        if self.args.reward_errors == "skip":
+            self.metrics["reward_errors"].append(float(sum(gather_object([self.rewards.failed]))))
+        if self.model.training:
+            self.rollouts += 1
+            self._seen_signal = self._seen_signal or bool(signal.any())
+        return rollout
+
+    def compute_advantages(self, inputs: list[dict], rollout: dict, rewards: Tensor) -> Tensor:
+        """Put this process's `advantages` into its part of a rollout.
+
+        Args:
+            inputs: this process's rows.
+            rollout: what `sample` returned for them.
+            rewards: of all processes after all penalties, [N].
+
+        Returns:
+            What an update learns from, over all processes; 0 everywhere if there is nothing to learn.
+        """
+        lengths = gather(self._token_mask(rollout).sum(dim=1))
+        given = {"lengths": lengths, "components": self.rewards.by_function, "weights": self.reward_weights}
+        if self.algorithm.reads("greedy_rewards"):
+            given["greedy_rewards"], greedy = greedy_rewards(self, inputs)
+            self.rewards.not_finite |= greedy.not_finite.repeat_interleave(self.group_size)
+            self.rewards.failed += greedy.failed
+        advantages = self.algorithm.advantages(rewards, self.group_size, **given)
+        log_advantages(self, advantages)
+        rollout["advantages"] = self.own_rows(advantages)
+        return advantages
 
     def _prepare_inputs(self, generation_batch):
         earlier = self._buffered_inputs
         inputs = super()._prepare_inputs(generation_batch)
+        if not self.model.training:
+            return inputs
         # TRL has just split a new rollout into its micro-batches.
-        is_new = self.model.training and self._buffered_inputs is not earlier
-        if is_new and keeps_groups(self) and can_regroup(self._buffered_inputs):
-            self._buffered_inputs = regroup(self._buffered_inputs, "group")
+        if self._buffered_inputs is not earlier and keeps_groups(self):
+            self._buffered_inputs = regroup(self._buffered_inputs)
             inputs = self._buffered_inputs[self._step % self.args.steps_per_generation]
-        if self.model.training and self._needs_token_count:
+        if self._needs_token_count:
             inputs = {**inputs, "mean_tokens": self._mean_tokens_of_window(inputs)}
         return inputs
 
     @property
     def _needs_token_count(self) -> bool:
-        return "token_mean" in (self.objective.aggregation, self.objective.kl_aggregation)
+        return "token_mean" in (self.algorithm.aggregation, self.algorithm.kl_aggregation)
 
     def _mean_tokens_of_window(self, inputs: dict) -> Tensor:
         """Tokens per micro-batch, averaged over the micro-batches and processes of this optimizer step."""
@@ -289,78 +372,119 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
             self._window_tokens = (total / (self.accelerator.num_processes * accumulation)).clamp(min=1)
         return self._window_tokens
 
-    def _get_per_token_logps_and_entropies(self, *args, **kwargs):
-        self._forward = super()._get_per_token_logps_and_entropies(*args, **kwargs)
-        return self._forward
+    # ---- Score ----
+
+    def score(self, model, inputs: dict, *, rows_per_pass: int | None = None, entropies: bool = False) -> ScoredTokens:
+        """A forward pass over the responses of a rollout or of a micro-batch, or several of `rows_per_pass` rows."""
+        found = self._get_per_token_logps_and_entropies(
+            model,
+            torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
+            torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
+            inputs["completion_ids"].size(1),
+            batch_size=rows_per_pass,
+            compute_entropy=entropies,
+            compute_aux_loss=entropies and self.aux_loss_enabled,
+            **{name: inputs[name] for name in _OF_IMAGES if name in inputs},
+        )
+        return ScoredTokens(*found)
+
+    def score_rollout(self, rollout: dict) -> ScoredTokens:
+        """The scores of a rollout under the policy, in passes of as many rows as training or evaluation takes."""
+        args = self.args
+        rows = args.per_device_train_batch_size if self.model.training else args.per_device_eval_batch_size
+        return self.score(self.model, rollout, rows_per_pass=rows)
+
+    def rollout_log_probs(self, rollout: dict) -> Tensor:
+        """Log-probabilities of a rollout's responses under the policy. [n, T]."""
+        return self.score_rollout(rollout).log_probs
+
+    # ---- Loss ----
 
     def _compute_loss(self, model, inputs):
-        training = self.model.training
-        entropy_coefficient = self._entropy_coefficient()
-        # TRL's `kl` metric without the importance ratio that its loss applies.
-        with temporarily(self.args, use_bias_correction_kl=False):
-            super()._compute_loss(model, inputs)
-        log_probs, entropies, auxiliary_loss = self._forward
-        self._forward = None
-        mask, advantages = self._token_mask(inputs), inputs["advantages"]
-        advantages = advantages.unsqueeze(1) if advantages.dim() == 1 else advantages
-        old_log_probs = inputs.get("old_per_token_logps")
-        scores = PolicyScores(
-            log_probs=log_probs,
-            old_log_probs=log_probs.detach() if old_log_probs is None else old_log_probs,
-            mask=mask,
-            advantages=advantages,
-            ratio=self.objective.ratio,
-            sampler_log_probs=inputs.get("sampling_per_token_logps"),
-        )
-        mode = "train" if training else "eval"
-        log_clipped(self, scores, inputs.get("ref_per_token_logps"), mode)
-        entropy_mask, kept = None, self.top_entropy_quantile
-        if kept < 1:
-            entropy_mask = self.get_high_entropy_mask(entropies, mask, 1 - kept)
-        loss = self.objective(
-            scores,
-            ref_log_probs=inputs.get("ref_per_token_logps"),
-            weights=self._surrogate_weights(inputs, scores, entropy_mask),
-            token_count=inputs.get("mean_tokens"),
-            constant=self.max_completion_length,
-        )
-        if self._entropy_bonus_enabled:
-            # Replace the value that TRL has logged for its own loss.
-            self._metrics[mode]["policy_loss"][-1] = gather(loss.detach()).nanmean().item()
-        if entropy_coefficient:
-            counted = mask if entropy_mask is None else mask * entropy_mask
-            loss = loss - entropy_coefficient * (entropies * counted).sum() / counted.sum().clamp(min=1)
-        if self.aux_loss_enabled:
-            loss = loss + self.router_aux_loss_coef * auxiliary_loss
-        if not training:
+        loss = self.loss(self.score(model, inputs, entropies=True), inputs)
+        if not self.model.training:
             return loss
-        self.update_guard.observe_reward("bad_reward" in inputs and bool(inputs["bad_reward"].any()))
+        self.update_guard.observe_reward(bool(inputs["bad_reward"].any()))
         return loss / self.current_gradient_accumulation_steps
 
-    def _surrogate_weights(self, inputs: dict, scores: PolicyScores, entropy_mask: Tensor | None) -> Tensor | None:
-        """Factors of the surrogate: TRL's masks of tokens and sequences, and its importance ratio of vLLM."""
-        factors = [] if entropy_mask is None else [entropy_mask]
-        if self.off_policy_mask_threshold is not None:
-            factors.append(
-                self.get_off_policy_mask(
-                    advantages=scores.advantages,
-                    per_token_logps=scores.log_probs,
-                    sampling_per_token_logps=inputs.get("sampling_per_token_logps", scores.old_log_probs),
-                    mask=scores.mask,
-                    off_policy_threshold=self.off_policy_mask_threshold,
-                )
-            )
-        if self.use_vllm and self.vllm_importance_sampling_correction and not self.objective.algorithm.reads_sampler:
-            factors.append(inputs["importance_sampling_ratio"])
-        return functools.reduce(operator.mul, factors) if factors else None
+    def loss(self, scored: ScoredTokens, inputs: dict) -> Tensor:
+        """The loss of a micro-batch, to be averaged over those of an optimizer step."""
+        mask, old_log_probs = self._token_mask(inputs), inputs.get("old_per_token_logps")
+        scores = PolicyScores(
+            log_probs=scored.log_probs,
+            old_log_probs=scored.log_probs.detach() if old_log_probs is None else old_log_probs,
+            mask=mask,
+            advantages=inputs["advantages"],
+            ratio=self.algorithm.ratio,
+            sampler_log_probs=inputs.get("sampling_per_token_logps"),
+            ref_log_probs=inputs.get("ref_per_token_logps"),
+        )
+        counted, weights = mask, self._sequence_weights(scores, inputs)
+        if self.top_entropy_quantile < 1:
+            is_high = self.get_high_entropy_mask(scored.entropies, mask, 1 - self.top_entropy_quantile)
+            counted = mask * is_high
+            weights = is_high if weights is None else weights * is_high
+        loss, shares = self.algorithm.loss(
+            scores, weights=weights, token_count=inputs.get("mean_tokens"), constant=self.max_completion_length
+        )
+        self._log_shares({**shares, "entropy": scored.entropies}, mask)
+        if self._entropy_bonus_enabled:
+            self.metrics["policy_loss"].append(gather(loss.detach()).nanmean().item())
+            loss = loss - self._entropy_bonus(scored.entropies, counted)
+        if self.aux_loss_enabled:
+            self.metrics["aux_loss"].append(gather(scored.auxiliary_loss.detach()).mean().item())
+            loss = loss + self.router_aux_loss_coef * scored.auxiliary_loss
+        return loss
 
-    def _entropy_coefficient(self) -> float:
-        """The coefficient of this step's entropy bonus; TRL's own loss may change it for the next step."""
-        if not self._entropy_bonus_enabled:
-            return 0.0
-        if self.use_adaptive_entropy and self._last_world_entropy > self.args.entropy_target:
-            return 0.0
-        return self.entropy_coef
+    def _sequence_weights(self, scores: PolicyScores, inputs: dict) -> Tensor | None:
+        """Factors of the surrogate: TRL's mask of off-policy responses, and its importance ratio of vLLM."""
+        weights = None
+        if self.off_policy_mask_threshold is not None:
+            weights = self.get_off_policy_mask(
+                advantages=scores.advantages,
+                per_token_logps=scores.log_probs,
+                sampling_per_token_logps=inputs.get("sampling_per_token_logps", scores.old_log_probs),
+                mask=scores.mask,
+                off_policy_threshold=self.off_policy_mask_threshold,
+            )
+        if self.use_vllm and self.vllm_importance_sampling_correction and not self.algorithm.reads_sampler:
+            ratio = inputs["importance_sampling_ratio"]
+            weights = ratio if weights is None else weights * ratio
+        return weights
+
+    def _log_shares(self, means: dict[str, Tensor], mask: Tensor) -> None:
+        """Log what the loss says of a micro-batch, over all processes."""
+        for name, extreme in (("clip_ratio/low_min", 0.0), ("clip_ratio/high_max", 1.0)):
+            if name in means:
+                self.metrics[name].append(gather(means.pop(name)).nanquantile(extreme).item())
+        clipped = tuple(name for name in means if name.startswith("clip_ratio"))
+        log_means(self, means, mask, over_responses=clipped if self.algorithm.ratio == "sequence" else ())
+
+    def _entropy_bonus(self, entropies: Tensor, counted: Tensor) -> Tensor:
+        """The coefficient times the mean entropy of the counted tokens; an adaptive coefficient is updated.
+
+        The entropy of an optimizer step decides on the coefficient of the next one.
+        """
+        total, count = (entropies * counted).sum(), counted.sum()
+        args, adapts, target = self.args, self.use_adaptive_entropy, self.args.entropy_target
+        coefficient = 0.0 if adapts and self._last_world_entropy > target else self.entropy_coef
+        if not self.model.training:
+            return coefficient * total / count.clamp(min=1)
+        if adapts:
+            sums = torch.stack([total, count]).detach()
+            earlier = self._entropy_window_stats
+            self._entropy_window_stats = sums if earlier is None else earlier + sums
+        if self.accelerator.sync_gradients:
+            if adapts:
+                total_of_step, tokens = self.accelerator.reduce(self._entropy_window_stats, reduction="sum").tolist()
+                self._last_world_entropy, self._entropy_window_stats = total_of_step / max(tokens, 1), None
+                change, highest, lowest = args.entropy_coef_delta, args.entropy_coef_max, args.entropy_coef_min
+                is_high = self._last_world_entropy > target
+                self.entropy_coef = (
+                    max(self.entropy_coef - change, lowest) if is_high else min(self.entropy_coef + change, highest)
+                )
+            self.metrics["entropy_coef"].append(self.entropy_coef)
+        return coefficient * total / count.clamp(min=1)
 
     # ---- Checkpoints ----
 

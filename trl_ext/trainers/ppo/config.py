@@ -5,11 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from torch import Tensor
-
-from trl_ext.advantages import no_baseline
-from trl_ext.losses import clipped_surrogate
-from trl_ext.registry import Algorithm
+from trl_ext.advantages import gae
+from trl_ext.algorithms import Algorithm
 from trl_ext.trainers.defaults import check_at_least, check_choice, check_positive, check_shares
 from trl_ext.trainers.policy.config import PolicyConfig
 from trl_ext.trainers.trl_settings import refuse_given
@@ -19,15 +16,9 @@ VALUE_MODELS = ("shared", "separate")
 LARGEST_ERROR = 0.2
 
 
-def gae(rewards: Tensor, group_size: int) -> Tensor:
-    """The rewards of whole responses, [N], used until the trainer has computed each token's advantage."""
-    return no_baseline(rewards, group_size)
-
-
 # Not a row of the table, since `PolicyTrainer` has no value function and could not use it.
 PPO = Algorithm(
     "ppo",
-    clipped_surrogate,
     summary="Advantages of a value function, clipped token ratio",
     paper="1707.06347",
     advantage=gae,
@@ -38,7 +29,7 @@ PPO = Algorithm(
     kl_estimator="k1",
     kl_in="reward",
     group_size=1,
-    fixed={"ratio": ("token",), "surrogate": ("clip",)},
+    defined_by=("ratio", "surrogate"),
 )
 
 

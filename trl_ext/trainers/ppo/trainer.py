@@ -6,17 +6,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from accelerate.utils import gather, is_peft_model
-from peft.tuners.tuners_utils import BaseTunerLayer
+from accelerate.utils import gather
 from torch import Tensor
-from trl.models.utils import disable_gradient_checkpointing
 
 from trl_ext.advantages import clip_advantages, gae
 from trl_ext.losses import aggregate, clipped_value_loss, explained_variance, kl_estimate, whiten
 from trl_ext.losses.value import is_value_clipped, moments
-from trl_ext.trainers.policy.reward_functions import length_penalty
-from trl_ext.trainers.policy.rollout_metrics import log_advantages
-from trl_ext.trainers.policy.trainer import PolicyTrainer
+from trl_ext.trainers.policy.rollout_metrics import log_advantages, log_means
+from trl_ext.trainers.policy.trainer import PolicyTrainer, ScoredTokens
 from trl_ext.trainers.ppo.config import LARGEST_ERROR, PPOConfig
 from trl_ext.trainers.ppo.value_head import VALUE_MODELS
 
@@ -47,127 +44,78 @@ class PPOTrainer(PolicyTrainer):
     _paper = {"title": "Proximal Policy Optimization Algorithms", "id": "1707.06347"}
     _config_class = PPOConfig
     # An adaptive coefficient continues from its last value.
-    carried_over = (*PolicyTrainer.carried_over, "objective.beta")
+    carried_over = (*PolicyTrainer.carried_over, "algorithm.beta")
     _own_means = ("value_loss", "value_clip_ratio", "approx_kl")
 
     def __init__(self, model, reward_funcs=None, args: PPOConfig | None = None, **kwargs: Any):
-        self.value_model = None
-        # The latest forward pass of the policy: its log-probabilities, and the values of the same tokens.
-        self._estimates: tuple[Tensor, Tensor] | None = None
         super().__init__(model, reward_funcs, args, **kwargs)
         if self.is_fsdp_enabled:
             raise ValueError("PPO's value function has not been tried under FSDP: use DDP or DeepSpeed")
         self.value_model = VALUE_MODELS[self.args.value_model](self)
         self._sum_up = partial(self.accelerator.reduce, reduction="sum")
 
-    # ---- Values ----
+    # ---- Sample, and score: the value function estimates along with the policy ----
 
-    def _get_per_token_logps_and_entropies(
-        self,
-        model,
-        input_ids,
-        attention_mask,
-        logits_to_keep,
-        *args: Any,
-        batch_size: int | None = None,
-        **kwargs: Any,
-    ):
-        def forward():
-            return super(PPOTrainer, self)._get_per_token_logps_and_entropies(
-                model, input_ids, attention_mask, logits_to_keep, *args, batch_size=batch_size, **kwargs
-            )
-
-        if self._is_reference_pass(model):
-            return forward()
-        with self.value_model.reading():
-            result = forward()
-        values = self.value_model.values(input_ids, attention_mask, logits_to_keep, batch_size)
-        self._estimates = result[0], values
-        return result
-
-    def _is_reference_pass(self, model) -> bool:
-        """Whether the pass is for the reference: another model, or the policy without its adapter."""
-        if model is self.ref_model:
-            return self.ref_model is not None
-        policy = self.value_model.policy
-        if not is_peft_model(policy):
-            return False
-        layer = next(module for module in policy.modules() if isinstance(module, BaseTunerLayer))
-        return layer.disable_adapters or policy.active_adapters == ["ref"]
-
-    @torch.no_grad()
-    def _add_old_values(self, output: dict) -> None:
-        """Add the values of the rollout to it, and its log-probabilities if TRL left them out."""
-        if "old_values" in output:
-            return
-        if "pixel_values" in output:
+    def sample(self, inputs: list[dict]) -> dict:
+        rollout = super().sample(inputs)
+        if "pixel_values" in rollout:
             raise ValueError("PPO's value function is for text: use GRPO with images")
-        if output.get("old_per_token_logps") is None:
-            with disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
-                output["old_per_token_logps"] = self.rollout_log_probs(output)
-        output["old_values"] = self._estimates[1].masked_fill(self._token_mask(output) == 0, 0)
+        with torch.no_grad():
+            scored = self.score_rollout(rollout)
+        rollout["old_per_token_logps"] = scored.log_probs
+        rollout["old_values"] = scored.values.masked_fill(self._token_mask(rollout) == 0, 0)
+        return rollout
 
-    # ---- From rewards to advantages ----
+    def score(self, model, inputs: dict, *, rows_per_pass: int | None = None, entropies: bool = False) -> ScoredTokens:
+        score = partial(super().score, model, inputs, rows_per_pass=rows_per_pass, entropies=entropies)
+        return self.value_model.score(score, inputs, rows_per_pass)
 
-    def _kl_penalty(self, output: dict) -> Tensor:
-        self._add_old_values(output)
-        return super()._kl_penalty(output)
+    # ---- Advantage ----
 
-    def _generate_and_score_completions(self, inputs):
-        output = super()._generate_and_score_completions(inputs)
-        self._add_old_values(output)
-        self._estimates = None
-        mode = "train" if self.model.training else "eval"
-        first = self.accelerator.process_index * len(inputs)
-        scores = (self._weighted_sum(self._rollout[0]) - length_penalty(self))[first : first + len(inputs)]
+    def compute_advantages(self, inputs: list[dict], rollout: dict, rewards: Tensor) -> Tensor:
+        """Put `advantages` and `returns` of every token into a rollout, and `value_mask`, 1 where it counts."""
+        args, mask, values = self.args, self._token_mask(rollout), rollout["old_values"]
+        scores = self.own_rows(self.total(self.rewards))
         scored = scores.isfinite()
-        mask, values = self._token_mask(output), output["old_values"]
         counted = mask * scored[:, None]
-        rewards = token_rewards(scores.masked_fill(~scored, 0), self._token_penalties(output, mask, mode), mask)
-        if self.args.whiten_rewards:
-            rewards = whiten(rewards, counted, shift_mean=False, reduce=self._sum_up)
-        advantages, returns = gae(rewards.to(values.dtype), values, mask, self.args.gamma, self.args.lam)
-        if self.args.whiten_advantages:
+        of_tokens = token_rewards(scores.masked_fill(~scored, 0), self._token_penalties(rollout, mask), mask)
+        if args.whiten_rewards:
+            of_tokens = whiten(of_tokens, counted, shift_mean=False, reduce=self._sum_up)
+        advantages, returns = gae(of_tokens.to(values.dtype), values, mask, args.gamma, args.lam)
+        if args.whiten_advantages:
             advantages = whiten(advantages, counted, reduce=self._sum_up)
-        if self.objective.advantage_clip is not None:
-            advantages = clip_advantages(advantages, self.objective.advantage_clip)
+        if self.algorithm.advantage_clip is not None:
+            advantages = clip_advantages(advantages, self.algorithm.advantage_clip)
         advantages = advantages.masked_fill(counted == 0, 0)
-        output |= {"advantages": advantages, "returns": returns, "value_mask": counted}
+        rollout |= {"advantages": advantages, "returns": returns, "value_mask": counted}
         # The divisor of a step that spans several rollouts.
-        output["num_items_in_batch"] = self._sum_up(counted.sum())
-        self._log_rollout_values(mode, values, returns, counted, advantages, mask)
-        return output
+        rollout["num_items_in_batch"] = self._sum_up(counted.sum())
+        for name, tensor in (("value/mean", values), ("returns/mean", returns)):
+            self.metrics[name].append(moments(tensor, counted, self._sum_up)[1].item())
+        self.metrics["explained_variance"].append(explained_variance(values, returns, counted, reduce=self._sum_up))
+        log_advantages(self, gather(advantages.sum(dim=1) / mask.sum(dim=1).clamp(min=1)))
+        # The value function learns from any reward.
+        return rewards.nan_to_num()
 
-    def _token_penalties(self, output: dict, mask: Tensor, mode: str) -> Tensor | None:
+    def _token_penalties(self, rollout: dict, mask: Tensor) -> Tensor | None:
         """Beta times k1 of each token, for its reward; None if the rewards have no KL term. [B, T]."""
-        if not self.objective.needs_reference:
+        if not self.algorithm.needs_reference:
             return None
-        divergence = kl_estimate(output["old_per_token_logps"], output["ref_per_token_logps"], "k1")
+        divergence = kl_estimate(rollout["old_per_token_logps"], rollout["ref_per_token_logps"], "k1")
         divergence = divergence.detach().masked_fill(mask == 0, 0)
-        coefficient = self.objective.beta
-        per_response = gather(divergence.sum(dim=1))
-        self._metrics[mode]["kl_coef"].append(coefficient)
-        self._metrics[mode]["kl/sequence"].append(per_response.mean().item())
-        if mode == "train" and self.args.kl_target is not None:
+        coefficient, per_response = self.algorithm.beta, gather(divergence.sum(dim=1))
+        self.metrics["kl_coef"].append(coefficient)
+        self.metrics["kl/sequence"].append(per_response.mean().item())
+        if self.model.training and self.args.kl_target is not None:
             # Applies from the next rollout's rewards on; a KL term in the loss uses it from this rollout's updates on.
-            self.objective.beta = adapted_coefficient(
+            self.algorithm.beta = adapted_coefficient(
                 coefficient,
                 per_response.mean().item(),
                 target=self.args.kl_target,
                 horizon=self.args.kl_horizon,
                 count=len(per_response),
             )
-        return coefficient * divergence if self.objective.kl_in == "reward" else None
-
-    def _log_rollout_values(self, mode: str, values, returns, counted, advantages, mask) -> None:
-        metrics = self._metrics[mode]
-        for name, tensor in (("value/mean", values), ("returns/mean", returns)):
-            metrics[name].append(moments(tensor, counted, self._sum_up)[1].item())
-        metrics["explained_variance"].append(explained_variance(values, returns, counted, reduce=self._sum_up))
-        means = gather(advantages.sum(dim=1) / mask.sum(dim=1).clamp(min=1))
-        log_advantages(self, mode, means, again=True)
-
-    # ---- From log-probabilities and values to the loss ----
+        return coefficient * divergence if self.algorithm.kl_in == "reward" else None
 
     @staticmethod
     def _token_mask(inputs: dict) -> Tensor:
@@ -179,34 +127,23 @@ class PPOTrainer(PolicyTrainer):
         # The value loss is always a mean over tokens, whatever the policy's is.
         return True
 
-    def _compute_loss(self, model, inputs):
-        loss = super()._compute_loss(model, inputs)
-        (log_probs, values), self._estimates = self._estimates, None
-        mode = "train" if self.model.training else "eval"
-        parts = self.current_gradient_accumulation_steps if mode == "train" else 1
+    # ---- Loss ----
+
+    def loss(self, scored: ScoredTokens, inputs: dict) -> Tensor:
+        policy_loss = super().loss(scored, inputs)
+        if not self._entropy_bonus_enabled:
+            self.metrics["policy_loss"].append(gather(policy_loss.detach()).nanmean().item())
         counted, clip = inputs["value_mask"], self.args.value_clip
-        fitted = (values.masked_fill(counted == 0, 0), inputs["old_values"], inputs["returns"])
+        fitted = (scored.values.masked_fill(counted == 0, 0), inputs["old_values"], inputs["returns"])
         losses = clipped_value_loss(*fitted, clip=clip)
         value_loss = aggregate(losses, counted, "token_mean", token_count=inputs.get("mean_tokens"))
-        self._log_losses(
-            mode,
-            {
-                "value_loss": losses.detach(),
-                "value_clip_ratio": torch.zeros_like(losses) if clip is None else is_value_clipped(*fitted, clip=clip),
-                "approx_kl": kl_estimate(inputs["old_per_token_logps"], log_probs.detach(), "k3"),
-            },
-            counted,
-        )
-        if not self._entropy_bonus_enabled:
-            self._metrics[mode]["policy_loss"].append(gather(loss.detach() * parts).nanmean().item())
-        return loss + self.args.value_coefficient * value_loss / parts
-
-    def _log_losses(self, mode: str, per_token: dict[str, Tensor], mask: Tensor) -> None:
-        """Log means over the tokens of this micro-batch on all processes."""
-        sums = [values.detach().float().masked_fill(mask == 0, 0).sum() for values in per_token.values()]
-        *totals, count = self._sum_up(torch.stack([*sums, (mask != 0).sum().float()])).tolist()
-        for name, total in zip(per_token, totals, strict=True):
-            self._metrics[mode][name].append(total / max(count, 1))
+        means = {
+            "value_loss": losses,
+            "value_clip_ratio": torch.zeros_like(losses) if clip is None else is_value_clipped(*fitted, clip=clip),
+            "approx_kl": kl_estimate(inputs["old_per_token_logps"], scored.log_probs.detach(), "k3"),
+        }
+        log_means(self, means, counted)
+        return policy_loss + self.args.value_coefficient * value_loss
 
     # ---- Optimizer and checkpoints ----
 
@@ -231,10 +168,12 @@ class PPOTrainer(PolicyTrainer):
         super()._load_from_checkpoint(resume_from_checkpoint, model=model)
         self.value_model.load(resume_from_checkpoint)
 
-    def _load_best_model(self) -> None:
-        super()._load_best_model()
-        if not self.is_deepspeed_enabled:
-            self.value_model.load(self.state.best_model_checkpoint)
+    def train(self, *args: Any, **kwargs: Any):
+        result = super().train(*args, **kwargs)
+        best = self.state.best_model_checkpoint if self.args.load_best_model_at_end else None
+        if best is not None and not self.interrupted and not self.is_deepspeed_enabled:
+            self.value_model.load(best)
+        return result
 
 
 def token_rewards(scores: Tensor, penalties: Tensor | None, mask: Tensor) -> Tensor:

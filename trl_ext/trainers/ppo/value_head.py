@@ -6,8 +6,7 @@ distributed engines find them. The policy's files do not contain them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -20,10 +19,12 @@ from trl.trainer.utils import disable_dropout_in_model
 
 from trl_ext.files import replacing
 from trl_ext.models import resolve_model_path
+from trl_ext.models.packing.attention import PLAN_KEYWORD
+from trl_ext.models.packing.hook import unwrapped
 from trl_ext.models.shared_backbone import preserved_random_state
 from trl_ext.rewards import RewardModel
 from trl_ext.trainers.policies import is_zero3
-from trl_ext.trainers.policy.scoring import reading_hidden_states
+from trl_ext.trainers.policy.trainer import ScoredTokens
 
 VALUE_FILE = "value_head.safetensors"
 HEAD = "value_head"
@@ -46,15 +47,13 @@ class ValueModel:
         self.trainer = trainer
         self.policy = trainer.model
 
-    @contextmanager
-    def reading(self) -> Iterator[None]:
-        """Wrap this around a forward pass of the policy over responses to read their values."""
-        yield
+    def score(self, score: Callable[[], ScoredTokens], inputs: dict, rows_per_pass: int | None) -> ScoredTokens:
+        """The scores of responses under the policy, and their values, with gradient if enabled.
 
-    def values(self, input_ids: Tensor, attention_mask: Tensor, count: int, batch_size: int | None) -> Tensor:
-        """Estimates before each of the last `count` tokens of prompts and responses, with gradient if enabled.
-
-        Passes take `batch_size` rows, or all if it is None. [B, count].
+        Args:
+            score: makes the forward pass of the policy over the responses.
+            inputs: the responses, as `PolicyTrainer.score` takes them.
+            rows_per_pass: rows of a forward pass; None for all.
         """
         raise NotImplementedError
 
@@ -105,18 +104,22 @@ class SharedValueModel(ValueModel):
         super().__init__(trainer)
         _add_head(self.policy, _new_head(self.policy))
 
-    @contextmanager
-    def reading(self) -> Iterator[None]:
-        with reading_hidden_states(self.policy, self._value_of) as self._read:
-            yield
+    def score(self, score: Callable[[], ScoredTokens], inputs: dict, rows_per_pass: int | None) -> ScoredTokens:
+        passes: list[Tensor] = []
+        latest: list[Tensor] = []
 
-    def values(self, input_ids: Tensor, attention_mask: Tensor, count: int, batch_size: int | None) -> Tensor:
-        values = self._read(count)
-        del self._read
-        return values
+        def of_trunk(trunk, args, kwargs, output) -> None:
+            values, plan = _estimate(self.policy.value_head, output.last_hidden_state), kwargs.get(PLAN_KEYWORD)
+            latest[:] = [values if plan is None else values[0][plan.columns]]
 
-    def _value_of(self, hidden: Tensor) -> Tensor:
-        return _estimate(self.policy.value_head, hidden)
+        # Packing's check of itself also runs the trunk; the second hook marks the end of a requested pass.
+        with (
+            unwrapped(self.policy).base_model.register_forward_hook(of_trunk, with_kwargs=True),
+            self.policy.register_forward_hook(lambda *_: passes.extend(latest)),
+        ):
+            scored = score()
+        scored.values = _before(torch.cat(passes), inputs["completion_ids"].size(1))
+        return scored
 
 
 class SeparateValueModel(ValueModel):
@@ -135,14 +138,25 @@ class SeparateValueModel(ValueModel):
         trunk, head = _load_value_model(trainer)
         _add_head(self.policy, nn.ModuleDict({"trunk": trunk, "head": head}))
 
-    def values(self, input_ids: Tensor, attention_mask: Tensor, count: int, batch_size: int | None) -> Tensor:
-        own, size = self.policy.value_head, batch_size or len(input_ids)
+    def score(self, score: Callable[[], ScoredTokens], inputs: dict, rows_per_pass: int | None) -> ScoredTokens:
+        scored = score()
+        ids, mask = (
+            torch.cat([inputs[f"prompt_{name}"], inputs[f"completion_{name}"]], dim=1) for name in ("ids", "mask")
+        )
+        scored.values = self.values(ids, mask, inputs["completion_ids"].size(1), rows_per_pass or len(ids))
+        return scored
+
+    def values(self, input_ids: Tensor, attention_mask: Tensor, count: int, rows_per_pass: int) -> Tensor:
+        """Estimates before each of the last `count` tokens of prompts and responses. [B, count]."""
+        own = self.policy.value_head
         with self.trainer.accelerator.autocast():
             parts = [
                 _estimate(own["head"], _hidden_states(own["trunk"], ids, attended))
-                for ids, attended in zip(input_ids.split(size), attention_mask.split(size), strict=True)
+                for ids, attended in zip(
+                    input_ids.split(rows_per_pass), attention_mask.split(rows_per_pass), strict=True
+                )
             ]
-        return torch.cat(parts)[:, -count - 1 : -1]
+        return _before(torch.cat(parts), count)
 
 
 VALUE_MODELS = {own.kind: own for own in (SharedValueModel, SeparateValueModel)}
@@ -210,6 +224,11 @@ def _hidden_states(trunk: nn.Module, input_ids: Tensor, attention_mask: Tensor) 
     return trunk(
         input_ids=input_ids, attention_mask=attention_mask, position_ids=positions, use_cache=False
     ).last_hidden_state
+
+
+def _before(values: Tensor, count: int) -> Tensor:
+    """Values after each token as those before each of the last `count` tokens."""
+    return values[:, -count - 1 : -1]
 
 
 def _estimate(head: nn.Linear, hidden: Tensor) -> Tensor:

@@ -140,7 +140,7 @@ class PreferenceConfig(TruncatedFields, TRLDPOConfig):
         # TRL also accepts a single loss type as text.
         self.loss_type = [self.loss_type] if isinstance(self.loss_type, str) else self.loss_type
         translated = translate(self, PREFERENCE_SETTINGS)
-        self.loss = merge({"loss": self.loss}, translated)["loss"] or "dpo"
+        self.loss = merge({"loss": self.loss or self._method}, translated)["loss"] or "dpo"
 
     def _refuse_what_is_not_carried(self) -> None:
         refuse_given(self, _NOT_CARRIED)

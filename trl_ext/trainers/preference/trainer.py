@@ -1,13 +1,15 @@
-"""`PreferenceTrainer`: TRL's `DPOTrainer` with a named function from log-probabilities to losses.
+"""`PreferenceTrainer`: TRL's `DPOTrainer` with its own loss step, for any function from log-probabilities to losses.
 
-It overrides two methods, its seams. `_compute_loss` lets TRL run its forward passes and log its metrics with an empty
-list of losses, reads the log-probabilities from the model's output, and adds the loss. `get_batch_samples` sees a
-whole accumulation window before training on it, which exact normalisation and batch-coupled losses require.
+`compute_loss` is the step: reference, forward pass, scores, loss, metrics. `get_batch_samples` sees a whole
+accumulation window before training on it, which exact normalisation and batch-coupled losses require.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -24,21 +26,21 @@ from trl_ext.models.shared_backbone import preserved_random_state
 from trl_ext.resilience.training import ResilientTraining
 from trl_ext.trainers.context import PAIRS, check_inputs, check_template, quiet_about_length, truncate_pairs
 from trl_ext.trainers.defaults import configuration
-from trl_ext.trainers.metrics import PairMetrics
+from trl_ext.trainers.metrics import StepMetrics, pair_metrics
 from trl_ext.trainers.model_card import WritesModelCard
 from trl_ext.trainers.packing import pack_trainer
-from trl_ext.trainers.policies import Tap, check_base_of_adapter, reference_in_memory
+from trl_ext.trainers.policies import check_base_of_adapter, is_zero3, reference_in_memory
 from trl_ext.trainers.preference.config import PreferenceConfig
-from trl_ext.trainers.preference.optimizer_batch import Window, coupled_shares
-from trl_ext.trainers.preference.reference import cache_key, precomputes_reference, reference_passes
+from trl_ext.trainers.preference.whole_batch import Window, coupled_shares, join_scores, map_scores
 
-# Entries that this trainer adds to a batch and that must not reach the model.
-_OWN_KEYS = ("columns", "window", "window_index")
 # TRL's names for the reference log-probabilities of chosen and rejected in a batch.
-_REFERENCE_KEYS = ("ref_chosen_logps", "ref_rejected_logps")
+_REFERENCE = ("ref_chosen_logps", "ref_rejected_logps")
+# Entries that this trainer adds to a batch, and all that the model does not take.
+_OWN = ("columns", "window", "window_index")
+_NOT_OF_THE_MODEL = (*_OWN, "completion_mask", *_REFERENCE)
 
 
-class PreferenceTrainer(ResilientTraining, WritesModelCard, PairMetrics, TRLDPOTrainer):
+class PreferenceTrainer(ResilientTraining, WritesModelCard, StepMetrics, TRLDPOTrainer):
     """Trains on pairs with any preference loss: `PreferenceConfig(loss=...)`.
 
     Accepts the arguments of `trl.DPOTrainer`, with a `PreferenceConfig`, and keeps its features: adapters that are
@@ -70,18 +72,17 @@ class PreferenceTrainer(ResilientTraining, WritesModelCard, PairMetrics, TRLDPOT
         args = configuration(self, args, self._config_class)
         model = check_inputs(model, {**kwargs, "ref_model": ref_model}, PAIRS, one_kind=True)
         self.objective = args.build_objective()
-        self.columns = self.objective.columns
-        self.packing = None
-        self._is_packed = False
+        # Scores of the held-out pairs of an evaluation in progress, over all ranks, for losses of a whole batch.
+        self._held_out: list[PreferenceScores] = []
         self._check_reference(ref_model, args)
         self._check_datasets(kwargs.get("train_dataset"), kwargs.get("eval_dataset"))
-        precomputes = precomputes_reference(self.objective, args, kwargs)
+        precomputes = self._precomputes_reference(args, kwargs.get("train_dataset"), kwargs.get("eval_dataset"))
         setup = {
             # Only with this setting does TRL keep no reference model; `_precompute_ref_logps` then has nothing to do.
             "precompute_ref_log_probs": precomputes or not self.objective.needs_reference,
             # Makes the fused LM head return `log_sum_sq_probs`, from which WPO's weights are computed.
             "use_weighting": self.objective.needs_policy_weights,
-            # Any type that its constructor accepts: the list is empty whenever TRL's loss is computed.
+            # Any type that the constructor accepts: TRL's loss is not computed.
             "loss_type": ["sigmoid"],
         }
         with temporarily(args, **setup), reference_in_memory(TRLDPOTrainer, model):
@@ -89,25 +90,15 @@ class PreferenceTrainer(ResilientTraining, WritesModelCard, PairMetrics, TRLDPOT
         if self.objective.needs_reference and self.ref_model is None:
             check_base_of_adapter(self.model)
         self._pack()
-        self.use_weighting = False
+        # TRL's `evaluate` reads this: a dataset passed to it gets reference log-probabilities first.
         self.precompute_ref_logps = precomputes
+        self._set_signature_columns_if_needed()
+        self._signature_columns += self.objective.columns
         # Wrapped only now, so that the pass for reference log-probabilities sees no extra columns.
-        self.data_collator = _CollatorWithColumns(self.data_collator, self.columns)
+        if self.objective.columns:
+            self.data_collator = partial(_collate, collator=self.data_collator, columns=self.objective.columns)
 
-    # ---- Setup of TRL ----
-
-    def _pack(self) -> None:
-        if not self._is_packed:
-            self._is_packed = True
-            self.packing = pack_trainer(self)
-
-    def _check_reference(self, ref_model, args: PreferenceConfig) -> None:
-        if self.objective.needs_reference:
-            return
-        names = ("precompute_ref_log_probs", "sync_ref_model")
-        given = ["ref_model"] * (ref_model is not None) + [name for name in names if getattr(args, name)]
-        if given:
-            raise ValueError(f"the loss {args.loss!r} uses no reference model: leave out {', '.join(given)}")
+    # ---- Data ----
 
     def _check_datasets(self, train_dataset, eval_dataset) -> None:
         named = {"train_dataset": train_dataset}
@@ -116,7 +107,7 @@ class PreferenceTrainer(ResilientTraining, WritesModelCard, PairMetrics, TRLDPOT
             have = getattr(dataset, "column_names", None)
             if have is None:
                 continue
-            missing = [column for column in self.columns if column not in have]
+            missing = [column for column in self.objective.columns if column not in have]
             if missing:
                 raise ValueError(
                     f"the loss or its weighting reads the column {missing[0]!r}, which {name} does not have; "
@@ -129,15 +120,38 @@ class PreferenceTrainer(ResilientTraining, WritesModelCard, PairMetrics, TRLDPOT
                     f"it has {', '.join(have)}"
                 )
 
-    def _set_signature_columns_if_needed(self):
-        super()._set_signature_columns_if_needed()
-        self._signature_columns = list(dict.fromkeys([*self._signature_columns, *self.columns]))
-
     def _prepare_dataset(self, dataset, processing_class, args, dataset_name):
         check_template(processing_class, dataset)
         quiet_about_length(processing_class)
         dataset = super()._prepare_dataset(dataset, processing_class, args, dataset_name)
         return truncate_pairs(dataset, dataset_name, args)
+
+    # ---- The reference ----
+
+    def _check_reference(self, ref_model, args: PreferenceConfig) -> None:
+        if self.objective.needs_reference:
+            return
+        names = ("precompute_ref_log_probs", "sync_ref_model")
+        given = ["ref_model"] * (ref_model is not None) + [name for name in names if getattr(args, name)]
+        if given:
+            raise ValueError(f"the loss {args.loss!r} uses no reference model: leave out {', '.join(given)}")
+
+    def _precomputes_reference(self, args: PreferenceConfig, train_dataset, eval_dataset) -> bool:
+        """Whether to compute reference log-probabilities before training: if requested, or if that saves passes."""
+        if args.precompute_ref_log_probs is not None:
+            return args.precompute_ref_log_probs
+        sharded = args.fsdp or os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true")
+        if not self.objective.needs_reference or args.sync_ref_model or sharded:
+            return False
+        sets = [train_dataset, *(eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset])]
+        if not train_dataset or any(one is not None and not isinstance(one, Dataset) for one in sets):
+            return False
+        if {"image", "images"} & set(train_dataset.column_names):
+            return False
+        if args.max_steps <= 0:
+            return args.num_train_epochs > 1
+        step = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+        return args.max_steps * step > len(train_dataset)
 
     def _precompute_ref_logps(self, dataset, name, batch_size):
         if not self.objective.needs_reference:
@@ -148,12 +162,20 @@ class PreferenceTrainer(ResilientTraining, WritesModelCard, PairMetrics, TRLDPOT
         if self.packing is not None and self.packing.active and self.args.precompute_ref_batch_size is None:
             # Without gradients and padding, a pass of this size needs less memory than a training step.
             batch_size = 4 * batch_size
-
-        in_memory = isinstance(dataset, Dataset) and not dataset.cache_files
-        if self.accelerator.num_processes > 1 and in_memory:
+        if self.accelerator.num_processes > 1 and isinstance(dataset, Dataset) and not dataset.cache_files:
             dataset = self._on_shared_disk(dataset, name)
-        with reference_passes(self), temporarily(self, _precompute_model_hash=cache_key(self)):
-            return super()._precompute_ref_logps(dataset, name, batch_size)
+        # Training draws the same random numbers, such as those of dropout, whether these passes run or the
+        # log-probabilities come from TRL's cache.
+        with preserved_random_state(), temporarily(self, _precompute_model_hash=reference_key(self)):
+            dataset = super()._precompute_ref_logps(dataset, name, batch_size)
+        engine = self._precompute_engine
+        if engine is not None and is_zero3(self.accelerator):
+            # ZeRO-3 records the order of modules, by their numbers, in a first pass, and the engine of training
+            # renumbers them. After a single pass, this engine would not find its numbers ("pop from an empty deque").
+            coordinator = getattr(engine.optimizer, "parameter_offload", engine.optimizer).get_param_coordinator()
+            if not coordinator.is_invalid_trace():
+                coordinator._invalidate_trace()
+        return dataset
 
     def _on_shared_disk(self, dataset: Dataset, name: str) -> Dataset:
         """Move an in-memory dataset to disk; otherwise TRL's cache of it has another path on every process."""
@@ -165,8 +187,12 @@ class PreferenceTrainer(ResilientTraining, WritesModelCard, PairMetrics, TRLDPOT
         self.accelerator.wait_for_everyone()
         return load_from_disk(folder)
 
+    def _pack(self) -> None:
+        if "packing" not in vars(self):
+            self.packing = pack_trainer(self)
+
     def compute_ref_log_probs(self, model, inputs):
-        return super().compute_ref_log_probs(model, _without_own_keys(inputs))
+        return super().compute_ref_log_probs(model, {k: v for k, v in inputs.items() if k not in _OWN})
 
     # ---- A whole accumulation window, before training on it ----
 
@@ -192,48 +218,75 @@ class PreferenceTrainer(ResilientTraining, WritesModelCard, PairMetrics, TRLDPOT
             pending=batches if self._couples_batch and len(batches) > 1 else None,
         )
 
-    @property
-    def _couples_batch(self) -> bool:
-        return self.objective.batch_coupled and self.args.aot_scope == "global"
-
-    def _mean_loss(self, scores: PreferenceScores) -> Tensor:
-        return self.objective(scores).mean()
-
     def _raw_weights(self, batch: dict) -> Tensor:
         """Weights to be normalised, which depend only on dataset columns. [n]."""
         blank = torch.zeros(len(batch["input_ids"]) // 2, device=batch["input_ids"].device)
         return self.objective.raw_weights(PreferenceScores(blank, blank, columns=batch.get("columns", {})))
 
-    # ---- From log-probabilities to the loss ----
+    @property
+    def _couples_batch(self) -> bool:
+        return self.objective.batch_coupled and self.args.aot_scope == "global"
 
-    def _compute_loss(self, model, inputs, return_outputs):
-        window, index, columns = inputs.get("window"), inputs.get("window_index"), inputs.get("columns", {})
-        inputs = _without_own_keys(inputs)
+    # ---- The loss step ----
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        window, index = inputs.get("window"), inputs.get("window_index")
         if window is not None and window.pending is not None:
             self._score_window_ahead(model, window)
-        if window is not None and window.reference is not None:
-            inputs.update(zip(_REFERENCE_KEYS, window.reference[index], strict=True))
-        else:
-            inputs.update(zip(_REFERENCE_KEYS, self._reference(inputs), strict=True))
-
-        tap = Tap(model)
-        # TRL's loss step with an empty list of losses, and reference log-probabilities from the batch.
-        with temporarily(self, precompute_ref_logps=True, loss_types=[], loss_weights=[]):
-            base = super()._compute_loss(tap, inputs, return_outputs)
-        auxiliary_loss, outputs = base if return_outputs else (base, None)
-        scores = self._scores(tap.output, inputs, columns)
+        ahead = window is not None and window.reference is not None
+        reference = window.reference[index] if ahead else self._reference(inputs)
+        output = self._forward(model, inputs)
+        scores = self._scores(output, inputs, reference)
 
         if window is None:
+            loss = self.objective(scores).mean()
             self._keep_held_out(scores)
-            loss = self._mean_loss(scores)
         elif self._couples_batch:
             if window.coupled is None:
                 window.coupled = coupled_shares(self._mean_loss, [scores], window.rank, self.accelerator.gather)
             loss = window.share(index, scores)
         else:
             loss = self.objective(scores, mean_raw_weight=window.mean_raw_weight).sum() * window.scale
-        loss = loss + auxiliary_loss
-        return (loss, outputs) if return_outputs else loss
+
+        self._log(scores, output, inputs)
+        if self.aux_loss_enabled:
+            loss = loss + self.router_aux_loss_coef * output.aux_loss
+        if not return_outputs:
+            return loss
+        # The head has built no logits, which `compute_metrics` receives.
+        with torch.no_grad():
+            return loss, model(**_of_the_model(inputs), use_cache=False)
+
+    def _reference(self, inputs: dict) -> Sequence[Tensor | None]:
+        """Reference log-probabilities of chosen and rejected [n], precomputed or computed now; None if unused."""
+        if not self.objective.needs_reference:
+            return None, None
+        if all(key in inputs for key in _REFERENCE):
+            return [inputs[key] for key in _REFERENCE]
+        # Not `or`: a compiled model has no truth value.
+        model = self.model if self.ref_model is None else self.ref_model
+        return self.compute_ref_log_probs(model, inputs)
+
+    def _forward(self, model, inputs: dict):
+        """Run the model with TRL's head, whose output has the log-probability of each token of the responses."""
+        labels = inputs["input_ids"].masked_fill(inputs["completion_mask"] == 0, -100)
+        router = {"output_router_logits": True} if self.aux_loss_enabled else {}
+        return model(**_of_the_model(inputs), **router, labels=labels, use_cache=False, fused_lm_head=True)
+
+    def _scores(self, output, inputs: dict, reference: Sequence[Tensor | None]) -> PreferenceScores:
+        """Sum token log-probabilities into the loss's inputs; a batch holds chosen rows, then rejected rows."""
+        mask = inputs["completion_mask"][:, 1:]
+        lengths = mask.sum(dim=1)
+        log_probs = _of_the_text(output.log_probs, mask)
+        weights = (None, None)
+        if self.objective.needs_policy_weights:
+            excess = (log_probs.detach() - _of_the_text(output.log_sum_sq_probs, mask)) * mask
+            weights = (excess.sum(dim=1) / lengths.clamp(min=1)).exp().chunk(2)
+        columns = inputs.get("columns", {})
+        return PreferenceScores(*log_probs.sum(dim=1).chunk(2), *reference, *lengths.chunk(2), columns, *weights)
+
+    def _mean_loss(self, scores: PreferenceScores) -> Tensor:
+        return self.objective(scores).mean()
 
     def _score_window_ahead(self, model, window: Window) -> None:
         """Score every micro-batch without gradients, for a loss that couples them; keeps a few numbers per pair.
@@ -243,68 +296,74 @@ class PreferenceTrainer(ResilientTraining, WritesModelCard, PairMetrics, TRLDPOT
         """
         batches = [self._prepare_inputs(batch) for batch in window.pending]
         window.pending = None
-        window.reference = [self._reference(_without_own_keys(batch)) for batch in batches]
-        parts = []
+        window.reference = [self._reference(batch) for batch in batches]
         with torch.no_grad(), preserved_random_state():
-            for batch, reference in zip(batches, window.reference, strict=True):
-                inputs = {**_without_own_keys(batch), **dict(zip(_REFERENCE_KEYS, reference, strict=True))}
-                labels = inputs["input_ids"].masked_fill(inputs["completion_mask"] == 0, -100)
-                model_inputs = {k: v for k, v in inputs.items() if k not in ("completion_mask", *_REFERENCE_KEYS)}
-                output = model(**model_inputs, labels=labels, use_cache=False, fused_lm_head=True)
-                parts.append(self._scores(output, inputs, batch.get("columns", {})))
+            passes = zip(batches, window.reference, strict=True)
+            parts = [self._scores(self._forward(model, batch), batch, reference) for batch, reference in passes]
         window.coupled = coupled_shares(self._mean_loss, parts, window.rank, self.accelerator.gather)
 
-    def _reference(self, inputs: dict) -> tuple[Tensor, Tensor]:
-        """Reference log-probabilities of chosen and rejected [n]: precomputed, computed now, or zeros if unused."""
-        if all(key in inputs for key in _REFERENCE_KEYS):
-            return tuple(inputs[key] for key in _REFERENCE_KEYS)
-        if self.objective.needs_reference:
-            # Not `or`: a compiled model has no truth value.
-            model = self.model if self.ref_model is None else self.ref_model
-            return self.compute_ref_log_probs(model, inputs)
-        zeros = torch.zeros(len(inputs["input_ids"]) // 2, device=inputs["input_ids"].device)
-        return zeros, zeros
+    # ---- Metrics ----
 
-    def _scores(self, output, inputs: dict, columns: dict[str, Tensor]) -> PreferenceScores:
-        """Sum token log-probabilities into the loss's inputs; a batch holds chosen rows, then rejected rows."""
+    def _log(self, scores: PreferenceScores, output, inputs: dict) -> None:
+        """Log TRL's metrics of a micro-batch."""
         mask = inputs["completion_mask"][:, 1:]
-        # Soft-prompt adapters put virtual tokens in front.
-        log_probs = output.log_probs[:, -mask.size(1) :]
-        chosen, rejected = log_probs.sum(dim=1).chunk(2)
-        chosen_length, rejected_length = mask.sum(dim=1).chunk(2)
-        weights = {}
-        if self.objective.needs_policy_weights:
-            excess = (log_probs.detach() - output.log_sum_sq_probs[:, -mask.size(1) :]) * mask
-            weight = (excess.sum(dim=1) / mask.sum(dim=1).clamp(min=1)).exp()
-            weights = dict(zip(("chosen_policy_weight", "rejected_policy_weight"), weight.chunk(2), strict=True))
-        reference = {}
-        if self.objective.needs_reference:
-            reference = {"ref_chosen": inputs[_REFERENCE_KEYS[0]], "ref_rejected": inputs[_REFERENCE_KEYS[1]]}
-        return PreferenceScores(
-            chosen=chosen,
-            rejected=rejected,
-            chosen_length=chosen_length,
-            rejected_length=rejected_length,
-            columns=columns,
-            **reference,
-            **weights,
-        )
+        values = pair_metrics(scores, self.beta, torch.ones_like(scores.chosen))
+        values["entropy"] = (_of_the_text(output.entropy, mask) * mask).sum(), mask.sum()
+        for name, logits, own in zip(("chosen", "rejected"), output.mean_logits.chunk(2), mask.chunk(2), strict=True):
+            values[f"logits/{name}"] = (_of_the_text(logits, own) * own).sum(), own.sum()
+        top1, own = output.is_top1.chunk(2)[0], mask.chunk(2)[0]
+        values["mean_token_accuracy"] = (_of_the_text(top1, own) * own).sum(), own.sum()
+        if self.aux_loss_enabled:
+            values["aux_loss"] = output.aux_loss, mask.new_ones(())
+        self.add_metrics(values)
+        if self.model.training:
+            tokens = self.accelerator.reduce(inputs["attention_mask"].sum(), reduction="sum").item()
+            self._total_train_tokens += tokens // self._tp_size
+        self._metrics["train" if self.model.training else "eval"]["num_tokens"] = [self._total_train_tokens]
+
+    def _keep_held_out(self, scores: PreferenceScores) -> None:
+        if self._couples_batch or self.objective.normalizes:
+            scores = map_scores(Tensor.detach, scores)
+            self._held_out.append(map_scores(self.accelerator.gather_for_metrics, scores))
+
+    def held_out_loss(self) -> float | None:
+        parts, self._held_out = self._held_out, []
+        return self._mean_loss(join_scores(parts)).item() if parts else super().held_out_loss()
 
 
-class _CollatorWithColumns:
-    """Adds dataset columns to a collated batch, under one key that is removed before the model sees the batch."""
+def reference_key(trainer: PreferenceTrainer) -> str:
+    """Digest of everything except the pairs that a trainer's reference log-probabilities depend on.
 
-    def __init__(self, collator: Callable, columns: tuple[str, ...]):
-        self.collator = collator
-        self.columns = columns
+    TRL names its cache by the weights alone, and with ZeRO-3 by those of a process, which are empty. Every process
+    must call this.
+    """
+    model = trainer.accelerator.unwrap_model(trainer.model if trainer.ref_model is None else trainer.ref_model)
+    passes = [trainer.accelerator.mixed_precision, model.config._attn_implementation, trainer.packing is not None]
+    known = [trainer._precompute_model_hash, model.config.to_json_string(), getattr(model, "peft_config", None)]
+    digest = hashlib.sha256(repr([*passes, *known]).encode())
+    if is_zero3(trainer.accelerator):
+        import deepspeed
 
-    def __call__(self, rows: list[dict]) -> dict:
-        batch = self.collator(rows)
-        if self.columns:
-            batch["columns"] = {
-                name: torch.tensor([_number(row, name) for row in rows], dtype=torch.float32) for name in self.columns
-            }
-        return batch
+        for parameter in model.parameters():
+            # One parameter at a time, so that no process needs to hold the whole model.
+            with deepspeed.zero.GatheredParameters([parameter]):
+                digest.update(parameter.detach().float().cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _of_the_model(inputs: dict) -> dict:
+    return {name: value for name, value in inputs.items() if name not in _NOT_OF_THE_MODEL}
+
+
+def _of_the_text(values: Tensor, mask: Tensor) -> Tensor:
+    """Values for the tokens of the text; soft-prompt adapters put virtual tokens in front."""
+    return values[:, -mask.size(1) :]
+
+
+def _collate(rows: list[dict], collator: Callable, columns: Sequence[str]) -> dict:
+    """A collated batch with dataset columns, under one key that is removed before the model sees the batch."""
+    values = {name: torch.tensor([_number(row, name) for row in rows], dtype=torch.float32) for name in columns}
+    return {**collator(rows), "columns": values}
 
 
 def _number(row: dict, column: str) -> float:
@@ -315,7 +374,3 @@ def _number(row: dict, column: str) -> float:
             f"the loss reads numbers from the column {column!r}, which {found} in row {row.get('row_id', row)}"
         )
     return float(value)
-
-
-def _without_own_keys(inputs: dict) -> dict:
-    return {key: value for key, value in inputs.items() if key not in _OWN_KEYS}

@@ -1,4 +1,4 @@
-"""The optimizer batch: scales a micro-batch's loss, and evaluates a batch-coupled loss on all micro-batches.
+"""The whole optimizer batch: scales a micro-batch's loss, and evaluates a batch-coupled loss on all micro-batches.
 
 An optimizer step covers every micro-batch of an accumulation window on every rank. A loss that couples pairs, such as
 AOT's sorting, must be evaluated on all of them, while activations are kept for one micro-batch at a time. Cached
@@ -108,17 +108,18 @@ def coupled_shares(
 
 def map_scores(function: Callable[[Tensor], Tensor], scores: PreferenceScores) -> PreferenceScores:
     """Apply `function` to every tensor of `scores`."""
-    values = {f.name: getattr(scores, f.name) for f in fields(scores) if f.name != "columns"}
-    mapped = {name: None if value is None else function(value) for name, value in values.items()}
-    return PreferenceScores(**mapped, columns={name: function(v) for name, v in sorted(scores.columns.items())})
+    return _combine(lambda values: function(*values), [scores])
 
 
 def join_scores(parts: list[PreferenceScores]) -> PreferenceScores:
     """Concatenate scores of several micro-batches into those of one."""
-    joined = {
-        f.name: torch.cat([getattr(part, f.name) for part in parts])
-        for f in fields(PreferenceScores)
-        if f.name != "columns" and getattr(parts[0], f.name) is not None
-    }
-    columns = {name: torch.cat([part.columns[name] for part in parts]) for name in parts[0].columns}
-    return PreferenceScores(**joined, columns=columns)
+    return _combine(torch.cat, parts)
+
+
+def _combine(function: Callable[[list[Tensor]], Tensor], parts: list[PreferenceScores]) -> PreferenceScores:
+    """Apply `function` to the tensors of the same name; the order of names is the same on every rank."""
+    first = parts[0]
+    names = [f.name for f in fields(first) if f.name != "columns" and getattr(first, f.name) is not None]
+    scores = {name: function([getattr(part, name) for part in parts]) for name in names}
+    columns = {name: function([part.columns[name] for part in parts]) for name in sorted(first.columns)}
+    return PreferenceScores(**scores, columns=columns)

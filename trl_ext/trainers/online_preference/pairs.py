@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from trl_ext.losses import PreferenceScores
 from trl_ext.rollouts.replay import SampledPair
-from trl_ext.trainers.preference.optimizer_batch import join_scores, map_scores
+from trl_ext.trainers.preference.whole_batch import join_scores, map_scores
 
 
 def deal_pairs(
@@ -116,7 +116,7 @@ class SampledPairMetrics:
 
     def _held_out_mean(self, scores: PreferenceScores, counted: Tensor) -> Tensor:
         """The mean loss of the pairs that count in a held-out micro-batch; 0 if none does."""
-        preference, keep = self.objective.preference, counted.bool()
+        preference, keep = self.algorithm.preference, counted.bool()
         if preference.batch_coupled:
             everywhere = self.accelerator.gather(counted).bool()
             gathered = map_scores(lambda values: self.accelerator.gather(values.detach())[everywhere], scores)
@@ -130,7 +130,7 @@ class SampledPairMetrics:
         loss = super()._held_out_loss()
         if parts is None or not any(len(part.chosen) for part in parts):
             return loss
-        return self.objective.preference(join_scores(parts)).mean().item()
+        return self.algorithm.preference(join_scores(parts)).mean().item()
 
     def _micro_batch_counts(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         tokens = inputs["completion_mask"].sum(dim=(1, 2)) * inputs["counted"]
@@ -156,7 +156,7 @@ class SampledPairMetrics:
         ratios = chosen, rejected
         if scores.ref_chosen is not None:
             ratios = chosen - scores.ref_chosen, rejected - scores.ref_rejected
-        beta = self.objective.beta
+        beta = self.algorithm.beta
         values = {
             "rewards/chosen": beta * ratios[0],
             "rewards/rejected": beta * ratios[1],
