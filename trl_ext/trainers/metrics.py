@@ -210,17 +210,3 @@ class RolloutMetrics(MergedMetrics):
             "clip_ratio/low_min": "min",
             "clip_ratio/high_max": "max",
         }
-
-
-class TokenMetrics(MergedMetrics):
-    """For demonstrations, whose held-out loss is also the mean over all tokens."""
-
-    def _micro_batch_counts(self, inputs: dict[str, Any]) -> dict[str, Tensor]:
-        labels = inputs["shift_labels"] if "shift_labels" in inputs else inputs["labels"][..., 1:]
-        return {"tokens": labels.ne(-100).sum()}
-
-    def _loss_weight(self) -> str:
-        return "tokens"
-
-    def _step_metrics(self, mode: str) -> dict[str, str]:
-        return {"entropy": "tokens", "mean_token_accuracy": "tokens"}
