@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import inspect
 import logging
 import math
-import signal
 import threading
 import traceback
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from trl_ext.resilience.faults import TrainingFault
 
@@ -22,12 +23,16 @@ logger = logging.getLogger(__name__)
 _REPORTS = ("log_extra", "log_metric")
 # Most rows that the message names when a whole call fails.
 _MOST_NAMED = 20
-# Not SIGALRM, which libraries use for their own time limits.
-_SIGNAL = getattr(signal, "SIGVTALRM", None)
+
+Row = dict[str, Any]
 
 
 class RewardError(TrainingFault):
     """A reward function failed or did not return; the message names the function and the rows."""
+
+
+class TimedOut(Exception):
+    """A reward function did not return in time."""
 
 
 class RewardGuard:
@@ -42,74 +47,81 @@ class RewardGuard:
             found by calls with one row each; it names all rows if the call did not return in time, or if the function
             has a true attribute `scores_groups`, since it cannot score single rows. "skip": no row of the call has a
             reward, and the function is not called again.
-        limit: seconds that a call may take (see `time_limit`); None or 0 for no limit. An asynchronous function is
-            cancelled at an await.
+        limit: seconds that a call may take; None or 0 for no limit. With a limit, a function runs in a thread, which
+            is left behind when the time is up; an asynchronous function is cancelled at an await.
     """
 
     def __init__(self, on_error: str, limit: float | None = None):
         self.on_error = on_error
         self.limit = limit or None
-        self.failed: set[int] = set()
-        self.not_finite: set[int] = set()
+        self.begin()
 
     def begin(self) -> None:
         """Clear the previous rollout's faults."""
-        self.failed = set()
-        self.not_finite = set()
+        self.failed: set[int] = set()
+        self.not_finite: set[int] = set()
 
     def wrap(self, function: Callable) -> Callable:
         """The function with faults handled; asynchronous if the function is."""
 
-        async def scored(**arguments: Any) -> list[float | None]:
-            return await self._score(function, arguments)
+        def scored(**arguments: Any) -> list[float | None]:
+            rows = _rows(arguments)
+            try:
+                rewards = _call(function, arguments, self.limit)
+            except Exception as error:
+                for row in self._tried_alone(function, error, rows):
+                    try:
+                        _call(function, row, self.limit)
+                    except Exception as fault:
+                        self._report(function, [row], fault)
+                return self._report(function, rows, error)
+            return self._checked(function, rewards, rows)
 
-        def scored_at_once(**arguments: Any) -> list[float | None]:
-            return _run_at_once(self._score(function, arguments))
+        async def scored_later(**arguments: Any) -> list[float | None]:
+            rows = _rows(arguments)
+            try:
+                rewards = await _await(function, arguments, self.limit)
+            except Exception as error:
+                for row in self._tried_alone(function, error, rows):
+                    try:
+                        await _await(function, row, self.limit)
+                    except Exception as fault:
+                        self._report(function, [row], fault)
+                return self._report(function, rows, error)
+            return self._checked(function, rewards, rows)
 
         is_coroutine = inspect.iscoroutinefunction
-        guarded = scored if is_coroutine(function) or is_coroutine(type(function).__call__) else scored_at_once
+        guarded = scored_later if is_coroutine(function) or is_coroutine(type(function).__call__) else scored
         guarded.__name__ = function_name(function)
         return guarded
 
-    async def _score(self, function: Callable, arguments: dict[str, Any]) -> list[float | None]:
-        name, rows = function_name(function), _rows(arguments)
-        rewards, error = await self._call(function, arguments)
-        if error is not None:
-            one_by_one = not isinstance(error, Stalled) and not getattr(function, "scores_groups", False)
-            if self.on_error == "raise" and one_by_one:
-                for row in rows:
-                    _, fault = await self._call(function, row)
-                    if fault is not None:
-                        self._report(function, [row], fault)
-                raise RewardError(
-                    f"the reward function {name!r} failed on {len(rows)} responses together, though on none of them "
-                    f"alone: {type(error).__name__}: {error}"
-                ) from error
-            self._report(function, rows, error)
-            return [None] * len(rows)
-        values = self._values(name, rewards, rows)
-        for index, value in enumerate(values):
-            if value is not None and not math.isfinite(value):
-                logger.warning(f"the reward function {name!r} gave {value} for {_describe(rows[index])}")
-                values[index] = None
-                self.not_finite.add(index)
-        return values
+    def _tried_alone(self, function: Callable, error: Exception, rows: list[Row]) -> list[Row]:
+        """The rows to score one by one, to find the first faulty one."""
+        whole = isinstance(error, TimedOut) or getattr(function, "scores_groups", False)
+        return rows if self.on_error == "raise" and not whole else []
 
-    async def _call(self, function: Callable, arguments: dict[str, Any]) -> tuple[Any, BaseException | None]:
-        clock = None
-        try:
-            with time_limit(self.limit):
-                result = function(**arguments)
-            if inspect.isawaitable(result):
-                clock = asyncio.timeout(self.limit)
-                async with clock:
-                    result = await result
-            return result, None
-        except (Exception, Stalled) as error:
-            return None, Stalled() if clock is not None and clock.expired() else error
+    def _report(self, function: Callable, rows: list[Row], error: Exception) -> list[None]:
+        """Raise a `RewardError` for rows or, where errors are skipped, log it and record that all rows failed."""
+        named = list(dict.fromkeys(map(_describe, rows)))
+        told = ", ".join(named[:_MOST_NAMED]) + (", ..." if len(named) > _MOST_NAMED else "")
+        if isinstance(error, TimedOut):
+            what = f"did not come back within {self.limit:g} seconds (reward_timeout), given {told}"
+        else:
+            together = f"{len(rows)} responses together, " if len(rows) > 1 else ""
+            what = f"failed on {together}{told}: {type(error).__name__}: {error}{_place(function, error)}"
+        message = f"the reward function {function_name(function)!r} {what}"
+        if self.on_error == "raise":
+            raise RewardError(f"{message} (--reward_errors skip trains on without these rewards)") from error
+        logger.warning(
+            f"{message}; all {len(rows)} responses of the call are without a reward (a function may return None for "
+            "the responses that it cannot score)"
+        )
+        self.failed.update(range(len(rows)))
+        return [None] * len(rows)
 
-    def _values(self, name: str, rewards: Any, rows: list[dict[str, Any]]) -> list[float | None]:
-        """The return value of a function, checked to be a number or None for each response."""
+    def _checked(self, function: Callable, rewards: Any, rows: list[Row]) -> list[float | None]:
+        """The return value of a function, one finite number or None for each response."""
+        name = function_name(function)
         try:
             values = [None if reward is None else float(reward) for reward in rewards]
         except (TypeError, ValueError):
@@ -120,29 +132,68 @@ class RewardGuard:
                 f"the reward function {name!r} must return one number or None for each of {len(rows)} responses, and "
                 f"returned {found}"
             )
+        for index, value in enumerate(values):
+            if value is not None and not math.isfinite(value):
+                logger.warning(f"the reward function {name!r} gave {value} for {_describe(rows[index])}")
+                values[index] = None
+                self.not_finite.add(index)
         return values
-
-    def _report(self, function: Callable, rows: list[dict[str, Any]], error: BaseException) -> None:
-        """Raise a `RewardError` for rows or, where errors are skipped, log it and record that all rows failed."""
-        named = list(dict.fromkeys(map(_describe, rows)))
-        told = ", ".join(named[:_MOST_NAMED]) + (", ..." if len(named) > _MOST_NAMED else "")
-        if isinstance(error, Stalled):
-            what = f"did not come back within {self.limit:g} seconds (reward_timeout), given {told}"
-        else:
-            what = f"failed on {told}: {type(error).__name__}: {error}{_place(function, error)}"
-        message = f"the reward function {function_name(function)!r} {what}"
-        if self.on_error == "raise":
-            raise RewardError(f"{message} (--reward_errors skip trains on without these rewards)") from error
-        logger.warning(
-            f"{message}; all {len(rows)} responses of the call are without a reward (a function may return None for "
-            "the responses that it cannot score)"
-        )
-        self.failed.update(range(len(rows)))
 
 
 def function_name(function: Callable) -> str:
     """A reward function's name in metrics."""
     return getattr(function, "__name__", type(function).__name__)
+
+
+def ignore(*arguments: Any) -> None:
+    """Replaces `log_extra` and `log_metric` where a function's reports are not wanted."""
+
+
+def _call(function: Callable, arguments: Row, limit: float | None) -> Any:
+    """Call a function, in a thread if it has a limit; `TimedOut` leaves the thread behind."""
+    if limit is None:
+        return function(**arguments)
+    outcome: concurrent.futures.Future = concurrent.futures.Future()
+    # A new thread begins with the first device.
+    device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
+
+    def work() -> None:
+        try:
+            if device is not None:
+                torch.accelerator.set_device_index(device)
+            outcome.set_result(function(**arguments))
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    # Of an executor's threads, one that hangs would keep the program from ending.
+    threading.Thread(target=work, daemon=True).start()
+    concurrent.futures.wait([outcome], timeout=limit)
+    if not outcome.done():
+        raise TimedOut
+    return outcome.result()
+
+
+async def _await(function: Callable, arguments: Row, limit: float | None) -> Any:
+    """Await a function; `TimedOut` if it takes longer than its limit, and not if it raises a `TimeoutError` itself."""
+    clock = asyncio.timeout(limit)
+    try:
+        async with clock:
+            return await function(**arguments)
+    except TimeoutError as error:
+        raise TimedOut from error if clock.expired() else error
+
+
+def _rows(arguments: Row) -> list[Row]:
+    """Split the arguments of a call into those for each row."""
+    count = len(arguments["prompts"])
+    lists = {name: value for name, value in arguments.items() if isinstance(value, list) and len(value) == count}
+    shared = {name: ignore if name in _REPORTS else value for name, value in arguments.items()}
+    return [shared | {name: [value[index]] for name, value in lists.items()} for index in range(count)]
+
+
+def _describe(row: Row) -> str:
+    """Describe a row by its row_id if the dataset has one, otherwise by its prompt."""
+    return f"row_id {row['row_id'][0]!r}" if "row_id" in row else f"the prompt {str(row['prompts'][0])[:120]!r}"
 
 
 def _place(function: Callable, error: BaseException) -> str:
@@ -151,70 +202,3 @@ def _place(function: Callable, error: BaseException) -> str:
     code = getattr(plain, "__code__", None)
     lines = [at.lineno for at in traceback.extract_tb(error.__traceback__) if code and at.filename == code.co_filename]
     return f" ({Path(code.co_filename).name}, line {lines[-1]})" if lines else ""
-
-
-def ignore(*arguments: Any) -> None:
-    """Replaces `log_extra` and `log_metric` where a function's reports are not wanted."""
-
-
-def _run_at_once(coroutine: Coroutine) -> Any:
-    """The result of a coroutine that awaits nothing but other such coroutines; needs no event loop."""
-    try:
-        coroutine.send(None)
-    except StopIteration as finished:
-        return finished.value
-    raise RuntimeError("the coroutine waits for an event loop")
-
-
-def _rows(arguments: dict[str, Any]) -> list[dict[str, Any]]:
-    """Split the arguments of a call into those for each row."""
-    count = len(arguments["prompts"])
-    rows = []
-    for index in range(count):
-        row = {
-            name: [value[index]] if isinstance(value, list) and len(value) == count else value
-            for name, value in arguments.items()
-        }
-        rows.append({**row, **{name: ignore for name in _REPORTS if name in row}})
-    return rows
-
-
-def _describe(row: dict[str, Any]) -> str:
-    """Describe a row by its row_id if the dataset has one, otherwise by its prompt."""
-    if "row_id" in row:
-        return f"row_id {row['row_id'][0]!r}"
-    return f"the prompt {str(row['prompts'][0])[:120]!r}"
-
-
-class Stalled(BaseException):
-    """Raised in a call that exceeds its time limit; not an `Exception`, so the function's handlers do not catch it."""
-
-
-@contextmanager
-def time_limit(seconds: float | None) -> Iterator[None]:
-    """Raise `Stalled` in the block once its time is up; None or 0 for no limit.
-
-    It interrupts Python code and its blocking calls: sleep, locks, sockets, files, other processes. It cannot
-    interrupt native code that does not return to Python, threads other than the main one, or anything on Windows.
-    """
-    main = threading.main_thread()
-    if not seconds or _SIGNAL is None or threading.current_thread() is not main:
-        yield
-        return
-    finished = False
-
-    def expire(*_: object) -> None:
-        if not finished:
-            raise Stalled
-
-    earlier = signal.signal(_SIGNAL, expire)
-    timer = threading.Timer(seconds, signal.pthread_kill, (main.ident, _SIGNAL))
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        finished = True
-        timer.cancel()
-        timer.join()
-        signal.signal(_SIGNAL, earlier)

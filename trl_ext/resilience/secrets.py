@@ -16,18 +16,18 @@ SECRET_NAMES = frozenset(
 )
 
 
-def _is_secret(name: str, value: Any = "") -> bool:
+def _is_secret(name: Any, value: Any = "") -> bool:
     # A number is no credential: a weight of a column called token, say, or `token=True` for the stored login.
-    return name.replace("-", "_").lower() in SECRET_NAMES and not isinstance(value, (int, float, type(None)))
+    return str(name).replace("-", "_").lower() in SECRET_NAMES and not isinstance(value, (int, float, type(None)))
 
 
 def without_secrets(value: Any) -> Any:
     """Remove the keys of `SECRET_NAMES` from dictionaries, at any depth of dictionaries and lists, but not numbers."""
     if isinstance(value, list):
         return [without_secrets(entry) for entry in value]
-    if not isinstance(value, dict):
-        return value
-    return {key: without_secrets(entry) for key, entry in value.items() if not _is_secret(str(key), entry)}
+    if isinstance(value, dict):
+        return {name: without_secrets(entry) for name, entry in value.items() if not _is_secret(name, entry)}
+    return value
 
 
 def arguments_without_secrets(arguments: Sequence[str]) -> list[str]:
@@ -61,17 +61,15 @@ class KeepsSecrets:
         return without_secrets(self.__dict__)
 
     def __copy__(self):
-        return _with_values(type(self), self.__dict__)
+        made = object.__new__(type(self))
+        made.__dict__.update(self.__dict__)
+        return made
 
     def __deepcopy__(self, memo: dict[int, Any]):
-        return _with_values(type(self), copy.deepcopy(self.__dict__, memo))
+        made = object.__new__(type(self))
+        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return made
 
     def to_dict(self) -> dict[str, Any]:
         # transformers hides its own tokens, but does not look into dictionaries.
         return {name: without_secrets(value) for name, value in super().to_dict().items()}
-
-
-def _with_values(kind: type, values: dict[str, Any]) -> Any:
-    made = object.__new__(kind)
-    made.__dict__.update(values)
-    return made
