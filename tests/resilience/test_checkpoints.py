@@ -114,9 +114,9 @@ def test_the_marker_is_written_last_and_the_earlier_checkpoint_deleted_after_it(
     left.touch()
     seen = []
 
-    def mark_complete(checkpoint: Path) -> None:
+    def mark_complete(checkpoint: Path, optimizer_batch: int) -> None:
         files = {path.name for path in checkpoint.iterdir()}
-        needed = {"model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "progress_0.json"}
+        needed = {"model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "progress_0.pt"}
         assert {*needed, "trainer_state.json"} < files and not {MARKER, "left.txt"} & files
         seen.append(steps_in(tmp_path))
         (checkpoint / MARKER).touch()

@@ -5,12 +5,10 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from trl_ext.files import write_json
+from trl_ext.files import read_json, write_json
 
 MARKER = "checkpoint_complete.json"
 STATE_FILE = "trainer_state.json"
-# Only in checkpoints of expert iteration, where each round starts with a new optimizer.
-ROUND_FILE = "expert_step.json"
 # What TRL's own trainers, which write no marker, must have left: one file of each row.
 _NEEDED_TO_RESUME = {
     STATE_FILE: (STATE_FILE,),
@@ -36,9 +34,14 @@ def is_complete(checkpoint: Path) -> bool:
     return (checkpoint / MARKER).is_file()
 
 
-def mark_complete(checkpoint: Path) -> None:
-    """Write the marker, after every process has written its part."""
-    write_json(checkpoint / MARKER, {"step": step_of(checkpoint)})
+def mark_complete(checkpoint: Path, optimizer_batch: int) -> None:
+    """Write the marker, after every process has written its part; it holds the number of examples to an update."""
+    write_json(checkpoint / MARKER, {"optimizer_batch": optimizer_batch})
+
+
+def optimizer_batch_of(checkpoint: str | Path) -> int | None:
+    """The number of examples to an update in the run that wrote a checkpoint; None if it has no marker."""
+    return read_json(Path(checkpoint) / MARKER)["optimizer_batch"] if is_complete(Path(checkpoint)) else None
 
 
 def last_checkpoint(output_dir: str | Path) -> Path | None:

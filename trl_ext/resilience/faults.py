@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class TrainingFault(RuntimeError):
@@ -21,23 +21,22 @@ def plain_faults() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in _DISK_ERRORS:
+        if error.errno not in _DISK_IS_FULL:
             raise
-        raise not_written(f"the disk is full: {error.filename or 'a file'}", error, error.filename) from error
+        raise not_written(error.filename or "a file", error) from error
 
 
-def not_written(what: str, error: BaseException, path: str | Path | None) -> TrainingFault:
-    """The fault for what could not be written below a path, with the space that is free there."""
-    where = Path(path or ".").absolute()
-    existing = next(folder for folder in (where, *where.parents) if folder.exists())
+def not_written(path: str | Path, error: Exception) -> TrainingFault:
+    """The fault for a file or folder that could not be written, with the space that is free there."""
+    where = next(folder for folder in Path(path).absolute().parents if folder.exists())
     return TrainingFault(
-        f"{what} could not be written, and {shutil.disk_usage(existing).free / 2**20:.1f} MiB are free there: make "
-        "room, or keep fewer checkpoints with a lower --save_total_limit. The same command with "
-        f"--resume_from_checkpoint resumes from the last complete checkpoint, if there is one ({_first_line(error)})"
+        f"{path} could not be written, and {shutil.disk_usage(where).free / 2**20:.1f} MiB are free there: make room, "
+        "or keep fewer checkpoints with a lower --save_total_limit. Earlier checkpoints are intact: the same command "
+        f"with --resume_from_checkpoint resumes from the last complete one ({_first_line(error)})"
     )
 
 
-def out_of_memory(error: BaseException, args, step: int) -> TrainingFault:
+def out_of_memory(error: Exception, args, step: int) -> TrainingFault:
     """The fault for exhausted memory in a step, with the flags that reduce what it needs."""
     rows, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
     rollout = f" --generation_batch_size {args.generation_batch_size}" if hasattr(args, "num_generations") else ""
@@ -48,7 +47,7 @@ def out_of_memory(error: BaseException, args, step: int) -> TrainingFault:
     )
 
 
-def _first_line(error: BaseException) -> str:
+def _first_line(error: Exception) -> str:
     """The first line of an error's message; a trace of C++ calls may follow."""
-    line = next((line for line in str(error).splitlines() if line.strip()), "")
-    return f"{type(error).__name__}: {line.strip()[:200]}"
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:200]}"

@@ -32,8 +32,8 @@ class UpdateGuard(TrainerCallback):
         self.in_a_row = 0
         self.failure: str | None = None
         self._gradient_norm = 0.0
-        # Over the micro-batches of this optimizer step, on this process.
-        self._faults = {"reward": False, "loss": False}
+        # What was not finite in a micro-batch of this optimizer step, on this process: "reward", "loss".
+        self._faults: set[str] = set()
 
     def observe_gradient_norm(self, norm: torch.Tensor | float | None) -> None:
         """Record the norm of the step's gradient over all processes; any non-finite entry makes it non-finite."""
@@ -41,7 +41,8 @@ class UpdateGuard(TrainerCallback):
 
     def observe_loss(self, loss: torch.Tensor) -> None:
         """Record the loss of a micro-batch."""
-        self._faults["loss"] |= not bool(loss.detach().isfinite().all())
+        if not loss.detach().isfinite().all():
+            self._faults.add("loss")
 
     def observe_reward(self, bad: bool) -> None:
         """Record whether a micro-batch's loss was computed from a reward that was not finite.
@@ -49,7 +50,8 @@ class UpdateGuard(TrainerCallback):
         Raises:
             FloatingPointError: it was, under DeepSpeed, which skips only steps whose gradient is not finite.
         """
-        self._faults["reward"] |= bad
+        if bad:
+            self._faults.add("reward")
         if bad and self.trainer.is_deepspeed_enabled:
             raise FloatingPointError(
                 f"a reward at step {self.trainer.state.global_step} was not finite, and DeepSpeed cannot skip the "
@@ -59,11 +61,11 @@ class UpdateGuard(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         # Training may continue after a stop, with other settings.
         self.failure, self.in_a_row = None, 0
-        self._faults = {"reward": False, "loss": False}
+        self._faults.clear()
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
         cause = self._cause()
-        self._faults = {"reward": False, "loss": False}
+        self._faults.clear()
         self.in_a_row = self.in_a_row + 1 if cause else 0
         if cause:
             # Without gradients, an optimizer leaves parameters and its own state as they are.
@@ -85,7 +87,7 @@ class UpdateGuard(TrainerCallback):
     def _cause(self) -> str | None:
         """What was not finite on any process; None if the update can be applied."""
         accelerator = self.trainer.accelerator
-        flags = torch.tensor([float(self._faults["reward"]), float(self._faults["loss"])], device=accelerator.device)
+        flags = torch.tensor([float(name in self._faults) for name in ("reward", "loss")], device=accelerator.device)
         rewards, losses = accelerator.reduce(flags, reduction="sum").tolist()
         # In float16 an overflow is routine: the loss scaler skips the step itself and lowers its scale.
         gradient = not math.isfinite(self._gradient_norm) and accelerator.scaler is None

@@ -1,8 +1,7 @@
-"""What a resumed run needs besides what transformers saves, as `progress_{rank}.json` in a checkpoint."""
+"""What a resumed run needs besides what transformers saves, as `progress_{rank}.pt` in a checkpoint."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -10,150 +9,135 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
-from trl_ext.files import write_text
 from trl_ext.processes import warn_once_per_run
-from trl_ext.resilience.checkpoints import ROUND_FILE
 
 REFERENCE_FILE = "reference.safetensors"
-
-# The state of a generator, as bytes; None without a generator.
-GeneratorState = list[int] | None
+# What transformers counts of the loss and does not save.
+_COUNTS = ("_total_loss_scalar", "_globalstep_last_logged")
 
 
 @dataclass
 class Progress:
-    """The progress of one process. The states at the beginning of the epoch reproduce its order of the rows."""
+    """The progress of one process: losses and metrics since the last log, counts, and the order of the rows.
+
+    `epoch_start` and `generators` are the states of the generators that order the rows, at the beginning of the epoch
+    and now.
+    """
 
     processes: int
-    optimizer_batch: int
     loss: float
-    loss_before: float
-    logged_at: int
     metrics: dict[str, dict[str, list[float]]]
     # TRL chooses its metrics by the mode of the model, which a run without a remaining step does not set.
     training: bool
-    carried_over: dict[str, Any]
-    random_at_epoch_start: GeneratorState
-    sampler_at_epoch_start: GeneratorState
-    sampler: GeneratorState
+    counts: dict[str, Any]
+    epoch_start: dict[str, Tensor]
+    generators: dict[str, Tensor]
 
     @classmethod
     def of(cls, trainer) -> Progress:
-        """The trainer's losses and metrics since the last log, its counts, and the generators of its rows."""
-        random_at_start, sampler_at_start = trainer.epoch_start
+        """The progress of a trainer."""
         return cls(
             processes=trainer.args.world_size,
-            optimizer_batch=trainer.get_total_train_batch_size(trainer.args),
             loss=trainer._tr_loss.item(),
-            loss_before=trainer._total_loss_scalar,
-            logged_at=trainer._globalstep_last_logged,
             metrics={
                 mode: {name: [float(value) for value in values] for name, values in metrics.items()}
                 for mode, metrics in trainer._metrics.items()
             },
             training=trainer.model.training,
-            carried_over=counts_of(trainer),
-            random_at_epoch_start=random_at_start,
-            sampler_at_epoch_start=sampler_at_start,
-            sampler=generator_state(trainer.shuffler),
+            counts=counts_of(trainer, (*trainer.carried_over, *_COUNTS)),
+            epoch_start=trainer.epoch_start,
+            generators=states_of(trainer.generators),
         )
 
-    def write(self, checkpoint: Path, process_index: int) -> None:
-        """Write the file of one process; floats keep all their digits."""
-        write_text(checkpoint / f"progress_{process_index}.json", json.dumps(asdict(self)))
-
     def restore(self, trainer) -> None:
-        """Restore losses, metrics and counts, after transformers has set them to zero."""
+        """Restore all but the order of the rows, after transformers has set its counts to zero."""
         trainer._tr_loss = torch.tensor(self.loss, device=trainer.args.device)
-        trainer._total_loss_scalar = self.loss_before
-        trainer._globalstep_last_logged = self.logged_at
         for mode, metrics in self.metrics.items():
             trainer._metrics[mode].clear()
             trainer._metrics[mode].update(metrics)
         trainer.model.train(self.training)
-        set_counts(trainer, self.carried_over)
+        set_counts(trainer, self.counts)
 
 
-def read_record(checkpoint: Path, process_index: int) -> dict[str, Any]:
-    """What the process wrote into a checkpoint, or the first process if there were fewer; empty if none did."""
-    names = (f"progress_{process_index}.json", "progress_0.json", ROUND_FILE)
-    path = next((checkpoint / name for name in names if (checkpoint / name).is_file()), None)
-    return {} if path is None else json.loads(path.read_text(encoding="utf-8"))
+def write_progress(trainer, checkpoint: Path) -> None:
+    """Write the progress of this process."""
+    torch.save(asdict(Progress.of(trainer)), checkpoint / f"progress_{trainer.args.process_index}.pt")
 
 
-def read_progress(checkpoint: Path, process_index: int, processes: int) -> Progress | None:
-    """The progress to resume a process from; None, with a warning, in a checkpoint of TRL's own trainers."""
-    record = read_record(checkpoint, process_index)
-    if not record:
-        warn_once_per_run(f"{checkpoint} has no progress_0.json: metrics since its last log, and counts, begin anew")
+def read_progress(trainer, checkpoint: Path) -> Progress | None:
+    """The progress of this process, or of the first if there were fewer; None in a checkpoint of TRL's trainers."""
+    paths = [checkpoint / f"progress_{index}.pt" for index in (trainer.args.process_index, 0)]
+    path = next(filter(Path.is_file, paths), None)
+    if path is None:
+        warn_once_per_run(f"{checkpoint} has no progress_0.pt: metrics since its last log, and counts, begin anew")
         return None
-    progress = Progress(**record)
-    if progress.processes != processes:
+    progress = Progress(**torch.load(path, weights_only=True))
+    if progress.processes != trainer.args.world_size:
         warn_once_per_run(
-            f"{checkpoint} was written by {progress.processes} processes, and {processes} go on from it: random "
-            "numbers differ from those of an unbroken run, and so do the metrics of the window that it lies in"
+            f"{checkpoint} was written by {progress.processes} processes, and {trainer.args.world_size} resume from "
+            "it: random numbers, and metrics until the next log, differ from those of an unbroken run"
         )
     return progress
 
 
-def counts_of(trainer) -> dict[str, Any]:
-    """The counts that `carried_over` names."""
-    return {name: attrgetter(name)(trainer) for name in trainer.carried_over}
+# ---- Counts, by dotted names ----
+
+
+def counts_of(trainer, names: tuple[str, ...]) -> dict[str, Any]:
+    """The trainer's attributes of these names."""
+    return {name: attrgetter(name)(trainer) for name in names}
 
 
 def set_counts(trainer, counts: dict[str, Any]) -> None:
-    """Set the counts that `carried_over` names."""
-    for name in trainer.carried_over:
+    """Set the trainer's attributes of these names."""
+    for name, count in counts.items():
         owner, _, attribute = name.rpartition(".")
-        setattr(attrgetter(owner)(trainer) if owner else trainer, attribute, counts[name])
+        setattr(attrgetter(owner)(trainer) if owner else trainer, attribute, count)
 
 
 # ---- Generators ----
 
 
-def generator_of(dataloader) -> torch.Generator | None:
-    """The generator that shuffles the rows; None if the sampler has none."""
+def generators_of(dataloader) -> dict[str, torch.Generator]:
+    """The generators that order the rows: torch's own, and the sampler's if it has one."""
     # accelerate wraps the sampler of batches where there are several processes.
     batches = getattr(dataloader.batch_sampler, "batch_sampler", dataloader.batch_sampler)
-    return getattr(getattr(batches, "sampler", None), "generator", None)
+    sampler = getattr(getattr(batches, "sampler", None), "generator", None)
+    return {"torch": torch.default_generator} | ({} if sampler is None else {"sampler": sampler})
 
 
-def generator_state(generator: torch.Generator | None) -> GeneratorState:
-    """The state of a generator."""
-    return None if generator is None else generator.get_state().tolist()
+def states_of(generators: dict[str, torch.Generator]) -> dict[str, Tensor]:
+    """The states of generators."""
+    return {name: generator.get_state() for name, generator in generators.items()}
 
 
-def set_generator_state(generator: torch.Generator | None, state: GeneratorState) -> None:
-    """Set the state of a generator, if there is one."""
-    if generator is not None and state is not None:
-        generator.set_state(torch.tensor(state, dtype=torch.uint8))
-
-
-# ---- A reference model that follows the policy (`sync_ref_model`) ----
+# ---- A reference model that follows the policy ----
 
 
 def _moving_reference(trainer):
-    return getattr(trainer, "ref_model", None) if getattr(trainer.args, "sync_ref_model", False) else None
+    moves = getattr(trainer.args, "sync_ref_model", False) and trainer.ref_model is not None
+    return trainer.accelerator.unwrap_model(trainer.ref_model) if moves else None
 
 
 def save_reference(trainer, checkpoint: Path) -> None:
-    """Save a reference model that has moved."""
+    """Save the reference model if it follows the policy."""
     reference = _moving_reference(trainer)
     if reference is None:
         return
     if trainer.is_fsdp_enabled or getattr(trainer.accelerator.state.deepspeed_plugin, "zero_stage", 0) == 3:
         warn_once_per_run("sync_ref_model: a sharded reference model is not part of a checkpoint")
     elif trainer.args.should_save:
-        tensors = trainer.accelerator.unwrap_model(reference).named_parameters()
-        save_file({name: tensor.detach().contiguous() for name, tensor in tensors}, checkpoint / REFERENCE_FILE)
+        parameters = {name: tensor.detach().contiguous() for name, tensor in reference.named_parameters()}
+        save_file(parameters, checkpoint / REFERENCE_FILE)
 
 
 def load_reference(trainer, checkpoint: Path) -> None:
-    """Load the reference model that a checkpoint holds, if any."""
+    """Load the reference model of a checkpoint, if it holds one."""
     reference = _moving_reference(trainer)
     if reference is not None and (checkpoint / REFERENCE_FILE).is_file():
         saved = load_file(checkpoint / REFERENCE_FILE)
         with torch.no_grad():
-            for name, tensor in trainer.accelerator.unwrap_model(reference).named_parameters():
+            for name, tensor in reference.named_parameters():
                 tensor.copy_(saved[name])

@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import inspect
 import logging
 import math
 import threading
 import traceback
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from trl_ext.files import brief
 from trl_ext.resilience.faults import TrainingFault
 
 logger = logging.getLogger(__name__)
 
-# Arguments that a function uses to report to the trainer; a second call for the same rows must not report again.
-_REPORTS = ("log_extra", "log_metric")
-# Most rows that the message names when a whole call fails.
-_MOST_NAMED = 20
-
 Row = dict[str, Any]
+# What a function returned, or what it raised.
+Outcome = tuple[Any, Exception | None]
 
 
 class RewardError(TrainingFault):
@@ -65,69 +63,51 @@ class RewardGuard:
         """The function with faults handled; asynchronous if the function is."""
 
         def scored(**arguments: Any) -> list[float | None]:
-            rows = _rows(arguments)
-            try:
-                rewards = _call(function, arguments, self.limit)
-            except Exception as error:
-                for row in self._tried_alone(function, error, rows):
-                    try:
-                        _call(function, row, self.limit)
-                    except Exception as fault:
-                        self._report(function, [row], fault)
-                return self._report(function, rows, error)
-            return self._checked(function, rewards, rows)
+            rows, outcome = _rows(arguments), _call(function, arguments, self.limit)
+            for row in self._suspects(function, rows, outcome):
+                self._raise_fault_of(function, row, _call(function, row, self.limit))
+            return self._rewards(function, rows, outcome)
 
         async def scored_later(**arguments: Any) -> list[float | None]:
-            rows = _rows(arguments)
-            try:
-                rewards = await _await(function, arguments, self.limit)
-            except Exception as error:
-                for row in self._tried_alone(function, error, rows):
-                    try:
-                        await _await(function, row, self.limit)
-                    except Exception as fault:
-                        self._report(function, [row], fault)
-                return self._report(function, rows, error)
-            return self._checked(function, rewards, rows)
+            rows, outcome = _rows(arguments), await _await(function, arguments, self.limit)
+            for row in self._suspects(function, rows, outcome):
+                self._raise_fault_of(function, row, await _await(function, row, self.limit))
+            return self._rewards(function, rows, outcome)
 
         is_coroutine = inspect.iscoroutinefunction
         guarded = scored_later if is_coroutine(function) or is_coroutine(type(function).__call__) else scored
         guarded.__name__ = function_name(function)
         return guarded
 
-    def _tried_alone(self, function: Callable, error: Exception, rows: list[Row]) -> list[Row]:
-        """The rows to score one by one, to find the first faulty one."""
+    def _suspects(self, function: Callable, rows: list[Row], outcome: Outcome) -> list[Row]:
+        """The rows to call a function with, one by one, to find the first on which it fails."""
+        _, error = outcome
         whole = isinstance(error, TimedOut) or getattr(function, "scores_groups", False)
-        return rows if self.on_error == "raise" and not whole else []
+        return [] if error is None or self.on_error == "skip" or whole else rows
 
-    def _report(self, function: Callable, rows: list[Row], error: Exception) -> list[None]:
-        """Raise a `RewardError` for rows or, where errors are skipped, log it and record that all rows failed."""
-        named = list(dict.fromkeys(map(_describe, rows)))
-        told = ", ".join(named[:_MOST_NAMED]) + (", ..." if len(named) > _MOST_NAMED else "")
-        if isinstance(error, TimedOut):
-            what = f"did not come back within {self.limit:g} seconds (reward_timeout), given {told}"
-        else:
-            together = f"{len(rows)} responses together, " if len(rows) > 1 else ""
-            what = f"failed on {together}{told}: {type(error).__name__}: {error}{_place(function, error)}"
-        message = f"the reward function {function_name(function)!r} {what}"
-        if self.on_error == "raise":
-            raise RewardError(f"{message} (--reward_errors skip trains on without these rewards)") from error
-        logger.warning(
-            f"{message}; all {len(rows)} responses of the call are without a reward (a function may return None for "
-            "the responses that it cannot score)"
-        )
-        self.failed.update(range(len(rows)))
-        return [None] * len(rows)
+    def _raise_fault_of(self, function: Callable, row: Row, outcome: Outcome) -> None:
+        if outcome[1] is not None:
+            raise RewardError(self._message(function, [row], outcome[1])) from outcome[1]
 
-    def _checked(self, function: Callable, rewards: Any, rows: list[Row]) -> list[float | None]:
-        """The return value of a function, one finite number or None for each response."""
+    def _rewards(self, function: Callable, rows: list[Row], outcome: Outcome) -> list[float | None]:
+        """The rewards of a call, one finite number or None for each row."""
+        rewards, error = outcome
+        if error is not None and self.on_error == "raise":
+            raise RewardError(self._message(function, rows, error)) from error
+        if error is not None:
+            logger.warning(
+                f"{self._message(function, rows, error)}; all {len(rows)} responses of the call are without a reward "
+                "(a function may return None for the responses that it cannot score)"
+            )
+            self.failed.update(range(len(rows)))
+            return [None] * len(rows)
         name = function_name(function)
         try:
             values = [None if reward is None else float(reward) for reward in rewards]
         except (TypeError, ValueError):
             values = None
         if values is None or len(values) != len(rows):
-            found = f"{len(values)} rewards" if values is not None else f"{str(rewards)[:100]}"
+            found = f"{len(values)} rewards" if values is not None else brief(rewards, 100)
             raise RewardError(
                 f"the reward function {name!r} must return one number or None for each of {len(rows)} responses, and "
                 f"returned {found}"
@@ -139,6 +119,16 @@ class RewardGuard:
                 self.not_finite.add(index)
         return values
 
+    def _message(self, function: Callable, rows: list[Row], error: Exception) -> str:
+        told = brief(", ".join(dict.fromkeys(map(_describe, rows))), 1000)
+        if isinstance(error, TimedOut):
+            what = f"did not come back within {self.limit:g} seconds (reward_timeout), given {told}"
+        else:
+            together = f"{len(rows)} responses together: " if len(rows) > 1 else ""
+            what = f"failed on {together}{told}: {type(error).__name__}: {error}{_place(function, error)}"
+        hint = " (--reward_errors skip trains on without these rewards)" if self.on_error == "raise" else ""
+        return f"the reward function {function_name(function)!r} {what}{hint}"
+
 
 def function_name(function: Callable) -> str:
     """A reward function's name in metrics."""
@@ -149,11 +139,9 @@ def ignore(*arguments: Any) -> None:
     """Replaces `log_extra` and `log_metric` where a function's reports are not wanted."""
 
 
-def _call(function: Callable, arguments: Row, limit: float | None) -> Any:
-    """Call a function, in a thread if it has a limit; `TimedOut` leaves the thread behind."""
-    if limit is None:
-        return function(**arguments)
-    outcome: concurrent.futures.Future = concurrent.futures.Future()
+def _call(function: Callable, arguments: Row, limit: float | None) -> Outcome:
+    """Call a function, in a thread if it has a limit; a thread that takes longer is left behind."""
+    outcome: Future = Future()
     # A new thread begins with the first device.
     device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
 
@@ -161,33 +149,36 @@ def _call(function: Callable, arguments: Row, limit: float | None) -> Any:
         try:
             if device is not None:
                 torch.accelerator.set_device_index(device)
-            outcome.set_result(function(**arguments))
+            outcome.set_result((function(**arguments), None))
+        except Exception as error:
+            outcome.set_result((None, error))
         except BaseException as error:
             outcome.set_exception(error)
 
-    # Of an executor's threads, one that hangs would keep the program from ending.
-    threading.Thread(target=work, daemon=True).start()
-    concurrent.futures.wait([outcome], timeout=limit)
-    if not outcome.done():
-        raise TimedOut
-    return outcome.result()
+    if limit is None:
+        work()
+    else:
+        # Not an executor's thread: one that hangs would keep the program from ending.
+        threading.Thread(target=work, daemon=True).start()
+        wait([outcome], timeout=limit)
+    return outcome.result() if outcome.done() else (None, TimedOut())
 
 
-async def _await(function: Callable, arguments: Row, limit: float | None) -> Any:
-    """Await a function; `TimedOut` if it takes longer than its limit, and not if it raises a `TimeoutError` itself."""
+async def _await(function: Callable, arguments: Row, limit: float | None) -> Outcome:
+    """Await a function, for as long as its limit allows."""
     clock = asyncio.timeout(limit)
     try:
         async with clock:
-            return await function(**arguments)
-    except TimeoutError as error:
-        raise TimedOut from error if clock.expired() else error
+            return await function(**arguments), None
+    except Exception as error:
+        return None, TimedOut() if clock.expired() else error
 
 
 def _rows(arguments: Row) -> list[Row]:
-    """Split the arguments of a call into those for each row."""
+    """Split the arguments of a call into those for each row, which do not report to the trainer again."""
     count = len(arguments["prompts"])
     lists = {name: value for name, value in arguments.items() if isinstance(value, list) and len(value) == count}
-    shared = {name: ignore if name in _REPORTS else value for name, value in arguments.items()}
+    shared = arguments | {name: ignore for name in ("log_extra", "log_metric") if name in arguments}
     return [shared | {name: [value[index]] for name, value in lists.items()} for index in range(count)]
 
 
@@ -196,7 +187,7 @@ def _describe(row: Row) -> str:
     return f"row_id {row['row_id'][0]!r}" if "row_id" in row else f"the prompt {str(row['prompts'][0])[:120]!r}"
 
 
-def _place(function: Callable, error: BaseException) -> str:
+def _place(function: Callable, error: Exception) -> str:
     """The line of the function's own file that raised the error; empty if it is not known."""
     plain = inspect.unwrap(getattr(function, "reward", function))
     code = getattr(plain, "__code__", None)

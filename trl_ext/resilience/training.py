@@ -20,9 +20,18 @@ from transformers import TrainerCallback
 from trl_ext.models.batches import temporarily
 from trl_ext.models.loading import check_vocabulary
 from trl_ext.processes import begin_warnings
-from trl_ext.resilience import checkpoints, progress
+from trl_ext.resilience import checkpoints
 from trl_ext.resilience.faults import TrainingFault, not_written, out_of_memory
 from trl_ext.resilience.guards import UpdateGuard
+from trl_ext.resilience.progress import (
+    Progress,
+    generators_of,
+    load_reference,
+    read_progress,
+    save_reference,
+    states_of,
+    write_progress,
+)
 
 
 class ResilientTraining:
@@ -39,8 +48,7 @@ class ResilientTraining:
         carried_over: counts of the trainer that a resumed run continues from, as dotted names.
         saves_within_training: whether a run that is stopped writes a checkpoint.
         interrupted: whether the run was stopped early, so that another can continue from its last checkpoint.
-        shuffler: the generator of the training sampler, if it has one.
-        epoch_start: states of torch's generator and of the sampler's at the beginning of the epoch.
+        generators: those that order the rows, and `epoch_start`, their states at the beginning of the epoch.
 
     Raises:
         ValueError: `auto_find_batch_size` is set, which would let transformers change the optimizer batch; the
@@ -50,11 +58,9 @@ class ResilientTraining:
     carried_over: ClassVar[tuple[str, ...]] = ("_total_train_tokens", "update_guard.skipped", "update_guard.in_a_row")
     saves_within_training: ClassVar[bool] = True
     interrupted: bool = False
-    shuffler: torch.Generator | None = None
-    epoch_start: tuple[progress.GeneratorState, progress.GeneratorState] = (None, None)
     _resumed_from: Path | None = None
     # Of the checkpoint, until the run's first epoch has restored it.
-    _progress: progress.Progress | None = None
+    _progress: Progress | None = None
     _reseeds: bool = False
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -87,9 +93,9 @@ class ResilientTraining:
         checkpoint = self._checkpoint_to_resume(resume_from_checkpoint)
         if checkpoint is not None:
             self.check_optimizer_batch(checkpoint)
-            self._resumed_from, index = Path(checkpoint), self.args.process_index
-            self._progress = progress.read_progress(self._resumed_from, index, self.args.world_size)
-            random_state = f"rng_state_{index}.pth" if self.args.world_size > 1 else "rng_state.pth"
+            self._resumed_from = Path(checkpoint)
+            self._progress = read_progress(self, self._resumed_from)
+            random_state = f"rng_state_{self.args.process_index}.pth" if self.args.world_size > 1 else "rng_state.pth"
             self._reseeds = not (self._resumed_from / random_state).is_file()
         limit = self._save_total_limit = self.args.save_total_limit
         try:
@@ -142,8 +148,8 @@ class ResilientTraining:
             ValueError: the message has both numbers.
         """
         now = self.get_total_train_batch_size(self.args)
-        begun = progress.read_record(Path(checkpoint), self.args.process_index).get("optimizer_batch", now)
-        if begun != now:
+        begun = checkpoints.optimizer_batch_of(checkpoint)
+        if begun not in (None, now):
             raise ValueError(
                 f"{checkpoint} is of a run with {begun} examples to an update, and now it is {now}: processes times "
                 f"per_device_train_batch_size times gradient_accumulation_steps must be {begun} to resume it"
@@ -158,15 +164,15 @@ class ResilientTraining:
             self._load_rng_state(kwargs["resume_from_checkpoint"])
             self.control.should_training_stop = True
             return
-        self.shuffler = progress.generator_of(kwargs["train_dataloader"])
-        if begun is not None and kwargs["steps_trained_in_current_epoch"] > 0:
-            # transformers makes the epoch's batches again, skips those of earlier steps, and only then loads the
-            # checkpoint's random state.
-            progress.set_generator_state(torch.default_generator, begun.random_at_epoch_start)
-            progress.set_generator_state(self.shuffler, begun.sampler_at_epoch_start)
-        elif begun is not None:
-            progress.set_generator_state(self.shuffler, begun.sampler)
-        self.epoch_start = tuple(map(progress.generator_state, (torch.default_generator, self.shuffler)))
+        self.generators = generators_of(kwargs["train_dataloader"])
+        if begun is not None:
+            # transformers makes the batches of a begun epoch again, skips those of earlier steps, and only then loads
+            # the checkpoint's random state.
+            in_the_middle = kwargs["steps_trained_in_current_epoch"] > 0
+            states = begun.epoch_start if in_the_middle else begun.generators
+            for name in self.generators.keys() & states.keys():
+                self.generators[name].set_state(states[name])
+        self.epoch_start = states_of(self.generators)
         super()._run_epoch(**kwargs)
 
     def training_step(self, *args: Any, **kwargs: Any):
@@ -190,32 +196,30 @@ class ResilientTraining:
             super().save_model(output_dir, _internal_call)
         # It keeps no error number.
         except SafetensorError as error:
-            raise not_written("the model", error, output_dir) from error
+            raise not_written(output_dir or self.args.output_dir, error) from error
 
     def _save_checkpoint(self, model, trial) -> None:
         folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
+        if self.args.should_save:
+            # Of a run that was killed in writing it, or resumed from an earlier one.
+            checkpoints.delete(folder)
+        self.accelerator.wait_for_everyone()
         try:
-            if self.args.should_save:
-                # Of a run that was killed in writing it, or resumed from an earlier one.
-                checkpoints.delete(folder)
-            self.accelerator.wait_for_everyone()
             super()._save_checkpoint(model, trial)
-            progress.Progress.of(self).write(folder, self.args.process_index)
-            progress.save_reference(self, folder)
+            write_progress(self, folder)
+            save_reference(self, folder)
         # Each writer has an error of its own for a full disk, and most of them keep no error number.
         except (OSError, RuntimeError) as error:
             if should_reduce_batch_size(error) or isinstance(error, HTTPError):
                 raise
-            cause = error.__cause__ if isinstance(error, TrainingFault) else error
-            fault = not_written(f"the checkpoint of step {self.state.global_step}", cause, folder)
             if self.args.should_save:
                 # It is of no use and takes up space.
                 checkpoints.delete(folder)
-            raise fault from error
+            raise error if isinstance(error, TrainingFault) else not_written(folder, error) from error
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
             if not self.args.save_only_model:
-                checkpoints.mark_complete(folder)
+                checkpoints.mark_complete(folder, self.get_total_train_batch_size(self.args))
             # The user may repeat the same command until the run has ended.
             in_use = self._resumed_from if self.state.global_step < self.state.max_steps else None
             best = self.state.best_model_checkpoint
@@ -231,4 +235,4 @@ class _RestoreProgress(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         if self.trainer._progress is not None:
             self.trainer._progress.restore(self.trainer)
-            progress.load_reference(self.trainer, self.trainer._resumed_from)
+            load_reference(self.trainer, self.trainer._resumed_from)

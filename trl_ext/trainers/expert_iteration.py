@@ -21,7 +21,6 @@ from transformers import Trainer, TrainerState
 from trl_ext.files import write_json, write_json_lines
 from trl_ext.models.batches import temporarily
 from trl_ext.resilience import checkpoints
-from trl_ext.resilience.checkpoints import ROUND_FILE
 from trl_ext.resilience.progress import counts_of, set_counts
 from trl_ext.rewards.verified import Grader, count_categories
 from trl_ext.rollouts import SamplingSettings, TransformersEngine, VLLMEngine, response_entropies
@@ -32,6 +31,9 @@ from trl_ext.trainers.defaults import check_at_least, configuration
 from trl_ext.trainers.policies import trained_policy
 from trl_ext.trainers.sft import SFTConfig, SFTTrainer
 from trl_ext.trainers.trl_settings import refuse_given
+
+# Its checkpoints have no optimizer, since each round begins with a new one.
+ROUND_FILE = "expert_step.json"
 
 
 @dataclass
@@ -207,11 +209,10 @@ class ExpertIterationTrainer(SFTTrainer):
         if step:
             self.save_model(str(folder))
         if self.args.should_save:
-            batch = self.get_total_train_batch_size(self.args)
-            record = {"expert_step": step, "optimizer_batch": batch, "carried_over": counts_of(self)}
+            record = {"expert_step": step, "carried_over": counts_of(self, self.carried_over)}
             write_json(folder / ROUND_FILE, record)
             self.state.save_to_json(str(folder / checkpoints.STATE_FILE))
-            checkpoints.mark_complete(folder)
+            checkpoints.mark_complete(folder, self.get_total_train_batch_size(self.args))
             in_use = self._resumed_from if step < self.args.n_steps else None
             checkpoints.delete_old(folder, self.args.save_total_limit, in_use=in_use)
 
