@@ -95,7 +95,6 @@ class UpdateGuard(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         if self.failure is not None:
-            self.trainer.interrupted = True
             stop_training(state, control, saves=self.trainer.saves_within_training)
 
     def on_epoch_end(self, args, state, control, **kwargs):

@@ -51,8 +51,9 @@ class Preemption(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         if (state.global_step % self.period == 0 or state.global_step >= state.max_steps) and self._is_asked():
-            self._stopped = self.trainer.interrupted = True
-            args.save_only_model = False
+            self._stopped = True
+            # For the rest of the program, which only saves.
+            args.save_only_model = args.load_best_model_at_end = False
             stop_training(state, control, saves=True)
 
     def on_epoch_end(self, args, state, control, **kwargs):

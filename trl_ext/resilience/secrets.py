@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,23 +30,15 @@ def without_secrets(value: Any) -> Any:
 
 
 def arguments_without_secrets(arguments: Sequence[str]) -> list[str]:
-    """Command-line arguments with `***` for credentials, and JSON without the keys that hold credentials."""
+    """Command-line arguments with `***` for credentials, and for JSON that names one."""
     shown, hide = [], False
     for argument in arguments:
         name, equals, value = argument.partition("=") if argument.startswith("--") else ("", "", argument)
         if name:
             hide = _is_secret(name.lstrip("-"))
-        shown.append(name + equals + ("***" if hide and value else _json_without_secrets(value)))
+        hidden = value and (hide or any(f'"{secret}"' in value.lower() for secret in SECRET_NAMES))
+        shown.append(name + equals + ("***" if hidden else value))
     return shown
-
-
-def _json_without_secrets(text: str) -> str:
-    try:
-        value = json.loads(text)
-    except ValueError:
-        return text
-    clean = without_secrets(value)
-    return text if clean == value else json.dumps(clean)
 
 
 class KeepsSecrets:

@@ -47,7 +47,6 @@ class ResilientTraining:
         update_guard: counts the skipped updates.
         carried_over: counts of the trainer that a resumed run continues from, as dotted names.
         saves_within_training: whether a run that is stopped writes a checkpoint.
-        interrupted: whether the run was stopped early, so that another can continue from its last checkpoint.
         generators: those that order the rows, and `epoch_start`, their states at the beginning of the epoch.
 
     Raises:
@@ -57,7 +56,6 @@ class ResilientTraining:
 
     carried_over: ClassVar[tuple[str, ...]] = ("_total_train_tokens", "update_guard.skipped", "update_guard.in_a_row")
     saves_within_training: ClassVar[bool] = True
-    interrupted: bool = False
     _resumed_from: Path | None = None
     # Of the checkpoint, until the run's first epoch has restored it.
     _progress: Progress | None = None
@@ -89,7 +87,7 @@ class ResilientTraining:
             TrainingFault: a checkpoint could not be written, or memory is too small.
         """
         begin_warnings()
-        self.interrupted, self._progress = False, None
+        self._progress = None
         checkpoint = self._checkpoint_to_resume(resume_from_checkpoint)
         if checkpoint is not None:
             self.check_optimizer_batch(checkpoint)
@@ -215,7 +213,9 @@ class ResilientTraining:
             if self.args.should_save:
                 # It is of no use and takes up space.
                 checkpoints.delete(folder)
-            raise error if isinstance(error, TrainingFault) else not_written(folder, error) from error
+            if isinstance(error, TrainingFault):
+                raise
+            raise not_written(folder, error) from error
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
             if not self.args.save_only_model:
