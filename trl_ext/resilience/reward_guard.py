@@ -65,13 +65,13 @@ class RewardGuard:
         def scored(**arguments: Any) -> list[float | None]:
             rows, outcome = _rows(arguments), _call(function, arguments, self.limit)
             for row in self._suspects(function, rows, outcome):
-                self._raise_fault_of(function, row, _call(function, row, self.limit))
+                self._raise_if_failed(function, [row], _call(function, row, self.limit))
             return self._rewards(function, rows, outcome)
 
         async def scored_later(**arguments: Any) -> list[float | None]:
             rows, outcome = _rows(arguments), await _await(function, arguments, self.limit)
             for row in self._suspects(function, rows, outcome):
-                self._raise_fault_of(function, row, await _await(function, row, self.limit))
+                self._raise_if_failed(function, [row], await _await(function, row, self.limit))
             return self._rewards(function, rows, outcome)
 
         is_coroutine = inspect.iscoroutinefunction
@@ -85,15 +85,16 @@ class RewardGuard:
         whole = isinstance(error, TimedOut) or getattr(function, "scores_groups", False)
         return [] if error is None or self.on_error == "skip" or whole else rows
 
-    def _raise_fault_of(self, function: Callable, row: Row, outcome: Outcome) -> None:
-        if outcome[1] is not None:
-            raise RewardError(self._message(function, [row], outcome[1])) from outcome[1]
+    def _raise_if_failed(self, function: Callable, rows: list[Row], outcome: Outcome) -> None:
+        _, error = outcome
+        if error is not None and self.on_error == "raise":
+            message = self._message(function, rows, error)
+            raise RewardError(f"{message} (--reward_errors skip trains on without these rewards)") from error
 
     def _rewards(self, function: Callable, rows: list[Row], outcome: Outcome) -> list[float | None]:
         """The rewards of a call, one finite number or None for each row."""
+        self._raise_if_failed(function, rows, outcome)
         rewards, error = outcome
-        if error is not None and self.on_error == "raise":
-            raise RewardError(self._message(function, rows, error)) from error
         if error is not None:
             logger.warning(
                 f"{self._message(function, rows, error)}; all {len(rows)} responses of the call are without a reward "
@@ -126,8 +127,7 @@ class RewardGuard:
         else:
             together = f"{len(rows)} responses together: " if len(rows) > 1 else ""
             what = f"failed on {together}{told}: {type(error).__name__}: {error}{_place(function, error)}"
-        hint = " (--reward_errors skip trains on without these rewards)" if self.on_error == "raise" else ""
-        return f"the reward function {function_name(function)!r} {what}{hint}"
+        return f"the reward function {function_name(function)!r} {what}"
 
 
 def function_name(function: Callable) -> str:
