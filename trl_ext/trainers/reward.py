@@ -35,7 +35,7 @@ from trl_ext.trainers.context import (
     encoding,
     map_rows,
     name_of_row,
-    truncate_pairs,
+    truncate_rows,
 )
 from trl_ext.trainers.defaults import TruncatedFields, check_training, configuration, resolve_device_defaults
 from trl_ext.trainers.model_card import WritesModelCard
@@ -139,7 +139,7 @@ class RewardTrainer(ResilientTraining, WritesModelCard, TRLRewardTrainer):
         if not {"chosen_ids", "chosen_input_ids"} & {*columns}:
             options = {"fn_kwargs": {"tokenizer": processing_class}, "num_proc": workers}
             dataset = map_rows(dataset, _encode_pair, f"Tokenizing {dataset_name} dataset", **options)
-            dataset = truncate_pairs(dataset, dataset_name, args)
+            dataset = truncate_rows(dataset, dataset_name, args)
             dataset = map_rows(dataset, _join_prompt, None, num_proc=workers, remove_columns=["prompt_ids"])
         if margins in columns:
             options = {"fn_kwargs": {"column": margins}, "num_proc": workers}

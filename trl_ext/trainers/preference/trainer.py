@@ -24,7 +24,7 @@ from trl_ext.models.batches import temporarily
 from trl_ext.models.loading import check_vocabulary
 from trl_ext.models.shared_backbone import preserved_random_state
 from trl_ext.resilience.training import ResilientTraining
-from trl_ext.trainers.context import PAIRS, check_inputs, check_template, quiet_about_length, truncate_pairs
+from trl_ext.trainers.context import PAIRS, check_inputs, check_template, quiet_about_length, truncate_rows
 from trl_ext.trainers.defaults import configuration
 from trl_ext.trainers.metrics import StepMetrics, pair_metrics
 from trl_ext.trainers.model_card import WritesModelCard
@@ -124,7 +124,7 @@ class PreferenceTrainer(ResilientTraining, WritesModelCard, StepMetrics, TRLDPOT
         check_template(processing_class, dataset)
         quiet_about_length(processing_class)
         dataset = super()._prepare_dataset(dataset, processing_class, args, dataset_name)
-        return truncate_pairs(dataset, dataset_name, args)
+        return truncate_rows(dataset, dataset_name, args)
 
     # ---- The reference ----
 
