@@ -61,13 +61,13 @@ Metrics = dict[str, tuple[Tensor, Tensor]]
 
 @dataclass
 class ScoredTokens:
-    """What a forward pass gives for the tokens of responses, each [B, T].
+    """What a forward pass gives for the tokens of responses.
 
     Attributes:
-        log_probs: under the model.
-        entropies: of the model's distribution before each token; None if not asked for.
+        log_probs: of the tokens, [B, T].
+        entropies: of the distributions that they are from, [B, T]; None if not asked for.
         auxiliary_loss: the load-balancing loss of a mixture of experts, a scalar; None for other models.
-        values: of a value function, before each token; None without one.
+        values: of a value function before each token, [B, T]; None without one.
     """
 
     log_probs: Tensor
@@ -89,9 +89,8 @@ class PolicyTrainer(ResilientTraining, WritesModelCard, StepMetrics, TRLGRPOTrai
     Logged in addition to TRL's metrics: `reward_min`, `reward_max`, `advantages/mean`, `/std`, `/min` and `/max`,
     `shaped_reward` (after penalties) where it differs from `reward`, `unscorable`, `distinct_2` and `collapsed` of the
     rollout, `skipped_updates`, `log_ratio/clamped` (share of tokens with a log-ratio beyond 20, where the loss has no
-    gradient), and for a greedy baseline `greedy/reward` and `greedy/mean_length`. `kl` is the mean of k3 per token.
-    With `resample_groups`, `resampling/rounds`, `/prompts` and `/responses` (all that the rollout took) and
-    `/replaced` and `/dead` (shares of its groups).
+    gradient), `greedy/reward` and `greedy/mean_length` for a greedy baseline, and `resampling/rounds`, `/prompts`,
+    `/responses`, `/replaced` and `/dead` for `resample_groups`. `kl` is the mean of k3 per token.
 
     Attributes:
         algorithm: the algorithm with its settings resolved.
@@ -120,6 +119,7 @@ class PolicyTrainer(ResilientTraining, WritesModelCard, StepMetrics, TRLGRPOTrai
         functions = as_reward_functions(reward_funcs, args.packing)
         self._check_arguments(functions, args, kwargs)
         self._reward_models = reward_models(functions)
+        self._shaped_rewards = [function for function in functions if isinstance(function, ShapedReward)]
         self.reward_guard = RewardGuard(args.reward_errors, args.reward_timeout)
         self.rewards: Rewards | None = None
         self.rollouts = self.further_rollouts = 0
@@ -148,27 +148,27 @@ class PolicyTrainer(ResilientTraining, WritesModelCard, StepMetrics, TRLGRPOTrai
         place_reward_models(self, self._reward_models)
         self.sampler = install_sampler(self)
 
-    def _check_arguments(self, functions: list, args: PolicyConfig, kwargs: dict[str, Any]) -> None:
-        if not functions and not kwargs.get("environment_factory"):
+    def _check_arguments(self, functions: list, args: PolicyConfig, given: dict[str, Any]) -> None:
+        if not functions and not given.get("environment_factory"):
             raise ValueError(
                 "no reward function: name a reward model or give a function as reward_funcs, or an "
                 "environment_factory whose environments have get_reward"
             )
-        several = [name for name in ("tools", "environment_factory", "rollout_func") if kwargs.get(name)]
+        several = [name for name in ("tools", "environment_factory", "rollout_func") if given.get(name)]
         if several and self.algorithm.reads("greedy_rewards"):
             raise ValueError(f"a greedy baseline does not go with {several[0]}: its greedy responses are single turns")
-        dataset = kwargs.get("train_dataset")
-        needed = -(-args.generation_batch_size // args.num_generations)
+        dataset, needed = given.get("train_dataset"), -(-args.generation_batch_size // args.num_generations)
         if isinstance(dataset, Dataset) and len(dataset) < needed:
             raise ValueError(
                 f"the training data has {len(dataset)} prompts, and a rollout of generation_batch_size "
                 f"{args.generation_batch_size} responses, {args.num_generations} to each prompt, takes "
                 f"{needed}: give more prompts, or a smaller generation_batch_size and per_device_train_batch_size"
             )
-        if isinstance(dataset, Dataset) and not kwargs.get("rollout_func"):
+        if isinstance(dataset, Dataset) and not given.get("rollout_func"):
             # A transform may add columns.
             check_arguments(functions, list(dataset[0]))
-        check_data(args, kwargs)
+        if args.resample_groups:
+            check_data(given)
 
     def _check_model(self) -> None:
         args = self.args
@@ -201,6 +201,12 @@ class PolicyTrainer(ResilientTraining, WritesModelCard, StepMetrics, TRLGRPOTrai
     def sampled_responses(self) -> int:
         """How many responses training has sampled so far over all processes, with those that were not trained on."""
         return (self.rollouts + self.further_rollouts) * self.args.generation_batch_size
+
+    @property
+    def rows_per_pass(self) -> int:
+        """The largest number of rows in a forward pass of this process, in training or in evaluation."""
+        args = self.args
+        return args.per_device_train_batch_size if self.model.training else args.per_device_eval_batch_size
 
     def own_rows(self, rows: Any) -> Any:
         """This process's part of what all processes have of equal size, one after another."""
@@ -238,22 +244,15 @@ class PolicyTrainer(ResilientTraining, WritesModelCard, StepMetrics, TRLGRPOTrai
         return bool(stop) and end_of_stop(self._tokenizer.decode(ids, skip_special_tokens=True), stop) is not None
 
     def sample(self, inputs: list[dict]) -> dict:
-        """This process's part of a rollout: responses to its rows, which TRL has scored with the reference.
-
-        Their rewards are in `rewards`.
-        """
-        return sample_rollout(self, self._sample_once, inputs)
-
-    def _sample_once(self, inputs: list[dict]) -> dict:
-        rollout = super()._generate_and_score_completions(inputs)
-        if self.args.stop:
-            log_ended(self.metrics, self.rewards)
-        return rollout
+        """This process's part of a rollout, which TRL has scored with the reference; its rewards are in `rewards`."""
+        return sample_rollout(self, super()._generate_and_score_completions, inputs)
 
     # ---- Reward ----
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         self.rewards = self.reward(inputs, prompts, completions, completion_ids_list)
+        if self.args.stop:
+            log_ended(self.metrics, self.rewards)
         return self.rewards.by_function
 
     def reward(self, inputs, prompts, completions, completion_ids) -> Rewards:
@@ -290,10 +289,6 @@ class PolicyTrainer(ResilientTraining, WritesModelCard, StepMetrics, TRLGRPOTrai
     def total(self, rewards: Rewards) -> Tensor:
         """The reward of each response over all processes, less the penalties on length. [N]."""
         return self.weighted_sum(rewards.by_function) - length_penalty(self.args, rewards)
-
-    def total_rewards(self, inputs, prompts, completions, completion_ids) -> Tensor:
-        """The totals of this process's responses, over all processes, [N]; NaN where no function could score."""
-        return self.total(self.reward(inputs, prompts, completions, completion_ids))
 
     @torch.no_grad()
     def kl_penalty(self, rollout: dict) -> Tensor:
@@ -381,14 +376,12 @@ class PolicyTrainer(ResilientTraining, WritesModelCard, StepMetrics, TRLGRPOTrai
 
     def score(self, model, inputs: dict, *, entropies: bool = False) -> ScoredTokens:
         """Forward passes over the responses of a micro-batch, or of a rollout in parts of that size."""
-        args = self.args
-        rows = args.per_device_train_batch_size if self.model.training else args.per_device_eval_batch_size
         found = self._get_per_token_logps_and_entropies(
             model,
             torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
             torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
             inputs["completion_ids"].size(1),
-            batch_size=rows,
+            batch_size=self.rows_per_pass,
             compute_entropy=entropies,
             compute_aux_loss=entropies and self.aux_loss_enabled,
             **{name: inputs[name] for name in _OF_IMAGES if name in inputs},
@@ -503,15 +496,12 @@ class PolicyTrainer(ResilientTraining, WritesModelCard, StepMetrics, TRLGRPOTrai
     @property
     def shaping_state(self) -> list[dict[str, Any]]:
         """The states of the shaped reward functions, in order; equal on all processes."""
-        return [function.state_dict() for function in self._shaped_rewards()]
+        return [function.state_dict() for function in self._shaped_rewards]
 
     @shaping_state.setter
     def shaping_state(self, states: list[dict[str, Any]]) -> None:
-        for function, state in zip(self._shaped_rewards(), states, strict=True):
+        for function, state in zip(self._shaped_rewards, states, strict=True):
             function.load_state_dict(state)
-
-    def _shaped_rewards(self) -> list[ShapedReward]:
-        return [f for f in self.plain_reward_functions.values() if isinstance(f, ShapedReward)]
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         # TRL samples at a fixed interval of micro-batches. The checkpoint does not store their count, since a resumed
