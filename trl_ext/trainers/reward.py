@@ -288,7 +288,9 @@ def _reward_model(model: Any, args: RewardConfig) -> Any:
             f"the model {name} has {config.num_labels} labels, and a reward model has one: load it with num_labels=1, "
             "or start from a language model"
         )
-    if isinstance(model, PeftModel) and not {"score", "classifier"} & {*(model.active_peft_config.modules_to_save or ())}:
+    if isinstance(model, PeftModel) and not {"score", "classifier"} & {
+        *(model.active_peft_config.modules_to_save or ())
+    }:
         raise ValueError(
             "the given adapter would leave the score head untrained and unsaved: build it with a configuration of "
             "task_type SEQ_CLS, or pass peft_config to the trainer, which sees to it"
