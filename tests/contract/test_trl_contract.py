@@ -13,9 +13,9 @@ import peft
 import pytest
 import torch
 import trl
-from accelerate.data_loader import prepare_data_loader
+from accelerate.data_loader import BatchSamplerShard, prepare_data_loader
 from packaging.version import Version
-from transformers import AutoModelForSequenceClassification, Trainer
+from transformers import AutoModelForSequenceClassification, Trainer, TrainerCallback
 from trl.trainer import kto_trainer
 from trl.trainer.utils import add_fused_lm_head
 
@@ -132,7 +132,7 @@ def test_trainer_divides_by_the_number_of_micro_batches(stock, batch, monkeypatc
     reported = stock.training_step(stock.model, batch).item()
     assert reported == 2.0, (
         f"Trainer.training_step turned a loss of 6 in a window of 3 micro-batches into {reported} and not 2: "
-        "trl_ext.trainers.preference.whole_batch.Window.scale undoes a division by the number of micro-batches"
+        "trl_ext.trainers.preference.whole_batch.loss_scale undoes a division by the number of micro-batches"
     )
     stock.model.zero_grad()
 
@@ -150,7 +150,7 @@ def test_a_short_last_window_is_divided_by_its_own_size(tiny_model_path, tmp_pat
     spec["args"] = {"gradient_accumulation_steps": 2, "max_steps": 2}
     build(spec, str(tmp_path), trainer_class=Recording).train()
     assert sizes == [2, 2, 1], (
-        f"Trainer divides by {sizes} and not by the number of micro-batches in each window: Window.scale undoes that"
+        f"Trainer divides by {sizes} and not by the number of micro-batches in each window: loss_scale undoes that"
     )
 
 
@@ -180,11 +180,8 @@ FUSED_HEAD = ["model", "temperature", "cast_lm_head_to_fp32", "outputs"]
 METHODS = {
     "_get_output_dir": (["self", "trial"], RESUMABLE),
     "_save_checkpoint": (["self", "model", "trial"], RESUMABLE),
-    "_push_from_checkpoint": (["self", "checkpoint_folder"], RESUMABLE),
     "_load_rng_state": (["self", "checkpoint"], RESUMABLE),
-    "_load_optimizer_and_scheduler": (["self", "checkpoint"], RESUMABLE),
     "_run_epoch": (EPOCH, RESUMABLE),
-    "_finalize_training": (["self", "trial", "num_train_samples", "start_time"], RESUMABLE),
     "_load_from_checkpoint": (["self", "resume_from_checkpoint", "model"], "trl_ext.ExpertIterationTrainer._begin"),
     "_save": (["self", "output_dir", "state_dict"], "trl_ext.RewardTrainer._save"),
     "get_batch_samples": (["self", "epoch_iterator", "num_batches", "device"], f"{PREFERENCE}.get_batch_samples"),
@@ -208,9 +205,11 @@ FUNCTIONS = [
 ]
 # What must stand in the source of a function or module, and what of ours stands on it.
 SOURCES = [
-    (Trainer._save_checkpoint, "self._push_from_checkpoint(output_dir)", RESUMABLE),
     (Trainer._save_checkpoint, "self._save_optimizer_and_scheduler(output_dir)", "trl_ext.OnlinePreferenceTrainer"),
     (Trainer._load_optimizer_and_scheduler, "self.args.device", RESUMABLE),
+    (Trainer._save_checkpoint, "save_total_limit=self.args.save_total_limit", RESUMABLE),
+    (Trainer._finalize_training, "self.args.save_total_limit == 1", RESUMABLE),
+    (BatchSamplerShard, "self.batch_sampler = batch_sampler", "trl_ext.resilience.progress.generator_of"),
     (prepare_data_loader, "sampler.generator", RESUMABLE),
     (trl.DPOTrainer.evaluate, "self.precompute_ref_logps", PREFERENCE),
     (trl.DPOTrainer.prediction_step, "self.compute_loss(", PREFERENCE),
@@ -256,12 +255,6 @@ def test_methods_of_every_trainer(name):
         assert found == expected, f"{kind.__name__}.{name} takes {found} and not {expected}: {user} stands on it"
 
 
-def test_the_sampler_is_of_a_dataset():
-    for kind in (Trainer, *TRAINERS):
-        found = parameters_of(kind._get_train_sampler)
-        assert len(found) == 2, f"{kind.__name__}._get_train_sampler takes {found} and not a dataset: {RESUMABLE}"
-
-
 @pytest.mark.parametrize(("function", "expected", "user"), FUNCTIONS, ids=[f.__qualname__ for f, *_ in FUNCTIONS])
 def test_functions(function, expected, user):
     found = parameters_of(function)
@@ -284,18 +277,14 @@ def test_attributes_that_the_policy_loss_reads():
 
 @pytest.fixture(scope="module")
 def run(tiny_model_path, tmp_path_factory):
-    """One step of TRL's own trainer at a loss of 0, whose counters stand elsewhere when its epoch begins."""
+    """One step of TRL's own trainer at a loss of 0, whose counters stand elsewhere when its training begins."""
     elsewhere = tmp_path_factory.mktemp("elsewhere")
 
     class Recording(trl.DPOTrainer):
         seen: dict = {}
 
         def _run_epoch(self, *args, **kwargs):
-            counters = self._tr_loss.item(), self._total_loss_scalar, self._globalstep_last_logged
-            self.seen["epoch"] = {"counters": counters, "keywords": dict(kwargs)}
-            self._tr_loss = torch.tensor(6.0)
-            self._total_loss_scalar, self._globalstep_last_logged = 10.0, -1
-            self._total_train_tokens = 1000
+            self.seen["keywords"] = dict(kwargs)
             super()._run_epoch(*args, **kwargs)
 
         def _compute_loss(self, model, inputs, return_outputs):
@@ -309,9 +298,20 @@ def run(tiny_model_path, tmp_path_factory):
             self.seen["saved"] = output_dir
             super()._save(output_dir, state_dict)
 
+    class Restoring(TrainerCallback):
+        def on_train_begin(self, args, state, control, **kwargs):
+            trainer.seen["counters"] = (
+                trainer._tr_loss.item(),
+                trainer._total_loss_scalar,
+                trainer._globalstep_last_logged,
+            )
+            trainer._tr_loss = torch.tensor(6.0)
+            trainer._total_loss_scalar, trainer._globalstep_last_logged = 10.0, -1
+            trainer._total_train_tokens = 1000
+
     arguments = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1, "logging_steps": 1}
     spec = {"model": tiny_model_path, "trainer": "trl.DPOTrainer", "args": arguments}
-    trainer = build(spec, str(tmp_path_factory.mktemp("run")), trainer_class=Recording)
+    trainer = build(spec, str(tmp_path_factory.mktemp("run")), trainer_class=Recording, callbacks=[Restoring()])
     trainer.elsewhere, trainer.output = elsewhere, trainer.train()
     return trainer
 
@@ -319,27 +319,30 @@ def run(tiny_model_path, tmp_path_factory):
 def test_checkpoints_go_where_the_output_folder_is_said_to_be(run):
     checkpoint = run.elsewhere / "checkpoint-1"
     assert (checkpoint / "model.safetensors").is_file() and (checkpoint / "trainer_state.json").is_file(), (
-        f"Trainer._save_checkpoint does not write below _get_output_dir: {RESUMABLE} sends it to a partial folder so"
+        f"Trainer._save_checkpoint does not write below _get_output_dir: {RESUMABLE} writes beside it so"
     )
     assert run.seen["saved"] == str(checkpoint), (
         f"Trainer._save_checkpoint gave _save the folder {run.seen['saved']}: RewardTrainer._save writes beside it"
     )
 
 
-def test_an_epoch_is_begun_by_keywords_with_counters_at_zero(run):
-    epoch = run.seen["epoch"]
+def test_an_epoch_is_begun_by_keywords(run):
     for name, value in (("resume_from_checkpoint", None), ("steps_trained_in_current_epoch", 0)):
-        assert name in epoch["keywords"] and epoch["keywords"][name] == value, (
+        assert name in run.seen["keywords"] and run.seen["keywords"][name] == value, (
             f"Trainer no longer gives _run_epoch the keyword {name} ({value} in a new run): {RESUMABLE}._run_epoch "
             "reads it"
         )
-    assert epoch["counters"] == (0.0, 0.0, 0), (
-        f"before _run_epoch, Trainer's _tr_loss, _total_loss_scalar and _globalstep_last_logged are "
-        f"{epoch['counters']} and not zero and the step: {RESUMABLE} takes up the checkpoint's there"
+    assert "train_dataloader" in run.seen["keywords"], f"{RESUMABLE}._run_epoch reads it"
+
+
+def test_training_begins_with_counters_at_zero(run):
+    assert run.seen["counters"] == (0.0, 0.0, 0), (
+        f"before on_train_begin, Trainer's _tr_loss, _total_loss_scalar and _globalstep_last_logged are "
+        f"{run.seen['counters']} and not zero and the step: {RESUMABLE} takes up the checkpoint's there"
     )
 
 
-def test_what_an_epoch_begins_with_is_logged(run):
+def test_what_training_begins_with_is_logged(run):
     """A loss of 6 since step -1: 6 / 2 at step 1. Over the run, 10 + 6 for its one step."""
     logged = next(entry for entry in run.state.log_history if "loss" in entry)
     assert logged["loss"] == 3.0, (
@@ -363,7 +366,7 @@ def test_the_device_is_what_the_arguments_hold(run):
     try:
         assert run.args.device.type == "meta", (
             "TrainingArguments.device is no longer `_setup_devices` of the arguments' __dict__: "
-            f"{RESUMABLE}._load_optimizer_and_scheduler sets it, as torch loads nothing to a numbered CPU"
+            f"{RESUMABLE} sets it, as torch loads nothing to a numbered CPU"
         )
     finally:
         run.args.__dict__["_setup_devices"] = before

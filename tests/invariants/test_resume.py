@@ -7,21 +7,19 @@ times, and the choice of the best checkpoint.
 from __future__ import annotations
 
 import json
-import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from tests.support import recipes
 from tests.support.files import read_rows
-from tests.support.resume_once import KINDS, differences, in_a_fork, metrics, run_jobs, save_models
+from tests.support.resume_once import KINDS, differences, metrics, run_jobs, save_models
 from tests.support.train_once import launch
-from trl_ext.resilience.preemption import REQUEUE, Preemption
 
 pytestmark = pytest.mark.slow
 
@@ -31,8 +29,8 @@ LIVES = {
     "preference": {
         "before any checkpoint": [["step_end", 2]],
         "four times": [["step_end", 4], ["saved", 6], ["step_end", 7], ["mid_save", 9]],
-        "before a checkpoint has its name": [["before_rename", 6]],
-        "when a checkpoint has its name": [["renamed", 6]],
+        "before a checkpoint has its marker": [["before_mark", 6]],
+        "when a checkpoint has its marker": [["marked", 6]],
         "after the last checkpoint": [["saved", 11]],
         "asked to end, twice": [["notice", 4], ["interrupt", 8]],
     },
@@ -60,7 +58,7 @@ LIVES = {
     "sft": {"with its best checkpoint behind it": [["step_end", 8]]},
     "sft_by_length": {"in a second epoch": [["step_end", 8]]},
     # Its rounds end at steps 4, 8 and 13.
-    "expert": {"in a third round": [["step_end", 10]], "in saving a round": [["before_rename", 8]]},
+    "expert": {"in a third round": [["step_end", 10]], "in saving a round": [["before_mark", 8]]},
 }
 
 
@@ -110,15 +108,12 @@ def test_what_would_differ_is_there(runs):
     assert {row["num_tokens"] for row in metrics(runs / "policy") if "num_tokens" in row} != {0}
 
 
-@pytest.mark.parametrize(
-    ("case", "name", "code"), [("in a rollout", "SIGTERM", REQUEUE), ("by Ctrl-C", "SIGINT", 130)]
-)
-def test_a_rollout_is_used_up_before_the_run_ends(case, name, code, runs):
+@pytest.mark.parametrize("case", ["in a rollout", "by Ctrl-C"])
+def test_a_rollout_is_used_up_before_the_run_ends(case, runs):
     """The signal comes in the sixth update; the second rollout serves the fifth to the eighth."""
     log = (runs / named("policy", f"asked to end {case}") / "log.txt").read_text()
-    assert f"received {name} and ended at step 8 with what is saved in " in log
-    assert f"--resume_from_checkpoint goes on (exit code {code})" in log
-    assert log.count("interrupted: ending after this step") == (code == 130)
+    assert log.count("interrupted: saving after this step") == 1
+    assert "ended at step 8; --resume_from_checkpoint resumes from " in log
 
 
 # ---- Several processes ----
@@ -157,14 +152,14 @@ def test_two_processes(kind, engine, kill, models, tmp_path):
     ended = together(kind, models, broken, kill, engine)
     assert ended.returncode != 0 and not (broken / "end.safetensors").exists()
     if kill[0] == "notice":
-        assert f"exitcode  : {REQUEUE}" in ended.stderr or f"exitcode: {REQUEUE}" in ended.stderr
+        assert re.search(r"exitcode *: 143", ended.stderr)
         assert (broken / "run" / "checkpoint-8").is_dir()
     done = together(kind, models, broken, engine=engine)
     assert done.returncode == 0, done.stderr[-4000:]
     assert_same(straight, broken)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, REQUEUE), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_recipe_that_is_told_to_end(number, code, tmp_path):
     """After the first checkpoint; the same command with --resume_from_checkpoint finishes it."""
     quick = ["--max_steps=40", "--save_steps=2", "--save_total_limit=1", "--logging_steps=1", "--eval_strategy=no"]
@@ -180,31 +175,11 @@ def test_a_recipe_that_is_told_to_end(number, code, tmp_path):
         process.send_signal(number)
         printed, _ = process.communicate(timeout=240)
     assert process.returncode == code
-    (line,) = [line for line in printed.splitlines() if line.startswith(f"received {number.name}")]
-    step = int(line.partition("ended at step ")[2].split()[0])
+    (line,) = [line for line in printed.splitlines() if line.startswith("ended at step ")]
+    step = int(line.removeprefix("ended at step ").partition(";")[0])
     assert 2 <= step < 40 and (tmp_path / "run" / f"checkpoint-{step}").is_dir()
     assert not (tmp_path / "run" / "results.json").exists()
     done = subprocess.run([*command, "--resume_from_checkpoint"], capture_output=True, timeout=400, **options)
     assert done.returncode == 0, done.stderr[-4000:]
     rows = read_rows(tmp_path / "run" / "metrics.jsonl")
     assert [row["step"] for row in rows if "loss" in row] == list(range(1, 41))
-
-
-@pytest.mark.parametrize(("before", "code"), [(signal.default_int_handler, 130), (signal.SIG_IGN, 0)])
-def test_an_interrupt_outside_of_training(before, code, tmp_path):
-    """Ends the process, unless a shell ignores it, as under nohup or for what a script runs in its background."""
-    assert in_a_fork(_interrupted, before, log=tmp_path / "log.txt") == code
-    assert (tmp_path / "log.txt").read_text().count("not ended yet") == (2 if code == 0 else 1)
-
-
-def _interrupted(before) -> None:
-    """In training, where the step is finished, and after it."""
-    signal.signal(signal.SIGINT, before)
-    preemption = Preemption(SimpleNamespace(args=SimpleNamespace()))
-    preemption.on_train_begin(None, None, None)
-    try:
-        for preemption._training in (True, False):
-            os.kill(os.getpid(), signal.SIGINT)
-            os.write(1, b"not ended yet\n")
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None

@@ -1,20 +1,12 @@
-"""Checkpoints appear whole or not at all, damaged ones are passed over, and the right ones are deleted.
-
-Also on disks that machines share or not and that show changes late.
-"""
+"""A checkpoint is complete once it has its marker, incomplete ones are passed over, and the right ones are deleted."""
 
 from __future__ import annotations
 
 import json
-import logging
 import os
-import re
 import shutil
 import signal
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,19 +15,14 @@ from safetensors.torch import load_file
 from tests.support.faults_once import At
 from tests.support.tiny import pairs
 from tests.support.train_once import build, train
-from trl_ext.files import write_text
 from trl_ext.resilience import checkpoints
-from trl_ext.resilience.checkpoints import (
-    FILES_FILE,
-    PARTIAL_FOLDER,
-    check_checkpoint,
-    delete_old,
-    fault_of,
-    last_checkpoint,
-)
-from trl_ext.resilience.preemption import REQUEUE, SIGNALS, Preemption
+from trl_ext.resilience.checkpoints import MARKER, check_checkpoint, delete_old, is_complete, last_checkpoint
+from trl_ext.resilience.preemption import Preemption
 
 ARGUMENTS = {"optim": "adamw_torch", "save_strategy": "steps", "save_steps": 1, "max_steps": 3}
+
+
+BEST = {"save_total_limit": 1, "eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}
 
 
 @pytest.fixture(scope="module")
@@ -56,43 +43,37 @@ def run(saved, tmp_path) -> Path:
     return Path(shutil.copytree(saved, tmp_path / "run"))
 
 
-# ---- What is damaged ----
+def steps_in(folder: Path) -> list[int]:
+    return [checkpoints.step_of(path) for path in checkpoints.checkpoints_in(folder)]
 
 
-def cut(path: Path) -> None:
-    os.truncate(path, path.stat().st_size // 2)
+# ---- What a run resumes from ----
 
 
-DAMAGES = {
-    "cut weights": ("model.safetensors", cut, r"model.safetensors has \d+ bytes, and was written with \d+"),
-    "no weights": ("model.safetensors", Path.unlink, "model.safetensors is missing"),
-    "no optimizer": ("optimizer.pt", Path.unlink, "optimizer.pt is missing"),
-    "cut state": ("trainer_state.json", cut, "trainer_state.json has"),
-    "no state": ("trainer_state.json", Path.unlink, "it has no trainer_state.json, so it was not finished"),
-    "empty list": (FILES_FILE, lambda path: path.write_text(""), f"{FILES_FILE} is damaged"),
-    "no progress": ("progress_0.json", Path.unlink, "progress_0.json is missing"),
-}
+def test_a_checkpoint_without_its_marker_is_passed_over(run):
+    assert last_checkpoint(run) == run / "checkpoint-3"
+    (run / "checkpoint-3" / MARKER).unlink()
+    assert last_checkpoint(run) == run / "checkpoint-2"
 
 
-@pytest.mark.parametrize(("name", "damage", "said"), DAMAGES.values(), ids=DAMAGES)
-def test_a_damaged_checkpoint_is_passed_over_with_one_line(name, damage, said, run, caplog):
-    damage(run / "checkpoint-3" / name)
-    with caplog.at_level(logging.WARNING):
-        assert last_checkpoint(run) == run / "checkpoint-2"
-    (line,) = [record.getMessage() for record in caplog.records]
-    assert line.startswith(f"the checkpoint {run / 'checkpoint-3'} is passed over: ")
-    assert re.search(said, line), line
-    with pytest.raises((ValueError, FileNotFoundError), match=name):
+@pytest.mark.parametrize(
+    ("name", "error", "said"),
+    [
+        (None, None, None),
+        ("trainer_state.json", FileNotFoundError, "it has no trainer_state.json"),
+        ("model.safetensors", ValueError, "it has no weights"),
+        ("scheduler.pt", ValueError, "it has no scheduler.pt and no optimizer, as save_only_model leaves it"),
+    ],
+)
+def test_a_checkpoint_of_stock_trainers_has_no_marker(name, error, said, run):
+    """One that is named is accepted all the same, unless a file is missing."""
+    (run / "checkpoint-3" / MARKER).unlink()
+    if name is None:
         check_checkpoint(run / "checkpoint-3")
-    assert fault_of(run / "checkpoint-2") is None
-
-
-@pytest.mark.parametrize("name", ["model.safetensors", "trainer_state.json", "scheduler.pt"])
-def test_a_checkpoint_of_stock_trainers_has_no_list(name, run):
-    (run / "checkpoint-3" / FILES_FILE).unlink()
-    assert fault_of(run / "checkpoint-3") is None
+        return
     (run / "checkpoint-3" / name).unlink()
-    assert fault_of(run / "checkpoint-3") is not None
+    with pytest.raises(error, match=f"checkpoint-3 cannot be resumed from: {said}; name an earlier one"):
+        check_checkpoint(run / "checkpoint-3")
 
 
 # ---- What is deleted ----
@@ -119,25 +100,44 @@ def test_which_are_deleted(there, newest, limit, options, left, tmp_path):
         (tmp_path / f"checkpoint-{step}").mkdir()
     paths = {name: tmp_path / f"checkpoint-{step}" for name, step in options.items()}
     delete_old(tmp_path / f"checkpoint-{newest}", limit, **paths)
-    assert [checkpoints.step_of(path) for path in checkpoints.checkpoints_in(tmp_path)] == left
-    assert not (tmp_path / PARTIAL_FOLDER).exists()
+    assert steps_in(tmp_path) == left
 
 
 # ---- How one comes to be ----
 
 
-def test_every_file_is_listed_and_the_partial_folder_is_gone(saved):
-    for step in (1, 2, 3):
-        folder = saved / f"checkpoint-{step}"
-        listed = json.loads((folder / FILES_FILE).read_text())
-        files = [path for path in folder.rglob("*") if path.is_file() and path.name != FILES_FILE]
-        assert listed == {str(path.relative_to(folder)): path.stat().st_size for path in files}
-        assert {"model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "progress_0.json"} < set(listed)
-    assert not (saved / PARTIAL_FOLDER).exists()
+@pytest.mark.parametrize("limit", [1, None])
+def test_the_marker_is_written_last_and_the_earlier_checkpoint_deleted_after_it(limit, spec, tmp_path, monkeypatch):
+    """Also where the step's checkpoint was left incomplete by a run that was killed."""
+    left = tmp_path / "checkpoint-2" / "left.txt"
+    left.parent.mkdir()
+    left.touch()
+    seen = []
+
+    def mark_complete(checkpoint: Path, optimizer_batch: int) -> None:
+        files = {path.name for path in checkpoint.iterdir()}
+        needed = {"model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "progress_0.pt"}
+        assert {*needed, "trainer_state.json"} < files and not {MARKER, "left.txt"} & files
+        seen.append(steps_in(tmp_path))
+        (checkpoint / MARKER).touch()
+
+    monkeypatch.setattr(checkpoints, "mark_complete", mark_complete)
+    trainer = build({**spec, "args": {**spec["args"], "save_total_limit": limit}}, str(tmp_path))
+    trainer.train()
+    assert seen == ([[1, 2], [1, 2], [2, 3]] if limit else [[1, 2], [1, 2], [1, 2, 3]])
+    assert steps_in(tmp_path) == ([3] if limit else [1, 2, 3])
+    assert trainer.args.save_total_limit == limit
+
+
+@pytest.mark.parametrize("limit", [1, 2])
+def test_a_run_that_has_ended_needs_its_best_checkpoint_alone(limit, spec, tmp_path):
+    """As transformers leaves it; at a learning rate of 0, the first is best."""
+    arguments = {**spec["args"], **BEST, "save_total_limit": limit, "learning_rate": 0.0}
+    train({**spec, "held_out": pairs(4, seed=9), "args": arguments}, str(tmp_path))
+    assert steps_in(tmp_path) == [1, 3][:limit]
 
 
 def test_the_best_checkpoint_goes_by_its_own_name(spec, tmp_path):
-    """Best when it is saved, so that transformers sees it in the partial folder."""
     arguments = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "learning_rate": 1e-3}
     trainer = train({**spec, "held_out": pairs(4, seed=9), "args": {**spec["args"], **arguments}}, str(tmp_path))
     best = tmp_path / f"checkpoint-{trainer.state.best_global_step}"
@@ -151,11 +151,10 @@ def test_the_best_checkpoint_goes_by_its_own_name(spec, tmp_path):
 
 @pytest.fixture
 def signals():
-    """Whoever handles signals now does so again after the test."""
-    handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    """Whoever handles signals now does so again after the training."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     yield
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+    assert handlers == {number: signal.getsignal(number) for number in handlers}
 
 
 def stopped(spec: dict, folder: Path, **arguments):
@@ -166,15 +165,8 @@ def stopped(spec: dict, folder: Path, **arguments):
     trainer.add_callback(Preemption(trainer))
     with pytest.raises(SystemExit) as ended:
         trainer.train()
-    assert ended.value.code == REQUEUE
+    assert ended.value.code == 143
     return trainer
-
-
-def steps_in(folder: Path) -> list[int]:
-    return [checkpoints.step_of(path) for path in checkpoints.checkpoints_in(folder)]
-
-
-BEST = {"save_total_limit": 1, "eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}
 
 
 def test_the_checkpoint_of_a_notice_stays_beside_the_best(spec, tmp_path, signals):
@@ -182,14 +174,12 @@ def test_the_checkpoint_of_a_notice_stays_beside_the_best(spec, tmp_path, signal
     trainer = stopped(spec, tmp_path, **BEST)
     assert steps_in(tmp_path) == [1, 5] and trainer.state.best_global_step == 1
     assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-5"
-    assert (trainer.args.save_total_limit, trainer.args.load_best_model_at_end) == (1, True)
 
 
 def test_weights_alone_are_nothing_to_go_on_from(spec, tmp_path, signals):
     """`save_only_model` at steps 2 and 4; a notice in the fifth step is for going on, and saved in full."""
     stopped(spec, tmp_path, save_only_model=True, save_steps=2)
-    fault = "it has no scheduler.pt and no optimizer, as save_only_model leaves it"
-    assert fault_of(tmp_path / "checkpoint-4") == fault
+    assert not is_complete(tmp_path / "checkpoint-4")
     assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-5"
     with pytest.raises(ValueError, match="checkpoint-4 cannot be resumed from: it has no scheduler.pt"):
         check_checkpoint(tmp_path / "checkpoint-4")
@@ -241,10 +231,11 @@ def test_the_recipes_checkpoint_to_resume(run, spec, tmp_path, monkeypatch, caps
     def resume(folder: Path, wanted: str = "last") -> str | None:
         return open_run_folder(str(folder), overwrite=False, resume_from_checkpoint=wanted)
 
-    cut(run / "checkpoint-3" / "optimizer.pt")
+    (run / "checkpoint-3" / MARKER).unlink()
+    (run / "checkpoint-3" / "scheduler.pt").unlink()
     assert resume(run) == str(run / "checkpoint-2")
     for wanted in (resume, lambda _, named: build(spec, str(run)).train(resume_from_checkpoint=named)):
-        with pytest.raises(ValueError, match=r"checkpoint-3 cannot be resumed from: optimizer.pt has .*; name an"):
+        with pytest.raises(ValueError, match="checkpoint-3 cannot be resumed from: it has no scheduler.pt"):
             wanted(run, str(run / "checkpoint-3"))
     begun = tmp_path / "begun"
     begun.mkdir()
@@ -271,56 +262,6 @@ class Malicious(str):
 def test_nothing_in_a_checkpoint_is_unpickled(name, spec, run, tmp_path):
     folder = run / "checkpoint-2"
     torch.save({"state": Malicious(str(tmp_path / "harm"))}, folder / name)
-    (folder / FILES_FILE).unlink()
     with pytest.raises(Exception, match="Weights only load failed|weights_only"):
         build(spec, str(run)).train(resume_from_checkpoint=str(folder))
     assert not (tmp_path / "harm").exists()
-
-
-# ---- Disks ----
-
-
-class Cached(type(Path())):
-    """A path whose machine still lists folders that are gone."""
-
-    def is_dir(self) -> bool:
-        return True
-
-
-def save(folders: list[Path], step: int) -> None:
-    """A checkpoint of two machines. The first process writes the weights, and each process its own part."""
-    barrier = threading.Barrier(2, timeout=20)
-
-    def work(rank: int) -> None:
-        accelerator = SimpleNamespace(is_local_main_process=True, wait_for_everyone=barrier.wait)
-        name, kind = f"checkpoint-{step}", Path if rank == 0 else Cached
-        partial, final = kind(folders[rank] / PARTIAL_FOLDER / name), kind(folders[rank] / name)
-        with checkpoints.written_whole(partial, final, accelerator, saves=rank == 0):
-            write_text(Path(partial) / f"progress_{rank}.json", "{}")
-            if rank == 0:
-                write_text(partial / "trainer_state.json", "{}")
-
-    with ThreadPoolExecutor(2) as threads:
-        list(threads.map(work, range(2)))
-
-
-def names(folder: Path) -> set[str]:
-    return {path.name for path in folder.iterdir()}
-
-
-def test_a_shared_disk_that_still_lists_what_is_gone(tmp_path):
-    """The second machine still sees the partial folder, which the first has renamed; the second step saved twice."""
-    for step in (1, 2, 2):
-        save([tmp_path, tmp_path], step)
-    assert names(tmp_path) == {"checkpoint-1", "checkpoint-2"}
-    whole = {"progress_0.json", "progress_1.json", "trainer_state.json", FILES_FILE}
-    assert names(tmp_path / "checkpoint-1") == names(tmp_path / "checkpoint-2") == whole
-
-
-def test_machines_without_a_shared_disk(tmp_path):
-    folders = [tmp_path / "a", tmp_path / "b"]
-    for _ in range(2):
-        save(folders, 1)
-    assert names(folders[0]) == names(folders[1]) == {"checkpoint-1"}
-    assert names(folders[0] / "checkpoint-1") == {"progress_0.json", "trainer_state.json", FILES_FILE}
-    assert names(folders[1] / "checkpoint-1") == {"progress_1.json"}

@@ -12,7 +12,6 @@ import time
 from contextlib import contextmanager
 
 import pytest
-import torch
 from safetensors import SafetensorError
 
 from tests.support import train_once
@@ -20,9 +19,8 @@ from tests.support.faults_once import At, build, end_of_processes
 from tests.support.recipes import RECIPES, environment
 from tests.support.tiny import pairs
 from tests.support.train_once import largest_difference, launch, parameters
-from trl_ext.resilience.checkpoints import PARTIAL_FOLDER, last_checkpoint
-from trl_ext.resilience.faults import TrainingFault, is_lost_process, is_out_of_memory, plain_faults
-from trl_ext.resilience.reward_guard import Stalled, time_limit
+from trl_ext.resilience.checkpoints import checkpoints_in, last_checkpoint
+from trl_ext.resilience.faults import TrainingFault, plain_faults
 
 TRAINERS = ["PolicyTrainer", "PreferenceTrainer", "RewardTrainer", "SFTTrainer"]
 
@@ -68,11 +66,10 @@ def test_a_full_disk_ends_the_run_and_leaves_the_earlier_checkpoint(trainer, siz
             stopped.train()
     message = str(caught.value)
     assert "\n" not in message
-    assert message.startswith("the checkpoint of step 2 could not be written, and ")
-    assert "MiB were free there. If the disk is full, make room" in message
-    assert f"--resume_from_checkpoint goes on from {tmp_path / 'run' / 'checkpoint-1'}" in message
+    assert message.startswith(f"{tmp_path / 'run' / 'checkpoint-2'} could not be written, and ")
+    assert "MiB are free there: make room" in message
+    assert checkpoints_in(tmp_path / "run") == [tmp_path / "run" / "checkpoint-1"]
     assert last_checkpoint(tmp_path / "run") == tmp_path / "run" / "checkpoint-1"
-    assert not (tmp_path / "run" / PARTIAL_FOLDER).exists()
     resumed = build(spec(trainer, args=SAVING), str(tmp_path / "run"))
     resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1"))
     assert largest_difference(parameters(resumed), parameters(straight)) == 0.0
@@ -101,30 +98,7 @@ def test_the_search_of_transformers_is_refused(spec, tmp_path):
         build(spec("PreferenceTrainer", args={"auto_find_batch_size": True}), str(tmp_path))
 
 
-def test_what_is_out_of_memory():
-    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory."))
-    assert is_out_of_memory(RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"))
-    assert not is_out_of_memory(RuntimeError("probability tensor contains either `inf`, `nan` or element < 0"))
-
-
 # ---- Functions that do not come back ----
-
-
-def test_a_time_limit_interrupts_what_python_waits_for():
-    """A sleep of a minute, and a loop that catches every `Exception`, end after a fifth of a second."""
-
-    def stubborn() -> None:
-        while True:
-            try:
-                time.sleep(60)
-            except Exception:
-                continue
-
-    for stalling in (lambda: time.sleep(60), stubborn, lambda: [None for _ in iter(int, 1)]):
-        begun = time.monotonic()
-        with pytest.raises(Stalled), time_limit(0.2):
-            stalling()
-        assert 0.2 <= time.monotonic() - begun < 5
 
 
 HANGS = {"reward_timeout": 0.5, "beta": 0.0}
@@ -216,14 +190,12 @@ def test_deepspeed_skips_by_itself_and_is_counted(engine, spec, tmp_path):
 
 @pytest.mark.slow
 def test_a_killed_process_ends_the_other(spec, tmp_path):
-    """Without a launcher, which would end it anyway: one line at once, with the checkpoint to go on from."""
+    """Without a launcher, which would end it anyway, and with a checkpoint to go on from."""
     keys = {"kill_at": 2, "last": True, "args": {"save_strategy": "steps", "save_steps": 1}}
     survivor, killed = end_of_processes([spec("PreferenceTrainer", **keys)], tmp_path)
     assert killed.code == -9 and survivor.code == 2
     assert survivor.seconds - killed.seconds < 60
-    error = survivor.runs[0]["error"]
-    assert error.startswith("TrainingFault: another process of this run has ended, and this one cannot continue")
-    assert f"goes on from {tmp_path}/0-run/checkpoint-2" in error and "\n" not in error
+    assert survivor.runs[0]["error"] and last_checkpoint(tmp_path / "0-run") == tmp_path / "0-run" / "checkpoint-2"
 
 
 @pytest.mark.slow
@@ -236,7 +208,7 @@ def test_a_reward_function_that_hangs_on_one_process_ends_both(spec, tmp_path):
     assert abs(waiting.seconds - hanging.seconds) < 60
     assert "'hangs_on_the_last_rank' did not come back within 2 seconds" in hanging.runs[0]["error"]
     assert "given row_id 'row2', row_id 'row3' " in hanging.runs[0]["error"]
-    assert "another process of this run has ended" in waiting.runs[0]["error"]
+    assert waiting.runs[0]["error"]
 
 
 # ---- Recipes ----
@@ -257,27 +229,8 @@ def test_a_recipe_says_in_one_line_that_the_disk_is_full(tmp_path):
     ended = subprocess.run(command, preexec_fn=limit, timeout=300, **options)
     assert ended.returncode == 2 and "Traceback" not in ended.stderr
     (line,) = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
-    assert line.startswith("error: the checkpoint of step 1 could not be written, and ")
-    assert "There is no checkpoint to go on from" in line
-    assert last_checkpoint(tmp_path / "run") is None
-    assert not (tmp_path / "run" / "checkpoint.partial").exists()
-
-
-@pytest.mark.parametrize("processes", [1, 2])
-@pytest.mark.parametrize(
-    ("error", "lost"),
-    [
-        (RuntimeError("[/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:26019"), True),
-        (torch.distributed.DistBackendError("NCCL error: remote process exited"), True),
-        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
-        # Of a user's own server or child.
-        (ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"), False),
-        (RuntimeError("judge: timed out waiting for an answer"), False),
-    ],
-)
-def test_what_is_a_lost_process(error, lost, processes, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", str(processes))
-    assert is_lost_process(error) is (lost and processes > 1)
+    assert line.startswith("error: run/checkpoint-1 could not be written, and ")
+    assert checkpoints_in(tmp_path / "run") == []
 
 
 @pytest.mark.parametrize(
@@ -286,14 +239,14 @@ def test_what_is_a_lost_process(error, lost, processes, monkeypatch):
         (RuntimeError("redis: connection refused"), None),
         (RuntimeError("prompt.txt: file too large for the tokenizer"), None),
         (FileNotFoundError(errno.ENOENT, "No such file or directory", "a.jsonl"), None),
-        (OSError(errno.ENOSPC, "No space left on device", "a.jsonl"), "^the disk is full: a.jsonl could not be"),
+        (OSError(errno.ENOSPC, "No space left on device", "a.jsonl"), "^a.jsonl could not be written"),
         # Of reading, too.
         (SafetensorError("Error while deserializing header: incomplete metadata"), None),
-        (OSError(errno.EDQUOT, "Disk quota exceeded"), "^the disk is full: a file could not be written, and .* MiB"),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), "^a file could not be written, and .* MiB"),
     ],
 )
-def test_a_full_disk_is_told_and_an_error_of_the_users_own_code_passes_unchanged(error, said, tmp_path):
-    with pytest.raises(TrainingFault if said else type(error), match=said) as caught, plain_faults(str(tmp_path)):
+def test_a_full_disk_is_told_and_an_error_of_the_users_own_code_passes_unchanged(error, said):
+    with pytest.raises(TrainingFault if said else type(error), match=said) as caught, plain_faults():
         raise error
     assert said or caught.value is error
 
@@ -302,7 +255,10 @@ def test_a_full_disk_is_told_and_an_error_of_the_users_own_code_passes_unchanged
 def test_a_full_disk_at_the_last_save_is_told(trainer, tiny_model_path, tmp_path):
     """No file of more than 20 kB can be written, and no checkpoint was."""
     trainer = train_once.build({"trainer": trainer, "model": tiny_model_path, "pairs": 4}, str(tmp_path))
-    with files_of_at_most(20_000) as limit, pytest.raises(TrainingFault, match="^the model could not be written, and"):
+    with (
+        files_of_at_most(20_000) as limit,
+        pytest.raises(TrainingFault, match=f"^{tmp_path} could not be written, and"),
+    ):
         limit()
         trainer.save_model()
 

@@ -66,7 +66,7 @@ def values(arguments: list[str], *flags: str) -> tuple[str, ...]:
 def test_scripts_are_valid_and_jobs_are_told_ahead_and_may_be_requeued(name):
     assert subprocess.run(["bash", "-n", SLURM / name]).returncode == 0 and os.access(SLURM / name, os.X_OK)
     options = {line.split()[1] for line in (SLURM / name).read_text().splitlines() if line.startswith("#SBATCH")}
-    wanted = {"--signal=USR1@300", "--requeue", "--open-mode=append", "--ntasks-per-node=1"}
+    wanted = {"--signal=TERM@300", "--requeue", "--open-mode=append", "--ntasks-per-node=1"}
     assert name == "node.sh" or wanted <= options
 
 
@@ -132,8 +132,8 @@ def test_what_a_job_is_refused_for(script, arguments, message, cluster):
 
 
 @pytest.mark.parametrize("script", SCRIPTS[1:])
-@pytest.mark.parametrize(("code", "requeued"), [("0", False), ("1", False), ("75", True)])
-def test_exit_code_75_requeues(script, code, requeued, cluster):
+@pytest.mark.parametrize(("code", "requeued"), [("0", False), ("1", False), ("143", True)])
+def test_only_a_notice_requeues(script, code, requeued, cluster):
     done, calls = cluster(script, "grpo", "runs/x", "org/model", ACCELERATE_EXIT=code)
     assert done.returncode == int(code)
     assert (["requeue", "41007"] in calls["scontrol"]) is requeued
@@ -149,8 +149,7 @@ def test_a_requeued_job_resumes(restarts, began, cluster, tmp_path):
     assert ("--resume_from_checkpoint" in calls["accelerate"][0]) is (restarts == "1" and began)
 
 
-# A launcher with two workers in sessions of their own, as torchrun has, that save on USR1; its exit code is 1 then.
-# They are deaf to it, as node.sh has made them, until they have loaded their model.
+# A launcher with two workers in sessions of their own, as torchrun has, that save on TERM; its exit code is 1 then.
 LAUNCHER = """
 import pathlib, subprocess, sys, time
 worker = '''
@@ -158,33 +157,30 @@ import pathlib, signal, sys, time
 def save(*_):
     time.sleep(0.5)
     pathlib.Path(sys.argv[1]).write_text("saved")
-    sys.exit(75)
+    sys.exit(143)
+signal.signal(signal.SIGTERM, save)
 pathlib.Path(sys.argv[1]).write_text("ready")
-time.sleep({loading})
-signal.signal(signal.SIGUSR1, save)
 time.sleep(30)
 '''
-workers = [subprocess.Popen([sys.executable, "-c", worker, f"worker{{i}}"], start_new_session=True) for i in range(2)]
+workers = [subprocess.Popen([sys.executable, "-c", worker, f"worker{i}"], start_new_session=True) for i in range(2)]
 sys.exit(max(worker.wait() for worker in workers) and 1)
 """
 
 
-@pytest.mark.parametrize(("notice", "loading"), [(signal.SIGUSR1, 1.5), (signal.SIGTERM, 0)])
-def test_a_notice_reaches_the_workers_and_not_the_launcher(notice, loading, tmp_path):
+def test_a_notice_reaches_the_workers_and_not_the_launcher(tmp_path):
     """Sent once to the whole process group of the task, as SLURM does; the launcher would die of it."""
-    (tmp_path / "launcher.py").write_text(LAUNCHER.format(loading=loading))
+    (tmp_path / "launcher.py").write_text(LAUNCHER)
     (tmp_path / "accelerate").write_text(f'#!/usr/bin/env bash\nexec "{sys.executable}" "{tmp_path}/launcher.py"\n')
     (tmp_path / "accelerate").chmod(0o755)
     variables = {"ENGINE": "zero2", "NODES": "1", "GPUS": "2", "MAIN_NODE": "a", "MAIN_PORT": "1", "SLURM_NODEID": "0"}
-    variables["NOTICE_EVERY"] = "0.5"
     variables["PATH"] = f"{tmp_path}:{os.environ['PATH']}"
     environment = {**os.environ, **variables}
     task = subprocess.Popen([str(SLURM / "node.sh"), "aot"], cwd=tmp_path, env=environment, start_new_session=True)
     files = [tmp_path / "worker0", tmp_path / "worker1"]
     try:
         wait_until(lambda: all(file.exists() and file.read_text() == "ready" for file in files))
-        os.killpg(task.pid, notice)
-        assert task.wait(timeout=30) == 75
+        os.killpg(task.pid, signal.SIGTERM)
+        assert task.wait(timeout=30) == 143
     finally:
         task.kill()
     assert [file.read_text() for file in files] == ["saved", "saved"]

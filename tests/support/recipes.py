@@ -118,7 +118,7 @@ def check_run(folder: Path, steps: int, *, save_every: int = 2) -> dict:
     from safetensors.torch import load_file
 
     from trl_ext.evaluation.report import write_report
-    from trl_ext.resilience.checkpoints import fault_of
+    from trl_ext.resilience.checkpoints import is_complete
 
     results, metrics = read(folder, "results.json"), read(folder, "metrics.jsonl")
     described, config = results["run"], yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
@@ -130,7 +130,7 @@ def check_run(folder: Path, steps: int, *, save_every: int = 2) -> dict:
     assert "trl_ext" in (folder / "README.md").read_text(encoding="utf-8")
     saved = sorted(path.name for path in folder.glob("checkpoint-*"))
     assert saved == [f"checkpoint-{step}" for step in range(save_every, steps + 1, save_every)]
-    assert not [name for name in saved if fault_of(folder / name)]
+    assert all(is_complete(folder / name) for name in saved)
     first, last = (load_file(folder / name / "model.safetensors") for name in (saved[0], saved[-1]))
     assert any(not first[name].equal(last[name]) for name in last), "training moved nothing"
     assert not [path for path in folder.rglob(".*") if path.is_file()], "a temporary file was left"

@@ -128,14 +128,14 @@ def _within(owner: str, name: str):
 CHECKPOINTS = "trl_ext.resilience.checkpoints"
 PLACES = {
     "step_end": _at_event("on_step_end"),
-    # After the checkpoint has its name, and after what other callbacks do then.
+    # After the checkpoint has its marker, and after what other callbacks do then.
     "saved": _at_event("on_save"),
     # With parameters and optimizer written, and no random state.
     "mid_save": _within("trainer", "_save_rng_state"),
-    # Complete but for its name.
-    "before_rename": _within(CHECKPOINTS, "move_into_place"),
-    # With its name, and nothing yet deleted or scored.
-    "renamed": _within(CHECKPOINTS, "delete_old"),
+    # Complete but for its marker.
+    "before_mark": _within(CHECKPOINTS, "mark_complete"),
+    # With its marker, and nothing yet deleted or scored.
+    "marked": _within(CHECKPOINTS, "delete_old"),
     # No kill: the notice of a preemption, or Ctrl-C, in the middle of the step that follows.
     "notice": _at_event("on_step_begin", signal.SIGTERM),
     "interrupt": _at_event("on_step_begin", signal.SIGINT),
@@ -149,7 +149,7 @@ def live(kind: str, models: Path, folder: Path, kill: list | None = None) -> Non
     """Train from the last checkpoint, if there is one, to the end or to the kill point; in the process that calls."""
     import torch
 
-    from trl_ext.resilience.checkpoints import checkpoints_in
+    from trl_ext.resilience.checkpoints import last_checkpoint
     from trl_ext.resilience.preemption import Preemption
 
     torch.set_num_threads(1)
@@ -160,7 +160,7 @@ def live(kind: str, models: Path, folder: Path, kill: list | None = None) -> Non
     if kill is not None and trainer.accelerator.process_index in (kill[2:] or [0]):
         PLACES[kill[0]](trainer, kill[1])
     (folder / "began").touch()
-    trainer.train(resume_from_checkpoint=bool(checkpoints_in(folder / "run")))
+    trainer.train(resume_from_checkpoint=last_checkpoint(folder / "run") is not None)
     if trainer.accelerator.is_main_process:
         write_end(trainer, folder / "end.safetensors")
 
@@ -209,9 +209,8 @@ def save_models(folder: Path) -> None:
 
 def carry_out(job: dict, models: Path) -> None:
     """All lives of a job, each of which must end as it should."""
-    from trl_ext.resilience.preemption import REQUEUE
-
-    expected, folder = {"notice": REQUEUE, "interrupt": 130}, Path(job["folder"])
+    # Expert iteration repeats an interrupted round, and does not listen.
+    expected, folder = {"notice": 143, "interrupt": 130}, Path(job["folder"])
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / "log.txt"
     for kill in [*job["kills"], None]:

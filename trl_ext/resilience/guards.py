@@ -32,8 +32,8 @@ class UpdateGuard(TrainerCallback):
         self.in_a_row = 0
         self.failure: str | None = None
         self._gradient_norm = 0.0
-        # Over the micro-batches of this optimizer step, on this process.
-        self._faults = {"reward": False, "loss": False}
+        # What was not finite in a micro-batch of this optimizer step, on this process: "reward", "loss".
+        self._faults: set[str] = set()
 
     def observe_gradient_norm(self, norm: torch.Tensor | float | None) -> None:
         """Record the norm of the step's gradient over all processes; any non-finite entry makes it non-finite."""
@@ -41,7 +41,8 @@ class UpdateGuard(TrainerCallback):
 
     def observe_loss(self, loss: torch.Tensor) -> None:
         """Record the loss of a micro-batch."""
-        self._faults["loss"] |= not bool(loss.detach().isfinite().all())
+        if not loss.detach().isfinite().all():
+            self._faults.add("loss")
 
     def observe_reward(self, bad: bool) -> None:
         """Record whether a micro-batch's loss was computed from a reward that was not finite.
@@ -49,7 +50,8 @@ class UpdateGuard(TrainerCallback):
         Raises:
             FloatingPointError: it was, under DeepSpeed, which skips only steps whose gradient is not finite.
         """
-        self._faults["reward"] |= bad
+        if bad:
+            self._faults.add("reward")
         if bad and self.trainer.is_deepspeed_enabled:
             raise FloatingPointError(
                 f"a reward at step {self.trainer.state.global_step} was not finite, and DeepSpeed cannot skip the "
@@ -58,25 +60,18 @@ class UpdateGuard(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         # Training may continue after a stop, with other settings.
-        self.failure = None
-        self.in_a_row = 0
-        self._faults = {"reward": False, "loss": False}
+        self.failure, self.in_a_row = None, 0
+        self._faults.clear()
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
-        fault = self._fault()
-        self._faults = {"reward": False, "loss": False}
-        if fault is None:
-            self.in_a_row = 0
-        else:
-            self._skip(fault, args, state)
-        self.trainer._metrics["train"]["skipped_updates"] = [float(sum(self.skipped.values()))]
-
-    def _skip(self, fault: str, args, state) -> None:
-        # Without gradients, an optimizer leaves parameters and its own state as they are.
-        self.trainer.model.zero_grad(set_to_none=True)
-        self.skipped[fault] += 1
-        self.in_a_row += 1
-        logger.warning(f"step {state.global_step + 1}: the {fault} was not finite, the update is skipped")
+        cause = self._cause()
+        self._faults.clear()
+        self.in_a_row = self.in_a_row + 1 if cause else 0
+        if cause:
+            # Without gradients, an optimizer leaves parameters and its own state as they are.
+            self.trainer.model.zero_grad(set_to_none=True)
+            self.skipped[cause] += 1
+            logger.warning(f"step {state.global_step + 1}: the {cause} was not finite, the update is skipped")
         if self.in_a_row >= self.limit:
             counts = ", ".join(f"{count} x {name}" for name, count in self.skipped.items() if count)
             source = "reward function" if hasattr(self.trainer, "reward_guard") else "data"
@@ -87,39 +82,42 @@ class UpdateGuard(TrainerCallback):
             )
             # The checkpoint that follows is meant to be resumed with other settings.
             self.in_a_row = 0
+        self.trainer._metrics["train"]["skipped_updates"] = [float(sum(self.skipped.values()))]
+
+    def _cause(self) -> str | None:
+        """What was not finite on any process; None if the update can be applied."""
+        accelerator = self.trainer.accelerator
+        flags = torch.tensor([float(name in self._faults) for name in ("reward", "loss")], device=accelerator.device)
+        rewards, losses = accelerator.reduce(flags, reduction="sum").tolist()
+        # In float16 an overflow is routine: the loss scaler skips the step itself and lowers its scale.
+        gradient = not math.isfinite(self._gradient_norm) and accelerator.scaler is None
+        return "reward" if rewards else "loss" if losses else "gradient" if gradient else None
 
     def on_step_end(self, args, state, control, **kwargs):
         if self.failure is not None:
-            control.should_save = self.trainer.saves_within_training
-            control.should_training_stop = self.trainer.interrupted = True
+            stop_training(state, control, saves=self.trainer.saves_within_training)
 
     def on_epoch_end(self, args, state, control, **kwargs):
-        if self.trainer.interrupted:
+        if self.failure is not None:
             leave_epoch(state, control, saves=self.trainer.saves_within_training)
 
-    def _fault(self) -> str | None:
-        accelerator = self.trainer.accelerator
-        flags = torch.tensor([self._faults["reward"], self._faults["loss"]], dtype=torch.float32)
-        rewards, losses = accelerator.reduce(flags.to(accelerator.device), reduction="sum").tolist()
-        if rewards:
-            return "reward"
-        if losses:
-            return "loss"
-        # In float16 an overflow is routine: the loss scaler skips the step itself and lowers its scale.
-        if not math.isfinite(self._gradient_norm) and accelerator.scaler is None:
-            return "gradient"
-        return None
+
+def stop_training(state, control, *, saves: bool) -> None:
+    """At the end of a step, stop with a single checkpoint; `leave_epoch` must follow at the end of the epoch."""
+    control.should_training_stop = True
+    # A complete epoch is logged and evaluated before it is saved, since a resumed run does not repeat that.
+    control.should_save = saves and not _completes_epoch(state)
 
 
 def leave_epoch(state, control, *, saves: bool) -> None:
     """At the end of an epoch in which the run stops, skip what applies only to complete epochs, or save it.
 
-    transformers treats an interrupted epoch as complete. After a complete epoch, metrics are logged and evaluated
-    after the step's own checkpoint was saved, and a resumed run would not repeat them.
+    transformers treats an interrupted epoch as complete.
     """
-    if state.global_step >= state.max_steps:
-        return
-    if state.epoch % 1:
-        control.should_log = control.should_evaluate = control.should_save = False
-    elif control.should_log or control.should_evaluate:
-        control.should_save = saves
+    control.should_save = saves and _completes_epoch(state)
+    if not _completes_epoch(state):
+        control.should_log = control.should_evaluate = False
+
+
+def _completes_epoch(state) -> bool:
+    return state.epoch % 1 == 0 or state.global_step >= state.max_steps

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,38 +15,30 @@ SECRET_NAMES = frozenset(
 )
 
 
-def _is_secret(name: str, value: Any = "") -> bool:
+def _is_secret(name: Any, value: Any = "") -> bool:
     # A number is no credential: a weight of a column called token, say, or `token=True` for the stored login.
-    return name.replace("-", "_").lower() in SECRET_NAMES and not isinstance(value, (int, float, type(None)))
+    return str(name).replace("-", "_").lower() in SECRET_NAMES and not isinstance(value, (int, float, type(None)))
 
 
 def without_secrets(value: Any) -> Any:
     """Remove the keys of `SECRET_NAMES` from dictionaries, at any depth of dictionaries and lists, but not numbers."""
     if isinstance(value, list):
         return [without_secrets(entry) for entry in value]
-    if not isinstance(value, dict):
-        return value
-    return {key: without_secrets(entry) for key, entry in value.items() if not _is_secret(str(key), entry)}
+    if isinstance(value, dict):
+        return {name: without_secrets(entry) for name, entry in value.items() if not _is_secret(name, entry)}
+    return value
 
 
 def arguments_without_secrets(arguments: Sequence[str]) -> list[str]:
-    """Command-line arguments with `***` for credentials, and JSON without the keys that hold credentials."""
+    """Command-line arguments with `***` for credentials, and for JSON that names one."""
     shown, hide = [], False
     for argument in arguments:
         name, equals, value = argument.partition("=") if argument.startswith("--") else ("", "", argument)
         if name:
             hide = _is_secret(name.lstrip("-"))
-        shown.append(name + equals + ("***" if hide and value else _json_without_secrets(value)))
+        hidden = value and (hide or any(f'"{secret}"' in value.lower() for secret in SECRET_NAMES))
+        shown.append(name + equals + ("***" if hidden else value))
     return shown
-
-
-def _json_without_secrets(text: str) -> str:
-    try:
-        value = json.loads(text)
-    except ValueError:
-        return text
-    clean = without_secrets(value)
-    return text if clean == value else json.dumps(clean)
 
 
 class KeepsSecrets:
@@ -61,17 +52,15 @@ class KeepsSecrets:
         return without_secrets(self.__dict__)
 
     def __copy__(self):
-        return _with_values(type(self), self.__dict__)
+        made = object.__new__(type(self))
+        made.__dict__.update(self.__dict__)
+        return made
 
     def __deepcopy__(self, memo: dict[int, Any]):
-        return _with_values(type(self), copy.deepcopy(self.__dict__, memo))
+        made = object.__new__(type(self))
+        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return made
 
     def to_dict(self) -> dict[str, Any]:
         # transformers hides its own tokens, but does not look into dictionaries.
         return {name: without_secrets(value) for name, value in super().to_dict().items()}
-
-
-def _with_values(kind: type, values: dict[str, Any]) -> Any:
-    made = object.__new__(kind)
-    made.__dict__.update(values)
-    return made

@@ -16,7 +16,7 @@ import yaml
 from trl_ext.evaluation.methods.runs import OF_THE_SEED
 from trl_ext.files import read_yaml
 from trl_ext.processes import is_main_process, warn_once_per_run
-from trl_ext.resilience.checkpoints import PARTIAL_FOLDER, check_checkpoint, last_checkpoint
+from trl_ext.resilience.checkpoints import check_checkpoint, last_checkpoint
 from trl_ext.resilience.secrets import without_secrets
 
 # Files that a training run writes into its folder, in addition to checkpoints.
@@ -95,7 +95,7 @@ def clear_run_folder(output_dir: str) -> None:
     model_files = ("adapter_*", "model*.safetensors*", "*config.json", "training_args.bin", "reward_model.json")
     for path in [*(folder / name for name in RESULT_FILES), *(p for name in model_files for p in folder.glob(name))]:
         path.unlink(missing_ok=True)
-    folders = ("samples", "best", "best.partial", PARTIAL_FOLDER)
+    folders = ("samples", "best", "best.partial")
     for path in [*folder.glob("checkpoint-*"), *(folder / name for name in folders)]:
         shutil.rmtree(path, ignore_errors=True)
 

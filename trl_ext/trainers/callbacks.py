@@ -15,7 +15,7 @@ from tqdm.auto import tqdm
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback
 
 from trl_ext.files import write_json_lines
-from trl_ext.resilience.guards import leave_epoch
+from trl_ext.resilience.guards import leave_epoch, stop_training
 
 # Columns of a step's line: the format of each, and its metrics, of which the first that was logged is shown.
 _COLUMNS = {
@@ -203,7 +203,8 @@ class TimeBudgetCallback(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step % self.period == 0 and state.global_step < state.max_steps and self.is_spent():
             self._stops = True
-            control.should_training_stop = control.should_save = control.should_log = True
+            control.should_log = True
+            stop_training(state, control, saves=True)
 
     def on_epoch_end(self, args, state, control, **kwargs):
         if self._stops:

@@ -11,7 +11,6 @@ from typing import Any
 from datasets import Dataset, IterableDataset
 from torch.nn import Module
 
-from trl_ext.data import truncate_pair
 from trl_ext.files import brief
 from trl_ext.models.loading import resolve_model_path
 from trl_ext.processes import warn_once_per_run
@@ -169,24 +168,35 @@ def quiet_about_length(processing_class: Any) -> None:
     tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
 
 
-def truncate_pairs(dataset: Any, dataset_name: str, args: Any) -> Any:
-    """Cut the prompts and responses of pairs, as token ids, to the limits of a configuration; one line counts them."""
-    limits = {name: getattr(args, name) for name in ("max_prompt_tokens", "max_response_tokens")}
-    if not any(limits.values()):
+def truncate_rows(
+    dataset: Any, dataset_name: str, args: Any, responses: Sequence[str] = ("chosen_ids", "rejected_ids")
+) -> Any:
+    """Cut `prompt_ids` at the beginning and responses at the end, to the limits of a configuration.
+
+    A response that is cut loses its end token, so it does not teach the model to stop there. One line counts what is
+    cut.
+
+    Args:
+        responses: columns of token ids, of which a dataset may lack some.
+    """
+    prompt_limit, response_limit = args.max_prompt_tokens, args.max_response_tokens
+    if prompt_limit is None and response_limit is None:
         return dataset
-    prompts, *responses = columns = ("prompt_ids", "chosen_ids", "rejected_ids")
+    if isinstance(dataset, Dataset):
+        # KTO's `KL_completion_ids` are the responses of other rows.
+        counted = [name for name in responses if name in dataset.column_names and not name.startswith("KL_")]
+        for side, limit, columns in (("prompt", prompt_limit, ["prompt_ids"]), ("response", response_limit, counted)):
+            lengths = [len(ids) for column in columns for ids in dataset[column]] if limit else []
+            if cut := sum(length > limit for length in lengths):
+                warn_once_per_run(
+                    f"{dataset_name}: {cut} of {len(lengths)} {side}s are longer than max_{side}_tokens {limit} and "
+                    "are cut"
+                )
 
     def truncate(row: Mapping[str, Any]) -> dict[str, list[int]]:
-        return dict(zip(columns, truncate_pair(*(row[name] for name in columns), **limits), strict=True))
+        prompt = row["prompt_ids"] if prompt_limit is None else row["prompt_ids"][-prompt_limit:]
+        return {"prompt_ids": prompt, **{name: row[name][:response_limit] for name in responses if name in row}}
 
-    for (name, limit), sides in zip(limits.items(), ([prompts], responses), strict=True):
-        if limit and isinstance(dataset, Dataset):
-            lengths = [len(ids) for side in sides for ids in dataset[side]]
-            if cut := sum(length > limit for length in lengths):
-                what = "prompts" if name == "max_prompt_tokens" else "responses"
-                warn_once_per_run(
-                    f"{dataset_name}: {cut} of {len(lengths)} {what} are longer than {name} {limit} and are cut"
-                )
     return map_rows(dataset, truncate, f"Truncating {dataset_name} dataset")
 
 

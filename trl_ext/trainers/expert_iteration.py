@@ -21,7 +21,7 @@ from transformers import Trainer, TrainerState
 
 from trl_ext.files import write_json, write_json_lines
 from trl_ext.resilience import checkpoints
-from trl_ext.resilience.checkpoints import ROUND_FILE
+from trl_ext.resilience.progress import counts_of, set_counts
 from trl_ext.rewards.verified import Grader, count_categories
 from trl_ext.rollouts import SamplingSettings, TransformersEngine, VLLMEngine, response_entropies
 from trl_ext.rollouts.generation import warn_of_ignored_settings
@@ -31,6 +31,9 @@ from trl_ext.trainers.defaults import check_at_least, configuration
 from trl_ext.trainers.policies import trained_policy
 from trl_ext.trainers.sft import SFTConfig, SFTTrainer
 from trl_ext.trainers.trl_settings import refuse_given
+
+# Its checkpoints have no optimizer, since each round begins with a new one.
+ROUND_FILE = "expert_step.json"
 
 
 @dataclass
@@ -183,7 +186,7 @@ class ExpertIterationTrainer(SFTTrainer):
             self.state = TrainerState.load_from_json(str(Path(checkpoint) / "trainer_state.json"))
             if done:
                 self._load_from_checkpoint(checkpoint)
-                self._set_counts(saved["carried_over"])
+                set_counts(self, saved["carried_over"])
         self.state.is_world_process_zero = self.is_world_process_zero()
         if self.accelerator.is_main_process:
             # The next round's first line has the step at which the finished ones ended.
@@ -198,19 +201,19 @@ class ExpertIterationTrainer(SFTTrainer):
         return done
 
     def _save_checkpoint_of(self, step: int) -> None:
-        final = Path(self.args.output_dir) / f"checkpoint-{step}"
-        partial = final.parent / checkpoints.PARTIAL_FOLDER / final.name
-        with checkpoints.written_whole(partial, final, self.accelerator, saves=self.args.should_save):
-            if step:
-                self.save_model(str(partial))
-            if self.args.should_save:
-                batch = self.get_total_train_batch_size(self.args)
-                record = {"expert_step": step, "optimizer_batch": batch, "carried_over": self._counts()}
-                write_json(partial / ROUND_FILE, record)
-                self.state.save_to_json(str(partial / checkpoints.STATE_FILE))
+        folder = Path(self.args.output_dir) / f"checkpoint-{step}"
         if self.args.should_save:
+            checkpoints.delete(folder)
+        self.accelerator.wait_for_everyone()
+        if step:
+            self.save_model(str(folder))
+        if self.args.should_save:
+            record = {"expert_step": step, "carried_over": counts_of(self, self.carried_over)}
+            write_json(folder / ROUND_FILE, record)
+            self.state.save_to_json(str(folder / checkpoints.STATE_FILE))
+            checkpoints.mark_complete(folder, self.get_total_train_batch_size(self.args))
             in_use = self._resumed_from if step < self.args.n_steps else None
-            checkpoints.delete_old(final, self.args.save_total_limit, in_use=in_use)
+            checkpoints.delete_old(folder, self.args.save_total_limit, in_use=in_use)
 
     # ---- One round ----
 
@@ -237,18 +240,15 @@ class ExpertIterationTrainer(SFTTrainer):
 
     @contextmanager
     def _engine(self, policy) -> Iterator[Callable]:
-        tokenizer = self.processing_class
         if not self.args.use_vllm:
-            yield TransformersEngine(policy, tokenizer, self.settings)
+            yield TransformersEngine(policy, self.processing_class, self.settings)
             return
         folder = Path(self.args.output_dir) / "samples" / "policy"
         self.save_model(str(folder))
-        share = self.args.vllm_gpu_memory_utilization
-        engine = VLLMEngine(str(folder), tokenizer, self.settings, gpu_memory_utilization=share)
+        share = {"gpu_memory_utilization": self.args.vllm_gpu_memory_utilization}
         try:
-            yield engine
+            yield VLLMEngine(str(folder), self.processing_class, self.settings, **share)
         finally:
-            del engine
             gc.collect()
             torch.cuda.empty_cache()
             shutil.rmtree(folder, ignore_errors=True)

@@ -17,7 +17,14 @@ from trl import KTOTrainer as TRLKTOTrainer
 from trl_ext.data.unpaired import pairs_to_unpaired
 from trl_ext.processes import warn_once_per_run
 from trl_ext.resilience.training import ResilientTraining
-from trl_ext.trainers.context import LABELLED, check_dataset, check_inputs, check_template, quiet_about_length
+from trl_ext.trainers.context import (
+    LABELLED,
+    check_dataset,
+    check_inputs,
+    check_template,
+    quiet_about_length,
+    truncate_rows,
+)
 from trl_ext.trainers.defaults import (
     TruncatedFields,
     check_choice,
@@ -96,13 +103,7 @@ class KTOTrainer(ResilientTraining, WritesModelCard, TRLKTOTrainer):
         if self.calculate_KL and isinstance(dataset, Dataset) and (args.dataset_num_proc or 1) > 1:
             # Each of TRL's processes batches its own shard, where rows have other neighbours than in training.
             dataset = dataset.map(_with_mismatched, batched=True, batch_size=args.per_device_train_batch_size)
-        prompt, response = args.max_prompt_tokens, args.max_response_tokens
-
-        def truncate(row):
-            ends = {name: row[name][:response] for name in ("completion_ids", "KL_completion_ids") if name in row}
-            return {"prompt_ids": row["prompt_ids"] if prompt is None else row["prompt_ids"][-prompt:], **ends}
-
-        return dataset if prompt is None and response is None else dataset.map(truncate)
+        return truncate_rows(dataset, dataset_name, args, ("completion_ids", "KL_completion_ids"))
 
 
 def _with_neighbours(dataset: Dataset, name: str, args: KTOConfig) -> Dataset:

@@ -83,20 +83,3 @@ def pair_metrics(scores: PreferenceScores, beta: float, counted: Tensor) -> dict
         "logps/rejected": rejected,
     }
     return {name: ((counted * value).sum(), counted.sum()) for name, value in values.items()}
-
-
-class TokenMetrics(StepMetrics):
-    """For demonstrations: TRL's metrics and the held-out loss, which are means over a batch's tokens, weighted so."""
-
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        labels = inputs["shift_labels"] if "shift_labels" in inputs else inputs["labels"][..., 1:]
-        tokens = labels.ne(-100).sum()
-        result = super().compute_loss(
-            model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
-        )
-        logged = self._metrics["train" if self.model.training else "eval"]
-        means = {name: logged[name].pop() for name in ("entropy", "mean_token_accuracy") if logged.get(name)}
-        if not self.model.training:
-            means["loss"] = result[0] if return_outputs else result
-        self.add_metrics({name: (mean * tokens, tokens) for name, mean in means.items()})
-        return result

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -182,17 +182,3 @@ def is_zero3(accelerator) -> bool:
     """Whether DeepSpeed divides every parameter among the processes."""
     plugin = accelerator.state.deepspeed_plugin
     return plugin is not None and plugin.zero_stage == 3
-
-
-class Tap:
-    """Replaces the model in TRL's loss step, which only calls it, and keeps the output of the first call."""
-
-    def __init__(self, model: Callable):
-        self.model = model
-        self.output = None
-
-    def __call__(self, **kwargs):
-        output = self.model(**kwargs)
-        if self.output is None:
-            self.output = output
-        return output

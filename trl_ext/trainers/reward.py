@@ -35,7 +35,7 @@ from trl_ext.trainers.context import (
     encoding,
     map_rows,
     name_of_row,
-    truncate_pairs,
+    truncate_rows,
 )
 from trl_ext.trainers.defaults import TruncatedFields, check_training, configuration, resolve_device_defaults
 from trl_ext.trainers.model_card import WritesModelCard
@@ -139,7 +139,7 @@ class RewardTrainer(ResilientTraining, WritesModelCard, TRLRewardTrainer):
         if not {"chosen_ids", "chosen_input_ids"} & {*columns}:
             options = {"fn_kwargs": {"tokenizer": processing_class}, "num_proc": workers}
             dataset = map_rows(dataset, _encode_pair, f"Tokenizing {dataset_name} dataset", **options)
-            dataset = truncate_pairs(dataset, dataset_name, args)
+            dataset = truncate_rows(dataset, dataset_name, args)
             dataset = map_rows(dataset, _join_prompt, None, num_proc=workers, remove_columns=["prompt_ids"])
         if margins in columns:
             options = {"fn_kwargs": {"column": margins}, "num_proc": workers}
@@ -288,8 +288,9 @@ def _reward_model(model: Any, args: RewardConfig) -> Any:
             f"the model {name} has {config.num_labels} labels, and a reward model has one: load it with num_labels=1, "
             "or start from a language model"
         )
-    saved = model.active_peft_config.modules_to_save or () if isinstance(model, PeftModel) else ["score"]
-    if not {"score", "classifier"} & {*saved}:
+    if isinstance(model, PeftModel) and not {"score", "classifier"} & {
+        *(model.active_peft_config.modules_to_save or ())
+    }:
         raise ValueError(
             "the given adapter would leave the score head untrained and unsaved: build it with a configuration of "
             "task_type SEQ_CLS, or pass peft_config to the trainer, which sees to it"

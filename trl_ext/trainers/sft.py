@@ -15,7 +15,7 @@ from trl_ext.processes import warn_once_per_run
 from trl_ext.resilience.training import ResilientTraining
 from trl_ext.trainers.context import check_inputs, check_template, encoding, map_rows
 from trl_ext.trainers.defaults import CommonFields, check_training, configuration, resolve_device_defaults
-from trl_ext.trainers.metrics import TokenMetrics
+from trl_ext.trainers.metrics import StepMetrics
 from trl_ext.trainers.model_card import WritesModelCard
 from trl_ext.trainers.packing import pack_trainer
 
@@ -42,7 +42,7 @@ class SFTConfig(CommonFields, TRLSFTConfig):
         super().__post_init__()
 
 
-class SFTTrainer(ResilientTraining, WritesModelCard, TokenMetrics, TRLSFTTrainer):
+class SFTTrainer(ResilientTraining, WritesModelCard, StepMetrics, TRLSFTTrainer):
     """Fine-tunes on demonstrations; for a `prompt` with its `completion`, only the completion has a loss.
 
     Accepts the arguments of `trl.SFTTrainer`, with an `SFTConfig`, and keeps its features. It differs in three
@@ -85,6 +85,18 @@ class SFTTrainer(ResilientTraining, WritesModelCard, TokenMetrics, TRLSFTTrainer
             if isinstance(dataset, Dataset) and args.max_length is not None and not packing:
                 _report_truncation(dataset, dataset_name, args.max_length)
         return super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        labels = inputs["shift_labels"] if "shift_labels" in inputs else inputs["labels"][..., 1:]
+        tokens = labels.ne(-100).sum().double()
+        result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        logged = self._metrics["train" if self.model.training else "eval"]
+        # TRL has just logged the means of this micro-batch. They weigh as much as it has tokens.
+        means = {name: logged[name].pop() for name in ("entropy", "mean_token_accuracy") if logged.get(name)}
+        if not self.model.training:
+            means["loss"] = result[0] if return_outputs else result
+        self.add_metrics({name: (mean * tokens, tokens) for name, mean in means.items()})
+        return result
 
 
 def _encode(row: dict, tokenizer) -> dict:

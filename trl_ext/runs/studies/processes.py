@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import shlex
 import signal
 import sys
@@ -18,12 +17,13 @@ from typing import Any
 import psutil
 
 from trl_ext.files import read_json, read_yaml, write_json
+from trl_ext.resilience.checkpoints import last_checkpoint
 from trl_ext.runs import RECIPES
 
 # The settings of a run, kept in its folder; a folder without this file belongs to something else.
 RECORD_NAME = "run.json"
 # Windows has TERM and INT.
-_NAMES = ("SIGTERM", "SIGUSR1", "SIGHUP", "SIGQUIT", "SIGINT")
+_NAMES = ("SIGTERM", "SIGHUP", "SIGQUIT", "SIGINT")
 SIGNALS = tuple(getattr(signal, name) for name in _NAMES if hasattr(signal, name))
 POLL_SECONDS = 0.2
 
@@ -63,7 +63,7 @@ class Run:
         return "to begin anew" if self._has_updates() and not self._has_checkpoint() else "interrupted"
 
     def _has_checkpoint(self) -> bool:
-        return any(self.folder.glob("checkpoint-*/trainer_state.json"))
+        return last_checkpoint(self.folder) is not None
 
     def _has_updates(self) -> bool:
         # A recipe that samples, or runs others, has no such file, and continues from what its folder holds.
@@ -181,12 +181,12 @@ def run_or_stop(command: Sequence[str]) -> int:
     """Run a launcher of training processes and forward the signals that arrive meanwhile; return its exit status.
 
     The launcher gets its own session, so that only this process receives signals from a terminal. INT is forwarded
-    unchanged to the training processes, the launcher's direct children. TERM, USR1 and HUP are forwarded to them as
-    USR1, on which they save and exit. Once the launcher has children, it is not signalled: torchrun would kill them
-    before they have saved. QUIT (Ctrl-\\) kills them all.
+    unchanged to the training processes, the launcher's direct children. TERM and HUP are forwarded to them as TERM,
+    on which they save and exit. Once the launcher has children, it is not signalled: torchrun would kill them before
+    they have saved. QUIT (Ctrl-\\) kills them all.
 
     Raises:
-        KeyboardInterrupt, SystemExit: the program was asked to stop; the code is 75 unless from a terminal.
+        KeyboardInterrupt, SystemExit: the program was asked to stop; the code is 128 plus the signal's number.
     """
     launcher = psutil.Popen(command, start_new_session=True)
     workers: list[psutil.Process] = []
@@ -197,9 +197,9 @@ def run_or_stop(command: Sequence[str]) -> int:
                 workers = launcher.children() or workers
             # A launcher that has not started any process has nothing to save.
             for process in {*(workers or [launcher])} - told if received else ():
-                number = signal.SIGINT if received[0] == signal.SIGINT else signal.SIGUSR1
+                number = signal.SIGINT if workers and received[0] == signal.SIGINT else signal.SIGTERM
                 with contextlib.suppress(psutil.Error):
-                    process.send_signal(number if workers else signal.SIGTERM)
+                    process.send_signal(number)
                 told.add(process)
             if any(number.name == "SIGQUIT" for number in received):
                 for process in (launcher, *workers):
@@ -210,8 +210,8 @@ def run_or_stop(command: Sequence[str]) -> int:
         return code
     if received[0] == signal.SIGINT:
         raise KeyboardInterrupt
-    print(f"\nreceived {received[0].name}; the same command resumes this run (exit code {os.EX_TEMPFAIL})")
-    raise SystemExit(os.EX_TEMPFAIL)
+    print(f"\nreceived {received[0].name}; the same command resumes this run")
+    raise SystemExit(128 + received[0])
 
 
 @contextlib.contextmanager
