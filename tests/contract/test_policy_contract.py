@@ -5,19 +5,22 @@ When one of these fails after an upgrade, its message says what moved and what i
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 import trl
-from peft.tuners.tuners_utils import BaseTunerLayer
 from trl.trainer.utils import shuffle_sequence_dict, split_tensor_dict
 
 from tests.support.rollout_once import build, prompts, thirds
+from trl_ext.trainers.policy.trainer import _OF_IMAGES
 
 pytestmark = pytest.mark.usefixtures("in_float64")
 
 TRAINER = "trl_ext.trainers.policy.trainer.PolicyTrainer"
 REWARDS = f"{TRAINER}._calculate_rewards"
 ADVANTAGES = f"{TRAINER}._generate_and_score_completions"
+SCORE = f"{TRAINER}.score"
 LOSS = f"{TRAINER}._compute_loss"
 GREEDY = "trl_ext.trainers.policy.generation"
 OPTIMIZER = "trl_ext.trainers.ppo.trainer.PPOTrainer.create_optimizer"
@@ -111,26 +114,22 @@ def test_generate_single_turn(stock):
 
 
 def test_the_forward_pass(stock, rollout):
-    """A 3-tuple, and one pass with gradient for each loss, so that the seam's record of it is the loss's own."""
-    calls = []
-
-    class Recording(trl.GRPOTrainer):
-        def _get_per_token_logps_and_entropies(self, *args, **kwargs):
-            calls.append(super()._get_per_token_logps_and_entropies(*args, **kwargs))
-            return calls[-1]
-
-    (batch, _) = split_tensor_dict(rollout, 2)
-    kind = type(stock)
-    stock.__class__ = Recording
-    try:
-        loss = stock._compute_loss(stock.model, batch)
-    finally:
-        stock.__class__ = kind
-    assert len(calls) == 1, f"GRPOTrainer._compute_loss makes {len(calls)} forward passes: {LOSS} keeps the last"
-    assert len(calls[0]) == 3, f"GRPOTrainer._get_per_token_logps_and_entropies returns {len(calls[0])} things: {LOSS}"
-    log_probs, entropies, auxiliary = calls[0]
-    assert log_probs.shape == entropies.shape == batch["completion_ids"].shape and auxiliary is None, LOSS
-    assert log_probs.requires_grad and loss.requires_grad, f"the forward pass has no gradient any more: {LOSS}"
+    """Log-probabilities and entropies of the tokens, with a gradient; and what images add to the arguments."""
+    takes = list(inspect.signature(trl.GRPOTrainer._get_per_token_logps_and_entropies).parameters)
+    expected = ["self", "model", "input_ids", "attention_mask", "logits_to_keep", "batch_size", "compute_entropy"]
+    expected += ["compute_aux_loss", *_OF_IMAGES]
+    assert sorted(takes) == sorted(expected), (
+        f"GRPOTrainer._get_per_token_logps_and_entropies takes {takes}: {SCORE} passes {expected[1:]}"
+    )
+    ids, masks = ([rollout[f"{part}_{name}"] for part in ("prompt", "completion")] for name in ("ids", "mask"))
+    count = rollout["completion_ids"].size(1)
+    found = stock._get_per_token_logps_and_entropies(
+        stock.model, torch.cat(ids, 1), torch.cat(masks, 1), count, compute_entropy=True
+    )
+    assert len(found) == 3, f"GRPOTrainer._get_per_token_logps_and_entropies returns {len(found)} things: {SCORE}"
+    log_probs, entropies, auxiliary = found
+    assert log_probs.shape == entropies.shape == rollout["completion_ids"].shape and auxiliary is None, SCORE
+    assert log_probs.requires_grad, f"the forward pass has no gradient any more: {SCORE}"
 
 
 def test_the_loss_is_divided_by_the_trainer_itself(stock, rollout):
@@ -162,30 +161,3 @@ def test_the_optimizer_is_made_once_and_its_groups_can_be_divided(policy_path, t
         "those of the value function to a group of their own"
     )
     assert trainer.create_optimizer() is optimizer, f"Trainer.create_optimizer makes another: {OPTIMIZER} divides one"
-
-
-@pytest.mark.parametrize("has_reference", [False, True])
-def test_a_reference_is_the_policy_with_its_adapter_off_or_another_in_its_place(has_reference, policy_path, tmp_path):
-    """TRL scores with the reference of a policy with an adapter through the policy itself."""
-    states = []
-
-    class Recording(trl.GRPOTrainer):
-        def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
-            layer = next(module for module in model.modules() if isinstance(module, BaseTunerLayer))
-            states.append((model is self.model, layer.disable_adapters, list(model.active_adapters)))
-            return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
-
-    spec = {"model": policy_path, "trainer": "trl.GRPOTrainer", "lora": True}
-    spec["args"] = {"beta": 0.1, "num_iterations": 2}
-    trainer = build(spec, str(tmp_path), trainer_class=Recording)
-    if has_reference:
-        trainer.model.add_adapter("ref", trainer.model.peft_config["default"])
-    elif "ref" in trainer.model.peft_config:
-        trainer.model.delete_adapter("ref")
-    trainer.model.train()
-    trainer._generate_and_score_completions(rows())
-    expected = (True, False, ["ref"]) if has_reference else (True, True, ["default"])
-    assert states == [(True, False, ["default"]), expected], (
-        f"GRPOTrainer scores with policy and reference in the states {states}, of (the policy, disable_adapters of "
-        "PEFT's layers, active_adapters of its model): trl_ext.PPOTrainer._is_reference_pass tells them apart by these"
-    )

@@ -161,11 +161,10 @@ REFERENCE = "trl_ext.trainers.preference.trainer.PreferenceTrainer._precompute_r
 PREFERENCE = "trl_ext.trainers.preference.trainer.PreferenceTrainer"
 POLICY = "trl_ext.trainers.policy.trainer.PolicyTrainer"
 GREEDY = "trl_ext.trainers.policy.generation"
-STOP = "trl_ext.trainers.policy.generation.PolicyGeneration"
 KTO = "trl_ext.KTOTrainer"
 GUARD = "trl_ext.resilience.guards.UpdateGuard"
 CARD = "trl_ext.trainers.model_card"
-ROLLOUT = "trl_ext.trainers.policy.rollout_metrics.latest_rollout, from which the doctor reads responses and rewards,"
+ROLLOUT = "trl_ext.doctor.examine.read_sampled, where the doctor reads responses and rewards,"
 ONLINE, LOG_KEYS = (trl.GRPOTrainer, trl.RLOOTrainer), ('["prompt"]', '["completion"]', '["rewards"][name]')
 TRAINERS = (trl.DPOTrainer, trl.GRPOTrainer, trl.RewardTrainer, trl.SFTTrainer, trl.KTOTrainer)
 
@@ -199,10 +198,9 @@ FUNCTIONS = [
     (trl.DPOTrainer.create_model_card, ["self", "model_name", "dataset_name", "tags"], CARD),
     (trl.GRPOTrainer._calculate_rewards, REWARDS, f"{POLICY}._calculate_rewards"),
     (trl.GRPOTrainer._tokenize_prompts, ["self", "prompts"], f"{POLICY}._tokenize_prompts"),
-    (trl.GRPOTrainer._generate, ["self", "prompts"], f"{STOP}._generate"),
     (trl.GRPOTrainer._generate_single_turn, SINGLE_TURN, f"{GREEDY}.greedy_rewards"),
-    (trl.GRPOTrainer.get_high_entropy_mask, ["self", "entropies", "mask", "threshold"], f"{POLICY}._compute_loss"),
-    (trl.GRPOTrainer.get_off_policy_mask, OFF_POLICY_MASK, f"{POLICY}._surrogate_weights"),
+    (trl.GRPOTrainer.get_high_entropy_mask, ["self", "entropies", "mask", "threshold"], f"{POLICY}.loss"),
+    (trl.GRPOTrainer.get_off_policy_mask, OFF_POLICY_MASK, f"{POLICY}._response_weights"),
     (add_fused_lm_head, FUSED_HEAD, "trl_ext.trainers.policy.scoring.ScoringTemperature"),
 ]
 # What must stand in the source of a function or module, and what of ours stands on it.
@@ -235,11 +233,11 @@ SOURCES = [
         for kind in (trl.DPOTrainer, trl.KTOTrainer, trl.GRPOTrainer)
     ),
 ]
-# Attributes that `GRPOTrainer._compute_loss` reads when it is called: ours sets some of them, and reads the others.
+# Attributes that `GRPOTrainer._compute_loss` reads, and so does ours in its place.
 POLICY_ATTRIBUTES = (
-    "loss_type importance_sampling_level epsilon_low epsilon_high top_entropy_quantile args.use_bias_correction_kl "
-    "_entropy_bonus_enabled use_adaptive_entropy _last_world_entropy entropy_coef aux_loss_enabled "
-    "router_aux_loss_coef off_policy_mask_threshold vllm_importance_sampling_correction"
+    "top_entropy_quantile _entropy_bonus_enabled use_adaptive_entropy _last_world_entropy _entropy_window_stats "
+    "entropy_coef args.entropy_target args.entropy_coef_delta args.entropy_coef_min args.entropy_coef_max "
+    "aux_loss_enabled router_aux_loss_coef off_policy_mask_threshold vllm_importance_sampling_correction"
 )
 
 
@@ -271,7 +269,7 @@ def test_sources(owner, text, user):
 def test_attributes_that_the_policy_loss_reads():
     source = inspect.getsource(trl.GRPOTrainer._compute_loss)
     missing = [name for name in POLICY_ATTRIBUTES.split() if not re.search(rf"self\.{name}\b", source)]
-    assert not missing, f"GRPOTrainer._compute_loss does not read {missing} of itself: {POLICY} sets or reads them"
+    assert not missing, f"GRPOTrainer._compute_loss does not read {missing} of itself: {POLICY}.loss reads them"
 
 
 # ---- Saving, and the counters of a run ----
