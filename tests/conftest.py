@@ -10,6 +10,7 @@ import signal
 import sys
 import tempfile
 from pathlib import Path
+from unittest.mock import patch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
@@ -105,14 +106,14 @@ def no_key(monkeypatch):
 
 
 @pytest.fixture
-def registries_as_before(monkeypatch):
+def registries_as_before():
     """Whatever a test registers is gone after it; what the library registers is there before it."""
     import trl_ext.losses  # noqa: F401
     from trl_ext.algorithms import algorithms
     from trl_ext.registry import preference_losses, preference_weightings
 
-    for registry in (algorithms, preference_losses, preference_weightings):
-        monkeypatch.setattr(registry, "_entries", dict(registry._entries))
+    with patch.dict(algorithms), patch.dict(preference_losses), patch.dict(preference_weightings):
+        yield
 
 
 @pytest.fixture

@@ -15,24 +15,21 @@ from torch import Tensor
 
 from trl_ext import losses
 from trl_ext.advantages import group_centered, group_normalized
-from trl_ext.models.tokenization import response_log_probs, token_entropy, tokenize_prompt_and_output
-from trl_ext.names import check_choice, lazy_names
-
-# These are imported on first use: some need more than torch, some not even torch.
-_LAZY, __getattr__, __dir__ = lazy_names(
-    __name__,
-    {
-        "trl_ext.data.packed_sft": "PackedSFTDataset iterate_batches",
-        "trl_ext.rewards.parsers": "parse_gsm8k_response parse_mmlu_response",
-    },
-)
+from trl_ext.data.packed_sft import PackedSFTDataset, encode_documents, iterate_batches
+from trl_ext.models import response_log_probs, token_entropy, tokenize_prompt_and_output
+from trl_ext.names import check_choice
+from trl_ext.rewards.parsers import parse_gsm8k_response, parse_mmlu_response
 
 __all__ = [
+    "PackedSFTDataset",
     "compute_group_normalized_rewards",
     "grpo_clip_loss",
+    "iterate_batches",
     "masked_mean",
     "masked_normalize",
     "naive_policy_gradient_loss",
+    "parse_gsm8k_response",
+    "parse_mmlu_response",
     "per_instance_dpo_loss",
     "policy_gradient_loss",
     "policy_microbatch_step",
@@ -40,7 +37,6 @@ __all__ = [
     "sft_microbatch_step",
     "token_entropy",
     "tokenize_prompt_and_output",
-    *_LAZY,
 ]
 
 # The arguments that each loss type reads in addition to the policy's log-probabilities.
@@ -72,16 +68,13 @@ def compute_group_normalized_rewards(
 ) -> tuple[Tensor, Tensor, dict[str, float]]:
     """Rewards of a rollout, and their advantages within the groups of responses to one prompt.
 
-    `(r - mean) / (std + advantage_eps)` with the sample standard deviation (divided by G - 1), or `r - mean`. A group
-    of equal rewards, and one of a single response, has advantages of exactly 0.
+    `(r - mean) / (std + advantage_eps)` with the sample standard deviation (divided by G - 1), or `r - mean` if
+    `normalize_by_std` is False. A group of equal rewards, and one of a single response, has advantages of exactly 0.
 
     Args:
         reward_fn: maps a response and its ground truth to a dict of numbers, including `reward`.
-        rollout_responses: N responses, grouped by prompt.
-        repeated_ground_truths: the ground truth of each response, N.
+        rollout_responses, repeated_ground_truths: N responses, grouped by prompt, and the ground truth of each.
         group_size: responses per prompt, G.
-        advantage_eps: added to the standard deviation; ignored if `normalize_by_std` is False.
-        normalize_by_std: whether to divide by the deviation.
 
     Returns:
         Advantages [N] and rewards [N], float32, and metadata: the mean of each number that `reward_fn` returns for
@@ -97,8 +90,14 @@ def compute_group_normalized_rewards(
             f"expected one ground truth per response and at least one, got {len(rollout_responses)} "
             f"rollout_responses and {len(repeated_ground_truths)} repeated_ground_truths"
         )
-    pairs = zip(rollout_responses, repeated_ground_truths, strict=True)
-    scores = [_scores(reward_fn, response, truth, number) for number, (response, truth) in enumerate(pairs)]
+    scores = [reward_fn(*pair) for pair in zip(rollout_responses, repeated_ground_truths, strict=True)]
+    for number, score in enumerate(scores):
+        reward = score.get("reward") if isinstance(score, dict) else None
+        if not isinstance(reward, (int, float)):
+            wanted = "reward_fn must return a dict with a number 'reward'"
+            raise ValueError(f"{wanted}, got {score!r} for response {number}")
+        if not math.isfinite(reward):
+            raise ValueError(f"reward_fn returned a reward of {reward} for response {number}")
     rewards = torch.tensor([float(score["reward"]) for score in scores], dtype=torch.float32)
     if normalize_by_std:
         advantages = group_normalized(rewards, group_size, std_ddof=1, eps=advantage_eps)
@@ -123,11 +122,7 @@ def grpo_clip_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """`-min(ratio A, clip(ratio, 1 - cliprange, 1 + cliprange) A)` of each token. [B, T].
 
-    Args:
-        advantages: [B, 1], [B] or [B, T].
-        policy_log_probs: [B, T].
-        old_log_probs: log-probabilities at sampling time, [B, T]; no gradient flows into them.
-        cliprange: how far the ratio may move from 1 before it gives no gradient.
+    Advantages are [B, 1], [B] or [B, T], log-probabilities [B, T]; no gradient flows into the old ones.
 
     Returns:
         Losses, and metadata: `clipped`, [B, T], True where the clip made the loss larger, so that the token gives no
@@ -167,13 +162,9 @@ def policy_gradient_loss(
     Raises:
         ValueError: the loss type is unknown, an argument is missing, or a shape is wrong.
     """
-    given = {
-        "raw_rewards": raw_rewards,
-        "advantages": advantages,
-        "old_log_probs": old_log_probs,
-        "cliprange": cliprange,
-    }
     check_choice("loss_type", loss_type, LOSS_TYPES)
+    given = {"raw_rewards": raw_rewards, "advantages": advantages}
+    given |= {"old_log_probs": old_log_probs, "cliprange": cliprange}
     missing = [name for name in LOSS_TYPES[loss_type] if given[name] is None]
     if missing:
         raise ValueError(f"missing for the loss_type {loss_type!r}: {', '.join(missing)}")
@@ -193,13 +184,7 @@ def sft_microbatch_step(
     """Negative log-likelihood of one micro-batch, with its backward pass.
 
     Each row's sum over the response is divided by `normalize_constant`; the rows are averaged and divided by
-    `gradient_accumulation_steps`.
-
-    Args:
-        policy_log_probs: with gradient, [B, T].
-        response_mask: [B, T].
-        gradient_accumulation_steps: micro-batches per optimizer step.
-        normalize_constant: divisor of each row's sum.
+    `gradient_accumulation_steps`. `policy_log_probs` have a gradient; they and the mask are [B, T].
 
     Returns:
         The loss, a scalar without gradient, and metadata: `token_count`, the number of response tokens, and
@@ -210,10 +195,8 @@ def sft_microbatch_step(
     """
     _check_same_shape("response_mask", response_mask, policy_log_probs)
     row_losses = -masked_normalize(policy_log_probs, response_mask, normalize_constant, dim=1)
-    metadata = {
-        "token_count": (response_mask != 0).sum(),
-        "mean_log_prob": masked_mean(policy_log_probs.detach(), response_mask),
-    }
+    mean_log_prob = masked_mean(policy_log_probs.detach(), response_mask)
+    metadata = {"token_count": (response_mask != 0).sum(), "mean_log_prob": mean_log_prob}
     return _backward(row_losses.mean(), gradient_accumulation_steps), metadata
 
 
@@ -231,12 +214,7 @@ def policy_microbatch_step(
 
     Each row's mean over the response is averaged over the rows and divided by `gradient_accumulation_steps`. A row
     without response tokens counts as 0 and is one of the B rows: its mean would be NaN and so would every gradient.
-
-    Args:
-        policy_log_probs: with gradient, [B, T].
-        response_mask: [B, T].
-        gradient_accumulation_steps: micro-batches per optimizer step.
-        loss_type, raw_rewards, advantages, old_log_probs, cliprange: see `policy_gradient_loss`.
+    The arguments are those of `sft_microbatch_step` and of `policy_gradient_loss`.
 
     Returns:
         The loss, a scalar without gradient, and metadata as in `grpo_clip_loss`, but over response tokens only; the
@@ -268,15 +246,12 @@ def per_instance_dpo_loss(
         lm_ref: the reference, without gradient; put it into evaluation mode.
         tokenizer: the tokenizer of both models.
         beta: strength of the preference signal.
-        prompt, response_chosen, response_rejected: plain texts.
 
     Raises:
         ValueError: the tokenizer has no end-of-text token.
 
     Rafailov et al. 2023, arXiv 2305.18290, equation 7.
     """
-    from trl_ext.data.packed_sft import encode_documents
-
     rows = [{"prompt": prompt, "response": response} for response in (response_chosen, response_rejected)]
     documents = encode_documents(tokenizer, rows)
     policy = [_text_log_prob(lm, ids) for ids in documents]
@@ -288,16 +263,6 @@ def per_instance_dpo_loss(
 def _text_log_prob(model, ids: list[int]) -> Tensor:
     tokens = torch.tensor([ids], device=next(model.parameters()).device)
     return response_log_probs(model, tokens[:, :-1], tokens[:, 1:])["log_probs"].sum()
-
-
-def _scores(reward_fn: Callable, response: str, truth: str, number: int) -> dict[str, float]:
-    scores = reward_fn(response, truth)
-    reward = scores.get("reward") if isinstance(scores, dict) else None
-    if not isinstance(reward, (int, float)):
-        raise ValueError(f"reward_fn must return a dict with a number 'reward', got {scores!r} for response {number}")
-    if not math.isfinite(reward):
-        raise ValueError(f"reward_fn returned a reward of {reward} for response {number}")
-    return scores
 
 
 def _log_ratio(policy_log_probs: Tensor, old_log_probs: Tensor) -> Tensor:

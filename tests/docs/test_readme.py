@@ -8,6 +8,7 @@ import re
 import shlex
 import tomllib
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import yaml
@@ -42,7 +43,8 @@ def check_all(items, check, tmp_path, monkeypatch) -> None:
     for number, item in enumerate(items):
         folder = tmp_path / str(number)
         folder.mkdir()
-        with monkeypatch.context() as patch:
+        # The names that the pages register are free again for other items.
+        with monkeypatch.context() as patch, mock.patch.dict(preference_losses), mock.patch.dict(algorithms):
             try:
                 check(item, folder, patch)
             except (Exception, SystemExit, pytest.fail.Exception) as error:
@@ -65,7 +67,6 @@ def _check_cluster_command(words, tmp_path, monkeypatch) -> None:
 
 
 def _check_command(command, tmp_path, monkeypatch) -> None:
-    _forget_names_afterwards(monkeypatch)
     words = shlex.split(command.removeprefix("time "))
     if words[0] == "make":
         assert re.search(rf"^{words[1]}:", (REPOSITORY / "Makefile").read_text(), flags=re.MULTILINE)
@@ -162,7 +163,6 @@ def test_yaml_blocks_are_configurations(tmp_path, monkeypatch):
 
 
 def _check_yaml(block, tmp_path, monkeypatch) -> None:
-    _forget_names_afterwards(monkeypatch)
     settings = yaml.safe_load(block)
     if "methods" in settings:
         path = tmp_path / "settings.yaml"
@@ -174,12 +174,6 @@ def _check_yaml(block, tmp_path, monkeypatch) -> None:
     (tmp_path / "mine.yaml").write_text(block)
     _, _, training = recipes.parse(monkeypatch, "preference", "--config", "mine.yaml")
     assert training.build_objective().describe().startswith("readme_loss (beta 0.5, weighted by confidence")
-
-
-def _forget_names_afterwards(monkeypatch) -> None:
-    """The names that the pages register are free again for other tests."""
-    for table in (preference_losses, algorithms):
-        monkeypatch.setattr(table, "_entries", dict(table._entries))
 
 
 def _write_own_functions(folder) -> None:
@@ -216,9 +210,9 @@ PYTHON = [name for name, text in TEXTS.items() if blocks("python", text)]
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in PYTHON])
+@pytest.mark.usefixtures("registries_as_before")
 def test_python_blocks_run(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    _forget_names_afterwards(monkeypatch)
     namespace: dict = {"__name__": "page"}
     for block in blocks("python", TEXTS[name]):
         exec(block, namespace)

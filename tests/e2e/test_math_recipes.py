@@ -114,7 +114,7 @@ def test_rewards_read_no_more_than_evaluations(tmp_path):
         ("no end", "no end"),
     ):
         rows = [{"prompt": "5 + 25", "answer": "30"}]
-        rewards = trainer.total_rewards(rows, ["5 + 25"], [completion], [ids])
+        rewards = trainer.total(trainer.reward(rows, ["5 + 25"], [completion], [ids]))
         assert seen.pop() == expected
         assert rewards.tolist() == [float(completion != "no end")]
 

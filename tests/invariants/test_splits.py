@@ -7,8 +7,6 @@ whole change of the parameters. Everything is in float64, where only a mistake m
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from datasets import Dataset
@@ -18,7 +16,7 @@ from tests.support import train_once
 from tests.support.splits_once import CASES, STOCK, metric_differences, run_all, save_models, update_difference
 from tests.support.tiny import independent_scores, pairs, perturbed, response_log_prob, token_ids
 from trl_ext.losses import PreferenceScores
-from trl_ext.trainers.metrics import MergedMetrics, merged
+from trl_ext.trainers.metrics import StepMetrics
 from trl_ext.trainers.preference.whole_batch import map_scores
 
 OWN = [name for name in CASES if name not in STOCK]
@@ -109,19 +107,8 @@ def test_of_one_micro_batch_what_is_logged_is_trls(alone):
 # ---- The pieces ----
 
 
-def test_merged_by_hand():
-    """Means .5 of 2 tokens and .2 of 8: (1 + 1.6) / 10 = .26, where the mean of the means is .35."""
-    counts = [{"tokens": 2.0}, {"tokens": 8.0}]
-    assert merged([0.5, 0.2], "tokens", counts) == pytest.approx(0.26)
-    assert merged([0.5, 0.2], "min", counts) == 0.2
-    assert merged([0.5, 0.2], "max", counts) == 0.5
-    assert merged([math.nan, 0.2], "tokens", counts) == pytest.approx(0.2)
-    assert math.isnan(merged([math.nan, math.nan], "max", counts))
-    assert merged([0.0, 0.0], "tokens", [{"tokens": 0.0}] * 2) == 0.0
-
-
 class OneProcess:
-    """What `MergedMetrics` sees of accelerate on one process."""
+    """What `StepMetrics` sees of accelerate on one process."""
 
     device = torch.device("cpu")
     sync_gradients = False
@@ -140,47 +127,45 @@ class Base:
         self._metrics = {"train": {}, "eval": {}}
         self.logged = []
 
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        mode = "train" if self.model.training else "eval"
-        for name, value in inputs["logged"].items():
-            self._metrics[mode].setdefault(name, []).append(value)
-        return torch.tensor(inputs.get("loss", 0.0))
-
     def log(self, logs, start_time=None):
         mode = "train" if self.model.training else "eval"
         self.logged.append({**logs, **{name: sum(v) / len(v) for name, v in self._metrics[mode].items()}})
         self._metrics[mode].clear()
 
 
-class Counted(MergedMetrics, Base):
-    def _micro_batch_counts(self, inputs):
-        return {"tokens": torch.tensor(inputs["tokens"])}
-
-    def _step_metrics(self, mode):
-        return {"entropy": "tokens", "lowest": "min"}
-
-    def _loss_weight(self):
-        return "tokens"
+class Counted(StepMetrics, Base):
+    pass
 
 
-def step(trainer, *micro_batches, **further):
-    for index, (tokens, entropy) in enumerate(micro_batches):
+def add_step(trainer, *micro_batches: tuple[float, float], name: str = "entropy") -> None:
+    for index, numbers in enumerate(micro_batches):
         trainer.accelerator.sync_gradients = index == len(micro_batches) - 1
-        inputs = {"tokens": tokens, "logged": {"entropy": entropy, "lowest": entropy, "other": entropy}}
-        trainer.compute_loss(None, {**inputs, **further})
+        trainer.add_metrics({name: tuple(map(torch.tensor, numbers))})
 
 
 def test_a_step_counts_once_however_many_micro_batches_it_has():
-    """Steps of entropy .26 (as above) and of .6 in one micro-batch: .43 is logged; minima .2 and .6, so .4."""
+    """Sums 1 of 2 tokens and 1.6 of 8 are .26, where the mean of the means .5 and .2 is .35. A further step of .6 in
+    one micro-batch: .43 is logged.
+    """
     trainer = Counted()
-    step(trainer, (2, 0.5), (8, 0.2))
-    step(trainer, (5, 0.6))
+    add_step(trainer, (1.0, 2.0), (1.6, 8.0))
+    add_step(trainer, (3.0, 5.0))
     trainer.log({"loss": 1.0})
-    assert trainer.logged == [pytest.approx({"loss": 1.0, "entropy": 0.43, "lowest": 0.4, "other": 1.3 / 3})]
-    # And nothing is left for the next.
-    step(trainer, (5, 0.1), (5, 0.3))
+    # And nothing is left for the next. The mean over nothing is TRL's 0.
+    add_step(trainer, (0.5, 5.0), (1.5, 5.0))
     trainer.log({"loss": 1.0})
-    assert trainer.logged[1] == pytest.approx({"loss": 1.0, "entropy": 0.2, "lowest": 0.1, "other": 0.2})
+    add_step(trainer, (0.0, 0.0))
+    trainer.log({"loss": 1.0})
+    assert [entry["entropy"] for entry in trainer.logged] == pytest.approx([0.43, 0.2, 0])
+
+
+def test_a_held_out_loss_is_the_mean_over_what_it_counts():
+    """Losses .5 of 2 tokens and .2 of 8, as above."""
+    trainer = Counted()
+    trainer.model.eval()
+    add_step(trainer, (1.0, 2.0), (1.6, 8.0), name="loss")
+    trainer.log({"eval_loss": 0.35, "eval_runtime": 7.0})
+    assert trainer.logged == [pytest.approx({"eval_loss": 0.26, "eval_runtime": 7.0})]
 
 
 # ---- Held-out losses of objectives that see a whole batch ----

@@ -227,9 +227,9 @@ class TestConfidence:
         ("columns", "message"),
         [
             ({"strength": CONFIDENCES}, "reads the column 'avg_confidence', which the dataset does not have"),
-            ({"avg_confidence": (0.9, -0.1, 0.2)}, "the column 'avg_confidence' holds negative values"),
+            ({"avg_confidence": (0.9, -0.1, 0.2)}, "the column 'avg_confidence' holds values that are negative"),
             # One such weight, normalised, would make every loss of the batch NaN.
-            ({"avg_confidence": (0.9, math.nan, 0.2)}, "the column 'avg_confidence' holds values that are not finite"),
+            ({"avg_confidence": (0.9, math.nan, 0.2)}, "holds values that are negative or not finite"),
         ],
     )
     def test_columns_that_cannot_weight(self, columns, message):
@@ -340,7 +340,7 @@ def test_objects_are_given_a_name_once():
 def test_policy_weights_cannot_be_normalised():
     """Their mean over the optimizer batch is known only once the batch has been trained on."""
     with pytest.raises(ValueError, match="cannot both read policy weights and be normalised"):
-        preference_weighting("both", normalize=True, needs_policy_weights=True)
+        preference_weighting("both", normalize=True, needs_policy_weights=True)(lambda scores: scores.chosen)
 
 
 def test_unknown_name_lists_the_known_and_hints():

@@ -164,7 +164,7 @@ def test_ratios_that_overflow_are_bounded():
 @pytest.mark.parametrize(
     "name, settings, expected",
     [
-        # The importance ratio's, the reference's, both; padding counts for nothing.
+        # Tokens, of 5: the importance ratio's, the reference's, both; padding counts for nothing.
         ("grpo", {"beta": 0.0}, 1),
         ("grpo", {"beta": 0.1}, 2),
         ("grpo", {"beta": 0.1, "kl_estimator": "k2"}, 1),
@@ -177,7 +177,8 @@ def test_ratios_that_overflow_are_bounded():
 def test_share_of_tokens_beyond_the_bound(name, settings, expected):
     old, reference = NEW.clone(), NEW.clone()
     old[0, 0], old[1, 2] = NEW[0, 0] - 21, NEW[1, 2] - 21
-    reference[0, 1], reference[1, 0] = NEW[0, 1] + 21, NEW[1, 0] - 21
+    # A reference that is less likely is not clamped.
+    reference[0, 1], reference[1, :2] = NEW[0, 1] + 21, NEW[1, :2] - 21
     scores = PolicyScores(NEW, old, MASK, ADVANTAGES, ref_log_probs=reference)
     _, metrics = algorithm(name, **settings).loss(scores)
     assert metrics["log_ratio/clamped"].item() == pytest.approx(expected / 5)

@@ -84,7 +84,7 @@ def test_rollouts_with_a_stop_string_that_begins_in_the_prompt(tmp_path, tiny_mo
     trainer.train()
     assert trainer.sampler.reason is None and not trainer.sampler.left
     [rollout] = rollout_batches(trainer)
-    difference = trainer.rollout_log_probs(rollout) - rollout["sampling_per_token_logps"]
+    difference = trainer.score(trainer.model, rollout).log_probs - rollout["sampling_per_token_logps"]
     difference = difference * rollout["completion_mask"]
     assert difference.abs().max() < 1e-4
 

@@ -33,10 +33,6 @@ def rollout_batches(trainer) -> list[dict]:
     return trainer._buffered_inputs
 
 
-def set_rollout_batches(trainer, batches: list[dict]) -> None:
-    trainer._buffered_inputs = batches
-
-
 def tokenized_prompts(trainer, prompts: list) -> list[list[int]]:
     """The ids that a policy's trainer makes of prompts."""
     return trainer._tokenize_prompts(prompts)[0]

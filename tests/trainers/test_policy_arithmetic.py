@@ -28,7 +28,6 @@ from tests.support.trl_private import (
     compute_loss,
     rollout_batches,
     score_rollout,
-    set_rollout_batches,
     tokenized_prompts,
 )
 from trl_ext import PolicyTrainer
@@ -291,8 +290,8 @@ def test_what_a_tool_returned_is_counted_nowhere(ready):
     trainer, output = ready(algorithm="rloo", beta=0.1)
     output["tool_mask"] = kept_by_a_tool(output["completion_mask"])
     own = [[p for p in range(len(response)) if p % 3 != 1] for _, response in rows_of(output)]
-    set_rollout_batches(trainer, [output])
-    assert trainer._mean_tokens_of_window(output).item() == sum(map(len, own))
+    trainer._count_tokens([output])
+    assert trainer.mean_tokens.item() == sum(map(len, own))
     policy, reference = weights_in_float64(trainer), model_in_float64(trainer.model.name_or_path)
     with torch.no_grad():
         expected = [

@@ -76,7 +76,6 @@ class AlgorithmSettings:
 
 
 SETTINGS = tuple(setting.name for setting in fields(AlgorithmSettings))
-
 SURROGATES: dict[str, Callable[..., Tensor]] = {
     "clip": clipped_surrogate,
     "no_clip": unclipped_surrogate,
@@ -93,24 +92,22 @@ _CHOICES = {
     "kl_in": ("loss", "reward"),
     "kl_aggregation": ("inside", "token_mean"),
 }
-_FROM_0 = (lambda value: value >= 0, "a number from 0 up")
-_POSITIVE = (lambda value: value > 0, "positive")
 _RANGES = {
     "std_ddof": (lambda value: value in (0, 1), "0 (population) or 1 (sample)"),
-    **dict.fromkeys(("advantage_eps", "epsilon", "epsilon_high", "beta"), _FROM_0),
-    **dict.fromkeys(("advantage_clip", "loss_constant"), _POSITIVE),
+    **dict.fromkeys(
+        ("advantage_eps", "epsilon", "epsilon_high", "beta"), (lambda value: value >= 0, "a number from 0 up")
+    ),
+    **dict.fromkeys(("advantage_clip", "loss_constant"), (lambda value: value > 0, "positive")),
     "dual_clip": (lambda value: value > 1, "above 1, where it would cut off the unclipped loss"),
     "ratio_cap": (lambda value: value >= 1, "at least 1: it is the cap itself and not its distance from 1"),
 }
 # Values of a row that names none.
-_DEFAULTS = {"advantage": "group_normalized", "ratio": "token", "aggregation": "sequence_mean", "beta": 0.0}
-_DEFAULTS |= {"kl_estimator": "k3", "kl_in": "loss", "kl_ratio_correction": False}
-# Settings that a surrogate alone reads, with their defaults. An epsilon_high of None equals epsilon.
-_OF_SURROGATE = {"clip": {"epsilon": 0.2, "epsilon_high": None, "dual_clip": None}, "cispo": {"ratio_cap": 5.0}}
-# The parameters of functions that settings set.
-_ADVANTAGE_PARAMETERS = {"std_ddof": "std_ddof", "advantage_eps": "eps"}
-_SURROGATE_PARAMETERS = {"epsilon": "clip_low", "epsilon_high": "clip_high"}
-_SURROGATE_PARAMETERS |= {"dual_clip": "dual_clip", "ratio_cap": "ratio_cap"}
+_DEFAULTS = {"advantage": "group_normalized", "ratio": "token", "aggregation": "sequence_mean", "epsilon": 0.2}
+_DEFAULTS |= {"ratio_cap": 5.0, "beta": 0.0, "kl_estimator": "k3", "kl_in": "loss", "kl_ratio_correction": False}
+# The parameters of the advantage that settings set.
+_PARAMETERS = {"std_ddof": "std_ddof", "advantage_eps": "eps"}
+_OF_SURROGATES = ("epsilon", "epsilon_high", "dual_clip", "ratio_cap")
+_OF_KL = tuple(name for name in SETTINGS if name.startswith("kl_"))
 # Values that differ by a factor only, which the learning rate absorbs: they are the same algorithm.
 _EQUAL_BUT_FOR_A_FACTOR = (("group_centered", "leave_one_out"), ("constant", "sum"))
 
@@ -133,12 +130,13 @@ def _check_value(flag: str, value: Any) -> None:
 class Algorithm(AlgorithmSettings, Entry):
     """An online algorithm: from rewards to advantages, and from scores to the loss.
 
-    Settings that are not given have their defaults; `replace` gives others.
+    Settings that are not given have their defaults; `replace` gives others. `@policy_algorithm(name, ...)` registers
+    your own function as an algorithm, with the attributes below and the settings that belong to no built-in surrogate.
 
     Attributes:
-        function: the surrogate. If given, your own `f(scores, ...)` of `PolicyScores`, which returns one loss per
-            token, [B, T], or per response, [B, 1]; the setting `surrogate` is then `own`. If it has a keyword
-            `beta`, it compares with the reference itself: no KL term is added.
+        function: the surrogate. If given, your own `f(scores, *, option=default)` of `PolicyScores`, which returns one
+            loss per token, [B, T], or per response, [B, 1]; the setting `surrogate` is then `own`. If it has a keyword
+            `beta`, it is passed the coefficient and compares with the reference itself: no KL term is added.
         summary: one line for the table.
         surrogate_options: keyword options of your own function, or the temperatures of `sapo`.
         advantage_options: options of the advantage that are not settings.
@@ -163,9 +161,16 @@ class Algorithm(AlgorithmSettings, Entry):
     defined_by: tuple[str, ...] = ()
 
     def __post_init__(self):
-        self.surrogate = (self.surrogate or "clip") if self.function is None else "own"
         self._own = {name: getattr(self, name) for name in SETTINGS if getattr(self, name) is not None}
-        self._resolve({})
+        given = {}
+        if self.function is not None:
+            self.surrogate = "own"
+            self.summary = self.summary or (inspect.getdoc(self.function) or "").partition("\n")[0]
+            # Your own function has keyword options where a built-in surrogate has settings.
+            given = {name: value for name, value in self._own.items() if name in ("surrogate", *_OF_SURROGATES)}
+            self._check_name(given)
+        self._own["surrogate"] = self.surrogate or "clip"
+        self._resolve(given)
 
     def replace(self, *, surrogate_options: Mapping[str, Any] | None = None, **settings: Any) -> Algorithm:
         """The algorithm with other settings; None keeps the algorithm's own.
@@ -210,10 +215,8 @@ class Algorithm(AlgorithmSettings, Entry):
         """
         own = self.rollout.get(name, 0)
         if own and given is not None and not given:
-            raise ValueError(
-                f"--algorithm {self.name} and --{name} {given} contradict each other: it is {self.summary}; leave it "
-                "out, or use an algorithm without it"
-            )
+            reason = f"it is {self.summary}; leave it out, or use an algorithm without it"
+            raise _contradiction("algorithm", self.name, name, given, reason)
         return own if given is None else given
 
     def describe(self) -> str:
@@ -245,7 +248,7 @@ class Algorithm(AlgorithmSettings, Entry):
         for name, value in known.items():
             if value is None:
                 raise ValueError(f"the advantage {self.advantage!r} needs {name}, and there are none")
-        options = {option: getattr(self, flag) for flag, option in _ADVANTAGE_PARAMETERS.items() if self.reads(option)}
+        options = {option: getattr(self, flag) for flag, option in _PARAMETERS.items() if self.reads(option)}
         advantages = self.advantage_function(rewards, group_size, **known, **options, **self.advantage_options)
         if advantages.shape != rewards.shape:
             raise ValueError(
@@ -361,115 +364,109 @@ class Algorithm(AlgorithmSettings, Entry):
 
     def _resolve(self, given: Mapping[str, Any]) -> None:
         """Set every setting: the given ones, the row's own where something reads them, and defaults."""
-        settings = {**_DEFAULTS, **self._own, **given}
-        surrogate, advantage = settings["surrogate"], settings["advantage"]
-        self.advantage_function = function_of(advantage)
-        settings["advantage"] = getattr(self.advantage_function, "__name__", str(advantage))
-        if surrogate != "own":
-            self.function = SURROGATES[surrogate]
-        read = {**_OF_SURROGATE.get(surrogate, {})}
-        for flag, option in _ADVANTAGE_PARAMETERS.items():
-            if self.reads(option):
-                read[flag] = options_of(self.advantage_function)[option].default
-        unread = [flag for flag in (*_ADVANTAGE_PARAMETERS, *_SURROGATE_PARAMETERS) if flag not in read]
-        if not settings["beta"]:
-            unread += [flag for flag in SETTINGS if flag.startswith("kl_")]
-        for flag in SETTINGS:
+        settings = {**dict.fromkeys(SETTINGS), **_DEFAULTS, **self._own, **given}
+        self.advantage_function = function_of(settings["advantage"])
+        settings["advantage"] = getattr(self.advantage_function, "__name__", str(settings["advantage"]))
+        if settings["surrogate"] != "own":
+            self.function = SURROGATES[settings["surrogate"]]
+        vars(self).update(settings)
+        for flag, (other, reason) in self._unread().items():
+            if flag in given and given[flag] is not False:
+                raise _contradiction(flag, given[flag], other, settings[other], reason)
             # The row's settings of its own advantage, surrogate and KL term are not another's.
-            value = given.get(flag, _DEFAULTS.get(flag)) if flag in unread else settings.get(flag, read.get(flag))
+            setattr(self, flag, _DEFAULTS.get(flag) if flag in _OF_KL else None)
+        for flag, option in _PARAMETERS.items():
+            if self.reads(option) and getattr(self, flag) is None:
+                setattr(self, flag, options_of(self.advantage_function)[option].default)
+        for flag in SETTINGS:
+            value = getattr(self, flag)
             if value is not None and (flag, value) != ("surrogate", "own"):
                 _check_value(flag, value)
-            setattr(self, flag, value)
-        for one, other, reason in self._contradictions(given, unread):
-            flags = " and ".join(f"--{flag} {getattr(self, flag)}" for flag in (one, other))
-            raise ValueError(f"{flags} contradict each other: {reason}")
+        for is_wrong, one, other, reason in self._contradictions():
+            if is_wrong:
+                raise _contradiction(one, getattr(self, one), other, getattr(self, other), reason)
         self.kl_aggregation = None if self.kl_aggregation == "inside" else self.kl_aggregation
         self.epsilon_high = self.epsilon if self.epsilon_high is None else self.epsilon_high
 
+    def _unread(self) -> dict[str, tuple[str, str]]:
+        """Settings that nothing reads: the setting because of which, and what to do if it is given."""
+        give = "give your function an option for it" if self.surrogate == "own" else "use --surrogate {}"
+        unread = {}
+        for flag, option in _PARAMETERS.items():
+            if not self.reads(option):
+                unread[flag] = "advantage", f"the estimator does not read {flag}; use --advantage group_normalized"
+        for flag in _OF_SURROGATES:
+            reader = "cispo" if flag == "ratio_cap" else "clip"
+            if self.surrogate != reader:
+                unread[flag] = "surrogate", f"the surrogate does not read {flag}; {give.format(reader)}"
+        if self.aggregation != "constant":
+            unread["loss_constant"] = "aggregation", "nothing else divides by it; use --aggregation constant"
+        if not self.beta:
+            unread |= dict.fromkeys(_OF_KL, ("beta", "there is no KL term; use --beta above 0"))
+        return {flag: (other, f"{reason}, or leave {flag} out") for flag, (other, reason) in unread.items()}
+
+    def _contradictions(self) -> Iterator[tuple[bool, str, str, str]]:
+        """What is wrong, the two settings that contradict each other, why, and what to use instead."""
+        surrogate, ratio, kind = self.surrogate, self.ratio, self.kl_estimator
+        in_reward, corrects = self.beta and self.kl_in == "reward", self.beta and self.kl_ratio_correction
+        itself = self.takes_beta and (not self.beta or self.kl_in != "loss")
+        # fmt: off
+        yield (itself, "kl_in" if self.beta else "beta", "surrogate",
+               "it compares with the reference itself, times a beta above 0; leave settings of a KL term out")
+        yield (surrogate == "reinforce" and ratio != "none", "surrogate", "ratio",
+               "it has no importance ratio; use --ratio none, or --surrogate no_clip for a ratio without a clip")
+        yield (surrogate not in ("reinforce", "own") and ratio == "none", "ratio", "surrogate",
+               "this surrogate is of the importance ratio; use --ratio token, or --surrogate reinforce")
+        yield (surrogate == "gmpo" and ratio != "token", "ratio", "surrogate",
+               "this surrogate is of the token's ratio; use --ratio token, or --surrogate clip")
+        yield (ratio == "sequence" and self.aggregation == "token_mean", "ratio", "aggregation",
+               "one ratio per response, counted once per token, would weight responses by their length; use "
+               "--aggregation sequence_mean, or --ratio token")
+        yield (in_reward and kind != "k1", "kl_in", "kl_estimator",
+               f"a detached {kind} in the reward follows the gradient of no divergence; use --kl_estimator k1, or "
+               "--kl_in loss")
+        for flag in ("kl_ratio_correction", "kl_aggregation"):
+            yield (in_reward and getattr(self, flag) in (True, "token_mean"), "kl_in", flag,
+                   "it concerns a KL term in the loss; leave it out, or use --kl_in loss")
+        yield (corrects and ratio == "none", "kl_ratio_correction", "ratio",
+               "there is no ratio to correct with; use --ratio token, or leave the correction out")
+        yield (corrects and kind == "k2", "kl_ratio_correction", "kl_estimator",
+               "k2 has the reverse KL's gradient without it, and not with it; use --kl_estimator k3 or k1")
+        # fmt: on
+
     def _check_name(self, given: Mapping[str, Any]) -> None:
         """Refuse settings that contradict the algorithm's name."""
-        if self.surrogate == "own" and "surrogate" in given:
-            raise ValueError(
-                f"--algorithm {self.name} and --surrogate {given['surrogate']} contradict each other: {self.name} has "
-                "a surrogate of its own; leave --surrogate out"
-            )
-        # Report an unknown name before a contradiction.
-        function_of(given.get("advantage", self.advantage_function))
         for flag in given:
-            _check_value(flag, given[flag])
+            if flag == "advantage":
+                function_of(given[flag])
+            else:
+                _check_value(flag, given[flag])
+        if self.surrogate == "own" and "surrogate" in given:
+            reason = f"{self.name} has a surrogate of its own; leave --surrogate out"
+            raise _contradiction("algorithm", self.name, "surrogate", given["surrogate"], reason)
         for flag in self.defined_by:
             own = getattr(self, flag)
             permitted = next((equal for equal in _EQUAL_BUT_FOR_A_FACTOR if own in equal), (own,))
             if given.get(flag, own) not in permitted:
                 shown = getattr(given[flag], "__name__", given[flag])
-                # The setting that must accompany it in a possible combination.
-                partner = {"reinforce": " --ratio none", "none": " --surrogate reinforce"}.get(shown, "")
-                raise ValueError(
-                    f'--algorithm {self.name} and --{flag} {shown} contradict each other: it is "{self.summary}"; use '
-                    f"--{flag} {' or '.join(permitted)}, or --algorithm grpo --{flag} {shown}{partner}"
-                )
+                reason = f"it is defined by its {flag}; use --{flag} {' or '.join(permitted)}, or --algorithm grpo"
+                raise _contradiction("algorithm", self.name, flag, shown, reason)
         high = self._own.get("epsilon_high")
         if high is not None and "epsilon_high" not in given and given.get("epsilon", 0) > high:
-            raise ValueError(
-                f"--algorithm {self.name} and --epsilon {given['epsilon']} contradict each other: its epsilon_high is "
-                f"{high}, below that; give --epsilon_high as well"
-            )
-
-    def _contradictions(self, given: Mapping[str, Any], unread: list[str]) -> Iterator[tuple[str, str, str]]:
-        """Two settings that contradict each other, why, and what to use instead."""
-        own, ratio, beta = self.surrogate == "own", self.ratio, self.beta
-        for flag in unread:
-            if flag in _ADVANTAGE_PARAMETERS and flag in given:
-                reason = f"this estimator does not read {flag}; leave it out, or use --advantage group_normalized"
-                yield flag, "advantage", reason
-            elif flag in _SURROGATE_PARAMETERS and flag in given:
-                reader = next(name for name, settings in _OF_SURROGATE.items() if flag in settings)
-                instead = "give your function an option for it" if own else f"use --surrogate {reader}"
-                yield flag, "surrogate", f"this surrogate does not read {flag}; leave it out, or {instead}"
-        compares_itself = "it compares with the reference itself, times a beta above 0; leave settings of KL out"
-        in_reward, corrects = beta and self.kl_in == "reward", beta and self.kl_ratio_correction
-        # fmt: off
-        for is_wrong, one, other, reason in (
-            (self.loss_constant is not None and self.aggregation != "constant", "loss_constant", "aggregation",
-             "only a constant aggregation divides by it; leave it out, or use --aggregation constant"),
-            (self.takes_beta and not beta, "beta", "surrogate", compares_itself),
-            (self.takes_beta and self.kl_in != "loss", "kl_in", "surrogate", compares_itself),
-            (self.surrogate == "reinforce" and ratio != "none", "surrogate", "ratio",
-             "it has no importance ratio; use --ratio none, or --surrogate no_clip for a ratio without a clip"),
-            (not own and self.surrogate != "reinforce" and ratio == "none", "ratio", "surrogate",
-             "this surrogate is of the importance ratio; use --ratio token, or --surrogate reinforce"),
-            (self.surrogate == "gmpo" and ratio != "token", "ratio", "surrogate",
-             "this surrogate is of the token's ratio; use --ratio token, or --surrogate clip"),
-            (ratio == "sequence" and self.aggregation == "token_mean", "ratio", "aggregation",
-             "one ratio per response, counted once per token, would weight responses by their length; use "
-             "--aggregation sequence_mean, or --ratio token"),
-            *((not beta and given.get(flag), flag, "beta",
-               f"without a beta there is no KL term; use --beta above 0, or leave {flag} out")
-              for flag in SETTINGS if flag.startswith("kl_")),
-            (in_reward and self.kl_estimator != "k1", "kl_in", "kl_estimator",
-             f"a detached {self.kl_estimator} in the reward follows the gradient of no divergence; use "
-             "--kl_estimator k1, or --kl_in loss"),
-            *((in_reward and getattr(self, flag) in (True, "token_mean"), "kl_in", flag,
-               "it concerns a KL term in the loss; leave it out, or use --kl_in loss")
-              for flag in ("kl_ratio_correction", "kl_aggregation")),
-            (corrects and ratio == "none", "kl_ratio_correction", "ratio",
-             "there is no ratio to correct with; use --ratio token, or leave the correction out"),
-            (corrects and self.kl_estimator == "k2", "kl_ratio_correction", "kl_estimator",
-             "k2 has the reverse KL's gradient without it, and not with it; use --kl_estimator k3 or k1"),
-        ):
-            # fmt: on
-            if is_wrong:
-                yield one, other, reason
+            reason = f"its epsilon_high is {high}, below that; give --epsilon_high as well"
+            raise _contradiction("algorithm", self.name, "epsilon", given["epsilon"], reason)
 
     def _check_surrogate_options(self) -> None:
-        for flag in _OF_SURROGATE.get(self.surrogate, {}):
-            option = _SURROGATE_PARAMETERS[flag]
-            if option in self.surrogate_options:
-                raise ValueError(
-                    f"the surrogate {self.surrogate!r} reads {option!r} from the setting {flag}: give that"
-                )
-        name = self.name if self.surrogate == "own" else self.surrogate
-        Entry(name, self.function).check_options(self.surrogate_options)
+        if self.surrogate not in ("own", "sapo", "gmpo") and self.surrogate_options:
+            raise ValueError(
+                f"the surrogate {self.surrogate!r} has no option {next(iter(self.surrogate_options))!r}: its settings "
+                "are flags of their own"
+            )
+        Entry(self.name, self.function).check_options(self.surrogate_options)
+
+
+def _contradiction(one: str, value: Any, other: str, other_value: Any, reason: str) -> ValueError:
+    return ValueError(f"--{one} {value} and --{other} {other_value} contradict each other: {reason}")
 
 
 def _mean(values: Tensor, mask: Tensor) -> Tensor:
@@ -480,39 +477,8 @@ def _mean(values: Tensor, mask: Tensor) -> Tensor:
 # ---- The table ----
 
 # Name to `Algorithm`, in the order of the table.
-algorithms: Registry[Algorithm] = Registry("policy algorithm")
-
-
-def policy_algorithm(name: str, **settings: Any) -> Callable[[Callable], Callable]:
-    """Register a policy loss `f(scores, *, option=default) -> [B, T] or [B, 1]` as the algorithm `name`.
-
-    The function takes `trl_ext.losses.PolicyScores` and returns one loss per token, or one per response. If it has a
-    keyword `beta`, it is passed the coefficient and compares with `scores.ref_log_probs` itself: no KL term is added.
-
-    Args:
-        name: its name in `--algorithm` and `PolicyConfig(algorithm=...)`.
-        settings: `advantage` (a name, or a function), `ratio`, `aggregation`, `beta`, `group_size` and the other
-            attributes of `Algorithm` that do not belong to a built-in surrogate.
-
-    Raises:
-        ValueError: the name is taken, there is no such setting, or the settings contradict one another.
-    """
-    # Your own function has keyword options where a built-in surrogate has settings.
-    of_built_in = ("name", "function", "surrogate", "surrogate_options", "defined_by", *_SURROGATE_PARAMETERS)
-    known = [setting.name for setting in fields(Algorithm) if setting.name not in of_built_in]
-    for setting in settings:
-        if setting not in known:
-            raise ValueError(
-                f"the policy algorithm {name!r} has no setting {setting!r}: it takes {', '.join(known)}"
-                f"{nearest(setting, known)}"
-            )
-
-    def register(function: Callable) -> Callable:
-        summary = (inspect.getdoc(function) or "").partition("\n")[0]
-        algorithms.add(Algorithm(name, function, **{"summary": summary, **settings}))
-        return function
-
-    return register
+algorithms = Registry("policy algorithm", Algorithm)
+policy_algorithm = algorithms.register
 
 
 def _add(name: str, summary: str, paper: str, **settings: Any) -> None:

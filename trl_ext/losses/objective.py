@@ -14,13 +14,8 @@ import torch
 from torch import Tensor
 
 from trl_ext.losses.preference import PreferenceScores
-from trl_ext.registry import (
-    PreferenceWeighting,
-    nearest,
-    preference_losses,
-    preference_weighting,
-    preference_weightings,
-)
+from trl_ext.names import nearest
+from trl_ext.registry import PreferenceWeighting, preference_losses, preference_weighting, preference_weightings
 
 
 class PreferenceObjective:
@@ -63,12 +58,12 @@ class PreferenceObjective:
                 f"beta must be positive, got {beta}: at 0 the loss would not depend on the policy, and a negative one "
                 "would prefer the rejected responses"
             )
-        self.weightings = self._resolve_weightings(weightings, dict(weighting_options or {}))
+        self.weightings = _with_options(weightings, dict(weighting_options or {}))
         self.needs_reference, self.batch_coupled = self.loss.needs_reference, self.loss.batch_coupled
         self.needs_policy_weights = any(weighting.needs_policy_weights for weighting, _ in self.weightings)
         self.normalizes = any(weighting.normalize for weighting, _ in self.weightings)
         of_weightings = [
-            own.get(weighting.column_option, weighting.options[weighting.column_option])
+            {**weighting.options, **own}[weighting.column_option]
             for weighting, own in self.weightings
             if weighting.column_option
         ]
@@ -119,26 +114,6 @@ class PreferenceObjective:
             losses = losses * weights / mean.clamp(min=torch.finfo(weights.dtype).tiny)
         return losses
 
-    @staticmethod
-    def _resolve_weightings(
-        names: Sequence[str], options: dict[str, Any]
-    ) -> list[tuple[PreferenceWeighting, dict[str, Any]]]:
-        entries = [preference_weightings.find(name) for name in names]
-        repeated = [name for index, name in enumerate(names) if name in names[:index]]
-        if repeated:
-            raise ValueError(f"the weighting {repeated[0]!r} is named twice, which would square it")
-        known = sorted({option for entry in entries for option in entry.options})
-        for option in options:
-            if option not in known:
-                takes = f"it takes {', '.join(known)}" if known else "no weighting is on"
-                raise ValueError(f"unknown weighting option {option!r}: {takes}{nearest(option, known)}")
-        resolved = []
-        for entry in entries:
-            own = {name: value for name, value in options.items() if name in entry.options}
-            entry.check_options(own)
-            resolved.append((entry, own))
-        return resolved
-
     def describe(self) -> str:
         """One line that names the loss, its beta and its options, for logs and reports."""
         defaults = {n: v for n, v in self.loss.options.items() if v is not inspect.Parameter.empty}
@@ -148,6 +123,23 @@ class PreferenceObjective:
             settings = (f"{name} {value}" for name, value in {**weighting.options, **own}.items())
             parts.append(" ".join(["weighted by", weighting.name, *settings]))
         return f"{self.loss.name} ({', '.join(parts)})" if parts else self.loss.name
+
+
+def _with_options(names: Sequence[str], options: dict[str, Any]) -> list[tuple[PreferenceWeighting, dict[str, Any]]]:
+    """The weightings, each with those of the options that it has."""
+    entries = [preference_weightings.find(name) for name in names]
+    if len(set(names)) < len(names):
+        repeated = max(names, key=list(names).count)
+        raise ValueError(f"the weighting {repeated!r} is named twice, which would square it")
+    known = sorted({option for entry in entries for option in entry.options})
+    for option in options:
+        if option not in known:
+            takes = f"it takes {', '.join(known)}" if known else "no weighting is on"
+            raise ValueError(f"unknown weighting option {option!r}: {takes}{nearest(option, known)}")
+    resolved = [(entry, {name: options[name] for name in entry.options if name in options}) for entry in entries]
+    for entry, own in resolved:
+        entry.check_options(own)
+    return resolved
 
 
 @preference_weighting("wpo", needs_policy_weights=True)
@@ -181,8 +173,8 @@ def confidence(
     if not floor >= 0:
         raise ValueError(f"floor must not be negative, got {floor}")
     values = scores.columns[column].detach()
-    if not bool(values.isfinite().all()):
-        raise ValueError(f"the column {column!r} holds values that are not finite and cannot weight a loss")
-    if bool((values < 0).any()):
-        raise ValueError(f"the column {column!r} holds negative values and cannot weight a loss")
+    if not bool((values.isfinite() & (values >= 0)).all()):
+        raise ValueError(
+            f"the column {column!r} holds values that are negative or not finite: they cannot weight a loss"
+        )
     return values.pow(power).clamp(min=floor)

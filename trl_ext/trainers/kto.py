@@ -1,6 +1,7 @@
 """`KTOTrainer` and `KTOConfig`: TRL's, with separate truncation of prompts, packing, and device defaults.
 
-KTO's loss is TRL's. It equals `trl_ext.losses.kto` on a micro-batch, with the divergence averaged over all processes.
+The loss step and its metrics are TRL's. The loss equals `trl_ext.losses.kto` on a micro-batch, with the divergence
+averaged over all processes.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from trl_ext.data.conversation import text_ids
 from trl_ext.files import write_json
 from trl_ext.losses.reward import bradley_terry
 from trl_ext.models import score_sequences
-from trl_ext.models.reward_adapter import HEADS, LIMITS_FILE
+from trl_ext.models.shared_backbone import LIMITS_FILE
 from trl_ext.processes import map_over_ranks, warn_once_per_run
 from trl_ext.resilience.training import ResilientTraining
 from trl_ext.trainers.context import (
@@ -288,7 +288,8 @@ def _reward_model(model: Any, args: RewardConfig) -> Any:
             f"the model {name} has {config.num_labels} labels, and a reward model has one: load it with num_labels=1, "
             "or start from a language model"
         )
-    if isinstance(model, PeftModel) and not {*HEADS} & {*(model.active_peft_config.modules_to_save or ())}:
+    saved = model.active_peft_config.modules_to_save if isinstance(model, PeftModel) else ["score"]
+    if not {"score", "classifier"} & {*(saved or ())}:
         raise ValueError(
             "the given adapter would leave the score head untrained and unsaved: build it with a configuration of "
             "task_type SEQ_CLS, or pass peft_config to the trainer, which sees to it"

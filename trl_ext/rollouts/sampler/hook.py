@@ -14,8 +14,7 @@ from transformers import StoppingCriteriaList
 from transformers.generation import StopStringCriteria
 
 from trl_ext.models.batches import evaluating
-from trl_ext.models.packing.hook import unwrapped
-from trl_ext.models.packing.obstacles import packing_obstacle, sliding_window
+from trl_ext.models.packing import packing_obstacle, sliding_window, unwrapped
 from trl_ext.processes import warn_once_per_run
 from trl_ext.rollouts.sampler.loop import Decoder, sample
 from trl_ext.rollouts.sampler.rows import CannotSample

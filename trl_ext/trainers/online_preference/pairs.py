@@ -1,20 +1,47 @@
-"""Batches of pairs: distributes and encodes pairs, passes each response through a model once, and weights losses."""
+"""Batches of sampled pairs: dealt to processes, encoded, and each response once in a forward pass."""
 
 from __future__ import annotations
 
 import functools
-import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from trl_ext.losses import PreferenceScores
 from trl_ext.rollouts.replay import SampledPair
-from trl_ext.trainers.preference.whole_batch import join_scores, map_scores
+
+
+class Response(NamedTuple):
+    """A sampled response and its log-probabilities under the policy that sampled it and under the reference."""
+
+    prompt_ids: array
+    response_ids: array
+    log_prob: float
+    ref_log_prob: float
+
+
+def make_pair(
+    chosen: Response, rejected: Response, rewards: tuple[float, float], *, version: int, reward_version: str
+) -> SampledPair:
+    """The pair of two responses to a prompt, with the rewards of the chosen and of the rejected one."""
+    return SampledPair(
+        chosen.prompt_ids,
+        chosen.response_ids,
+        rejected.response_ids,
+        *(chosen.log_prob, rejected.log_prob, chosen.ref_log_prob, rejected.ref_log_prob),
+        *rewards,
+        version=version,
+        reward_version=reward_version,
+    )
+
+
+def token_ids(ids: Tensor, mask: Tensor) -> list[array]:
+    """The token ids of each row without padding."""
+    return [array("i", row[kept].tolist()) for row, kept in zip(ids.cpu(), mask.bool().cpu(), strict=True)]
 
 
 def deal_pairs(
@@ -31,12 +58,7 @@ def deal_pairs(
 
 
 def encode_pairs(
-    pairs: Sequence[SampledPair],
-    counted: Sequence[bool],
-    *,
-    pad_token_id: int,
-    version: int,
-    device: torch.device | str,
+    pairs: Sequence[SampledPair], counted: Sequence[bool], *, pad_token_id: int, version: int
 ) -> dict[str, Tensor]:
     """Pairs as tensors whose first dimension is P pairs; a second dimension of 2 is chosen, then rejected.
 
@@ -50,7 +72,7 @@ def encode_pairs(
     prompt_ids, prompt_mask = _padded(prompts, pad_token_id, left=True)
     completion_ids, completion_mask = _padded(responses, pad_token_id, left=False)
     groups: dict[bytes, int] = {}
-    batch = {
+    return {
         "prompt_ids": prompt_ids,
         "completion_ids": completion_ids.unflatten(0, (-1, 2)),
         "prompt_mask": prompt_mask,
@@ -61,7 +83,6 @@ def encode_pairs(
         "fresh": torch.tensor([pair.version == version for pair in pairs], dtype=torch.float32),
         "group": torch.tensor([groups.setdefault(prompt.tobytes(), len(groups)) for prompt in prompts]),
     }
-    return {name: tensor.to(device) for name, tensor in batch.items()}
 
 
 def _padded(rows: Sequence[array], pad_token_id: int, *, left: bool) -> tuple[Tensor, Tensor]:
@@ -103,77 +124,3 @@ def forward_rows(batch: dict[str, Tensor]) -> ForwardRows:
     rows, index = torch.cat([ids, attended], dim=1).unique(dim=0, return_inverse=True)
     ids, attended = rows.chunk(2, dim=1)
     return ForwardRows(ids, attended, attended[:, int(prompts.sum()) :], index.unflatten(0, (-1, 2)))
-
-
-class SampledPairMetrics:
-    """Logs TRL's pair metrics for a trainer on batches of pairs, over the pairs that count and their tokens.
-
-    The held-out loss of a batch-coupled loss treats all held-out pairs as one batch.
-    """
-
-    # Scores of the held-out pairs of an evaluation in progress, over all processes; None for other losses.
-    _held_out: list[PreferenceScores] | None = None
-
-    def _held_out_mean(self, scores: PreferenceScores, counted: Tensor) -> Tensor:
-        """The mean loss of the pairs that count in a held-out micro-batch; 0 if none does."""
-        preference, keep = self.algorithm.preference, counted.bool()
-        if preference.batch_coupled:
-            everywhere = self.accelerator.gather(counted).bool()
-            gathered = map_scores(lambda values: self.accelerator.gather(values.detach())[everywhere], scores)
-            self._held_out = [*(self._held_out or []), gathered]
-        if not keep.any():
-            return counted.new_zeros(())
-        return preference(map_scores(lambda values: values[keep], scores)).mean()
-
-    def _held_out_loss(self) -> float | None:
-        parts, self._held_out = self._held_out, None
-        loss = super()._held_out_loss()
-        if parts is None or not any(len(part.chosen) for part in parts):
-            return loss
-        return self.algorithm.preference(join_scores(parts)).mean().item()
-
-    def _micro_batch_counts(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        tokens = inputs["completion_mask"].sum(dim=(1, 2)) * inputs["counted"]
-        return {"pairs": inputs["counted"].sum(), "tokens": tokens.sum(), "fresh": (tokens * inputs["fresh"]).sum()}
-
-    def _loss_weight(self) -> str:
-        return "pairs"
-
-    def _step_metrics(self, mode: str) -> dict[str, str]:
-        groups = {"rewards": ("chosen", "rejected", "margins", "accuracies"), "logps": ("chosen", "rejected")}
-        of_pairs = [f"{group}/{name}" for group, names in groups.items() for name in names]
-        return {**dict.fromkeys(of_pairs, "pairs"), "entropy": "tokens", "kl": "fresh"}
-
-    def _log_pairs(self, scores: PreferenceScores, batch: dict, entropies: Tensor) -> None:
-        """Log the metrics of a micro-batch over all processes, NaN where no pair contributes.
-
-        Args:
-            scores: the scores of its pairs.
-            batch: the pairs.
-            entropies: of each pair's responses, summed over tokens, [P].
-        """
-        counted, chosen, rejected = batch["counted"], scores.chosen.detach(), scores.rejected.detach()
-        ratios = chosen, rejected
-        if scores.ref_chosen is not None:
-            ratios = chosen - scores.ref_chosen, rejected - scores.ref_rejected
-        beta = self.algorithm.beta
-        values = {
-            "rewards/chosen": beta * ratios[0],
-            "rewards/rejected": beta * ratios[1],
-            "rewards/margins": beta * (ratios[0] - ratios[1]),
-            "rewards/accuracies": (ratios[0] > ratios[1]).float(),
-            "logps/chosen": chosen,
-            "logps/rejected": rejected,
-            "entropy": entropies,
-        }
-        if scores.ref_chosen is not None:
-            values["kl"] = (ratios[0] + ratios[1]) * batch["fresh"]
-        counts = self._micro_batch_counts(batch)
-        local = [(counted * value).sum() for value in values.values()] + list(counts.values())
-        totals = self.accelerator.reduce(torch.stack([value.float() for value in local]), reduction="sum").tolist()
-        counts = dict(zip(counts, totals[len(values) :], strict=True))
-        mode = "train" if self.model.training else "eval"
-        by = self._step_metrics(mode)
-        for name, total in zip(values, totals, strict=False):
-            count = counts[by[name]]
-            self._metrics[mode][name].append(total / count if count else math.nan)

@@ -1,16 +1,16 @@
 """`OnlinePreferenceTrainer`: preference losses on pairs that the policy samples during training.
 
-It overrides the same two methods as `PolicyTrainer`. `_generate_and_score_completions` lets TRL generate, score and
-log, and then turns the responses into rows of pairs, which TRL shuffles and splits as it does responses.
-`_compute_loss` computes the log-probabilities of both responses of each pair in one forward pass and passes them to
-the loss.
+`_generate_and_score_completions` samples and rewards responses as `PolicyTrainer` does, and then turns them into rows
+of pairs, which TRL shuffles and splits as it does responses. `_compute_loss` computes the log-probabilities of both
+responses of each pair in one forward pass and passes them to the loss.
 """
 
 from __future__ import annotations
 
-from array import array
+import math
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from accelerate.utils import gather_object
@@ -30,13 +30,16 @@ from trl_ext.rollouts.replay import (
     weighted_mean,
 )
 from trl_ext.trainers.defaults import configuration
+from trl_ext.trainers.metrics import pair_metrics
 from trl_ext.trainers.online_preference.config import OnlinePreferenceConfig
 from trl_ext.trainers.online_preference.judge_rewards import JudgeRewards
 from trl_ext.trainers.online_preference.pairs import (
-    SampledPairMetrics,
+    Response,
     deal_pairs,
     encode_pairs,
     forward_rows,
+    make_pair,
+    token_ids,
 )
 from trl_ext.trainers.policy.reward_functions import as_reward_functions
 from trl_ext.trainers.policy.scoring import ScoringTemperature
@@ -46,7 +49,22 @@ from trl_ext.trainers.preference.whole_batch import CoupledShare, Window, couple
 REPLAY_FILE = "replay.json"
 
 
-class OnlinePreferenceTrainer(SampledPairMetrics, PolicyTrainer):
+@dataclass
+class _ScoredPairs:
+    """What a forward pass gives for the P pairs of a micro-batch.
+
+    Attributes:
+        scores: the inputs of the loss.
+        entropies: summed over the tokens of each pair's responses, [P].
+        auxiliary_loss: the load-balancing loss of a mixture of experts, a scalar; None for other models.
+    """
+
+    scores: PreferenceScores
+    entropies: Tensor
+    auxiliary_loss: Tensor | None
+
+
+class OnlinePreferenceTrainer(PolicyTrainer):
     """Samples, ranks, and trains a preference loss on the pairs: `OnlinePreferenceConfig(loss=...)`.
 
     Accepts the arguments of `PolicyTrainer`. Responses to a prompt are ranked by their rewards, less the penalty for
@@ -80,6 +98,8 @@ class OnlinePreferenceTrainer(SampledPairMetrics, PolicyTrainer):
     _name = "Online preference optimization"
     _paper: ClassVar[dict] = {"title": "Direct Language Model Alignment from Online AI Feedback", "id": "2402.04792"}
     _config_class: ClassVar[type[OnlinePreferenceConfig]] = OnlinePreferenceConfig
+    # The metrics of pairs, where no pair was made.
+    mean_of_nothing = math.nan
     _without_signal = "no pair was made, as where all responses to a prompt are within tie_tolerance or not rewarded"
 
     def __init__(
@@ -93,22 +113,16 @@ class OnlinePreferenceTrainer(SampledPairMetrics, PolicyTrainer):
         several = [name for name in ("tools", "environment_factory", "rollout_func") if kwargs.get(name)]
         if several:
             raise ValueError(f"{several[0]} makes responses of several turns, and pairs are made of single ones")
-        self._pair_window: Window | None = None
+        self._window: Window | None = None
+        # Scores of the held-out pairs of an evaluation in progress, over all processes, for a batch-coupled loss.
+        self._held_out: list[PreferenceScores] = []
         super().__init__(model, functions, args, **kwargs)
+        self.preference = self.algorithm.preference
         rewards = zip(self.reward_weights.tolist(), self.reward_func_names, strict=True)
         self._reward_version = ", ".join(f"{weight:g} {name}" for weight, name in rewards)
         self.replay = None
         if args.replay_capacity:
             self.replay = ReplayBuffer(args.replay_capacity, args.replay_max_age, args.seed)
-
-    @property
-    def beta(self) -> float:
-        """TRL reads this to decide whether there is a reference: 0 for a reference-free loss."""
-        return self._beta
-
-    @beta.setter
-    def beta(self, value: float) -> None:
-        self._beta = value if self.algorithm.needs_reference else 0.0
 
     def _prepare_models(self) -> None:
         self.scoring = ScoringTemperature(self)
@@ -146,7 +160,7 @@ class OnlinePreferenceTrainer(SampledPairMetrics, PolicyTrainer):
         replayed = self.replay.draw(replayed_count(len(fresh), self.args.replay_fraction), version)
         self.replay.add(fresh)
         pairs = [*fresh, *replayed]
-        metrics = self._metrics["train"]
+        metrics = self.metrics
         metrics["replay/size"].append(float(len(held)))
         metrics["replay/dropped"].append(float(dropped))
         if held:
@@ -168,88 +182,52 @@ class OnlinePreferenceTrainer(SampledPairMetrics, PolicyTrainer):
 
     def _generate_and_score_completions(self, inputs):
         seen_signal = self._seen_signal
-        output = super()._generate_and_score_completions(inputs)
-        if "pixel_values" in output:
+        rollout = super()._generate_and_score_completions(inputs)
+        if "pixel_values" in rollout:
             raise ValueError("online preference optimisation is for text: these prompts have images")
-        mode = "train" if self.model.training else "eval"
         rewards = self.total(self.rewards).tolist()
         selection = select_pairs(rewards, self.group_size, self.args.pairs, self.args.tie_tolerance)
-        self._log_selection(mode, rewards, selection)
-        rows = self._rows(output)
-        pairs = self._sampled_pairs(rows, rewards, selection)
-        # Every process needs a pair to pass through the model, even if there is nothing to learn from.
-        filler = pairs[0] if pairs else self._pair(rows[0], rows[0], 0.0, 0.0)
-        if mode == "train" and self.replay is not None:
-            pairs = self._with_replayed(pairs)
-        if mode == "train":
-            self._seen_signal = seen_signal or bool(pairs)
-        parts = self.args.steps_per_generation if mode == "train" else 1
-        share, counted = deal_pairs(
-            pairs, filler, parts, self.accelerator.process_index, self.accelerator.num_processes
-        )
-        return encode_pairs(
-            share,
-            counted,
-            pad_token_id=self._tokenizer.pad_token_id,
-            version=self.state.global_step,
-            device=self.accelerator.device,
-        )
-
-    def _log_selection(self, mode: str, rewards: list[float], selection: Selection) -> None:
-        metrics = self._metrics[mode]
-        metrics["pairs/count"].append(float(len(selection.pairs)))
-        metrics["pairs/ties_dropped"].append(float(selection.ties))
-        metrics["pairs/unscored"].append(float(selection.unscored))
-        if selection.pairs:
-            margins = [rewards[chosen] - rewards[rejected] for chosen, rejected in selection.pairs]
-            metrics["pairs/reward_margin"].append(sum(margins) / len(margins))
-
-    def _rows(self, output: dict) -> list[_Response]:
-        mask = self._token_mask(output)
-        unknown = [float("nan")] * len(mask)
-        sampler = unknown
-        if self.replay is not None:
-            sampler = (self._sampling_log_probs(output) * mask).sum(dim=1).tolist()
-        reference = output.get("ref_per_token_logps")
-        reference = unknown if reference is None else (reference * mask).sum(dim=1).tolist()
-        ids = {}
-        for name in ("prompt", "completion"):
-            kept = output[f"{name}_mask"].bool().cpu()
-            rows = zip(output[f"{name}_ids"].cpu(), kept, strict=True)
-            ids[name] = [array("i", row[mask].tolist()) for row, mask in rows]
-        return list(map(_Response, ids["prompt"], ids["completion"], sampler, reference))
-
-    def _sampled_pairs(self, rows: list[_Response], rewards: list[float], selection: Selection) -> list[SampledPair]:
-        """The selected pairs of all processes, in the same order on each."""
-        first = self.accelerator.process_index * len(rows)
-        wanted = {index for pair in selection.pairs for index in pair}
-        own = [(first + index, row) for index, row in enumerate(rows) if first + index in wanted]
-        responses = dict(gather_object(own))
-        return [
-            self._pair(responses[chosen], responses[rejected], rewards[chosen], rewards[rejected])
+        self._log_selection(selection, rewards)
+        responses = gather_object(self._responses(rollout))
+        labels = {"version": self.state.global_step, "reward_version": self._reward_version}
+        pairs = [
+            make_pair(responses[chosen], responses[rejected], (rewards[chosen], rewards[rejected]), **labels)
             for chosen, rejected in selection.pairs
         ]
+        # Every process needs a pair to pass through the model, even if there is nothing to learn from.
+        filler = pairs[0] if pairs else make_pair(responses[0], responses[0], (0.0, 0.0), **labels)
+        parts = 1
+        if self.model.training:
+            parts = self.args.steps_per_generation
+            pairs = pairs if self.replay is None else self._with_replayed(pairs)
+            self._seen_signal = seen_signal or bool(pairs)
+        rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
+        own, counted = deal_pairs(pairs, filler, parts, rank, ranks)
+        batch = encode_pairs(own, counted, pad_token_id=self._tokenizer.pad_token_id, version=self.state.global_step)
+        return {name: tensor.to(self.accelerator.device) for name, tensor in batch.items()}
 
-    def _pair(
-        self, chosen: _Response, rejected: _Response, chosen_reward: float, rejected_reward: float
-    ) -> SampledPair:
-        return SampledPair(
-            chosen.prompt_ids,
-            chosen.response_ids,
-            rejected.response_ids,
-            *(chosen.log_prob, rejected.log_prob, chosen.ref_log_prob, rejected.ref_log_prob),
-            *(chosen_reward, rejected_reward),
-            version=self.state.global_step,
-            reward_version=self._reward_version,
-        )
+    def _log_selection(self, selection: Selection, rewards: list[float]) -> None:
+        self.metrics["pairs/count"].append(float(len(selection.pairs)))
+        self.metrics["pairs/ties_dropped"].append(float(selection.ties))
+        self.metrics["pairs/unscored"].append(float(selection.unscored))
+        if selection.pairs:
+            margins = [rewards[chosen] - rewards[rejected] for chosen, rejected in selection.pairs]
+            self.metrics["pairs/reward_margin"].append(sum(margins) / len(margins))
 
     @torch.no_grad()
-    def _sampling_log_probs(self, output: dict) -> Tensor:
-        """Log-probabilities of the responses under the policy that has just sampled them, [n, T]."""
-        if output.get("old_per_token_logps") is not None and not self.scoring.differs:
-            return output["old_per_token_logps"]
-        with self.scoring.of_the_sampler():
-            return self.rollout_log_probs(output)
+    def _responses(self, rollout: dict) -> list[Response]:
+        """This process's responses, with the log-probabilities under the policy that has just sampled them."""
+        mask, sampler = self._token_mask(rollout), None
+        if self.replay is not None:
+            sampler = rollout.get("old_per_token_logps")
+            if sampler is None or self.scoring.differs:
+                with self.scoring.of_the_sampler():
+                    sampler = self.score(self.model, rollout).log_probs
+        sums = []
+        for log_probs in (sampler, rollout.get("ref_per_token_logps")):
+            sums.append([math.nan] * len(mask) if log_probs is None else (log_probs * mask).sum(dim=1).tolist())
+        ids = (token_ids(rollout[f"{part}_ids"], rollout[f"{part}_mask"]) for part in ("prompt", "completion"))
+        return list(map(Response, *ids, *sums))
 
     # ---- From log-probabilities to the loss ----
 
@@ -260,30 +238,28 @@ class OnlinePreferenceTrainer(SampledPairMetrics, PolicyTrainer):
         accumulation = self.current_gradient_accumulation_steps
         place = self._step % self.args.steps_per_generation
         index = place % accumulation
-        if index == 0 or self._pair_window is None:
-            self._pair_window = self._open_window(self._buffered_inputs[place - index : place - index + accumulation])
-        return {**inputs, "window": self._pair_window, "window_index": index}
-
-    def _open_window(self, batches: list[dict]) -> Window:
-        pairs = self.accelerator.reduce(sum(batch["counted"].sum() for batch in batches), reduction="sum")
-        return Window(
-            size=len(batches),
-            # Without a pair the loss is 0, so any positive divisor will do.
-            pairs=max(int(pairs), 1),
-            ranks=self.accelerator.num_processes,
-            rank=self.accelerator.process_index,
-            pending=batches if self._looks_ahead else None,
-        )
+        if index == 0 or self._window is None:
+            batches = self._buffered_inputs[place - index : place - index + accumulation]
+            pairs = self.accelerator.reduce(sum(batch["counted"].sum() for batch in batches), reduction="sum")
+            self._window = Window(
+                size=len(batches),
+                # Without a pair the loss is 0, so any positive divisor will do.
+                pairs=max(int(pairs), 1),
+                ranks=self.accelerator.num_processes,
+                rank=self.accelerator.process_index,
+                pending=batches if self._looks_ahead else None,
+            )
+        return {**inputs, "window": self._window, "window_index": index}
 
     @property
     def _looks_ahead(self) -> bool:
         """Whether the loss of a pair depends on the other pairs of the optimizer batch."""
-        return self.algorithm.preference.batch_coupled or self.args.replay_weights != "none"
+        return self.preference.batch_coupled or self.args.replay_weights != "none"
 
     def _compute_loss(self, model, inputs):
-        training = self.model.training
-        scores, auxiliary_loss = self._score(model, inputs, log=True)
-        preference, counted = self.algorithm.preference, inputs["counted"]
+        training, counted = self.model.training, inputs["counted"]
+        scored = self._score(model, inputs)
+        scores = scored.scores
         if not training:
             loss = self._held_out_mean(scores, counted)
         elif self._looks_ahead:
@@ -292,32 +268,29 @@ class OnlinePreferenceTrainer(SampledPairMetrics, PolicyTrainer):
                 window.coupled = self._look_ahead(model, window, scores)
             loss = window.share(inputs["window_index"], scores)
         else:
-            loss = (preference(scores) * counted).sum() * inputs["window"].scale
+            loss = (self.preference(scores) * counted).sum() * inputs["window"].scale
         if self.aux_loss_enabled:
-            loss = loss + self.router_aux_loss_coef * auxiliary_loss
+            loss = loss + self.router_aux_loss_coef * scored.auxiliary_loss
+        self._log(scored, inputs, loss)
         return loss / self.current_gradient_accumulation_steps if training else loss
 
-    def _score(self, model, inputs: dict, *, log: bool = False) -> tuple[PreferenceScores, Tensor | None]:
-        """Scores of the pairs in a micro-batch, from one pass that contains each response once."""
+    def _score(self, model, inputs: dict) -> _ScoredPairs:
+        """Score the pairs of a micro-batch in one pass that contains each response once."""
         rows = forward_rows(inputs)
         log_probs, entropies, auxiliary_loss = self._get_per_token_logps_and_entropies(
             model,
             rows.input_ids,
             rows.attention_mask,
             rows.mask.size(1),
-            compute_entropy=log,
+            compute_entropy=True,
             compute_aux_loss=self.aux_loss_enabled,
         )
         sums = (log_probs * rows.mask).sum(dim=1)[rows.index]
         lengths = rows.mask.sum(dim=1)[rows.index]
-        reference = inputs["reference"].unbind(1) if self.algorithm.needs_reference else (None, None)
+        reference = inputs["reference"].unbind(1) if self.preference.needs_reference else (None, None)
         scores = PreferenceScores(*sums.unbind(1), *reference, *lengths.unbind(1))
-        if log:
-            self._log_pairs(scores, inputs, (entropies.detach() * rows.mask).sum(dim=1)[rows.index].sum(dim=1))
-            if auxiliary_loss is not None:
-                mode = "train" if self.model.training else "eval"
-                self._metrics[mode]["aux_loss"].append(self.accelerator.gather(auxiliary_loss.detach()).mean().item())
-        return scores, auxiliary_loss
+        of_pairs = (entropies.detach() * rows.mask).sum(dim=1)[rows.index].sum(dim=1)
+        return _ScoredPairs(scores, of_pairs, auxiliary_loss)
 
     def _look_ahead(self, model, window: Window, scores: PreferenceScores) -> list[CoupledShare]:
         """Each micro-batch's share of this update; several micro-batches take an extra pass without gradients."""
@@ -338,28 +311,52 @@ class OnlinePreferenceTrainer(SampledPairMetrics, PolicyTrainer):
         gather = self.accelerator.gather
         weights = gather(weights)[gather(counted).bool()]
         shares = coupled_shares(
-            lambda scores: weighted_mean(self.algorithm.preference(scores), weights),
+            lambda scores: weighted_mean(self.preference(scores), weights),
             parts,
             window.rank,
             gather,
             counted,
         )
         if self.args.replay_weights != "none" and len(weights):
-            metrics = self._metrics["train"]
-            metrics["replay/ess"].append(effective_sample_size(weights).item() / len(weights))
-            metrics["replay/weight_max"].append(weights.max().item())
+            self.metrics["replay/ess"].append(effective_sample_size(weights).item() / len(weights))
+            self.metrics["replay/weight_max"].append(weights.max().item())
         return shares
 
     def _score_ahead(self, model, batches: list[dict]) -> list[PreferenceScores]:
         """Score without changing the random state, so that the training passes draw the same dropout masks."""
         with torch.no_grad(), preserved_random_state():
-            return [self._score(model, batch)[0] for batch in batches]
+            return [self._score(model, batch).scores for batch in batches]
 
+    # ---- Metrics ----
 
-class _Response(NamedTuple):
-    """A sampled response and its log-probabilities under the policy that sampled it and under the reference."""
+    def _log(self, scored: _ScoredPairs, inputs: dict, loss: Tensor) -> None:
+        """Log the metrics of a micro-batch, over the pairs that count and their tokens."""
+        scores, counted = scored.scores, inputs["counted"]
+        tokens = inputs["completion_mask"].sum(dim=(1, 2)) * counted
+        values = pair_metrics(scores, self.preference.beta, counted)
+        values["entropy"] = (counted * scored.entropies).sum(), tokens.sum()
+        if self.preference.needs_reference:
+            fresh, log_ratios = inputs["fresh"], (scores.chosen_log_ratio + scores.rejected_log_ratio).detach()
+            values["kl"] = (counted * fresh * log_ratios).sum(), (tokens * fresh).sum()
+        if self.aux_loss_enabled:
+            values["aux_loss"] = scored.auxiliary_loss, counted.new_ones(())
+        if not self.model.training:
+            values["loss"] = loss * counted.sum(), counted.sum()
+        self.add_metrics(values)
 
-    prompt_ids: array
-    response_ids: array
-    log_prob: float
-    ref_log_prob: float
+    def _held_out_mean(self, scores: PreferenceScores, counted: Tensor) -> Tensor:
+        """The mean loss of the pairs that count in a held-out micro-batch; 0 if none does."""
+        keep = counted.bool()
+        if self.preference.batch_coupled:
+            everywhere = self.accelerator.gather(counted).bool()
+            gather = lambda values: self.accelerator.gather(values.detach())[everywhere]  # noqa: E731
+            self._held_out.append(map_scores(gather, scores))
+        if not keep.any():
+            return counted.new_zeros(())
+        return self.preference(map_scores(lambda values: values[keep], scores)).mean()
+
+    def held_out_loss(self) -> float | None:
+        parts, self._held_out = self._held_out, []
+        loss = super().held_out_loss()
+        is_coupled = any(len(part.chosen) for part in parts)
+        return self.preference(join_scores(parts)).mean().item() if is_coupled else loss

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from transformers.hf_argparser import HfArg
 from trl import GRPOConfig as TRLGRPOConfig
 from trl import RLOOConfig as TRLRLOOConfig
 
@@ -43,13 +44,12 @@ _NOT_CARRIED = {
 }
 
 
-def _override(text: str) -> Any:
-    return field(default=None, metadata={"help": f"{text} Default: the algorithm's own."})
+def _own(meaning: str) -> Any:
+    return HfArg(default=None, help=f"{meaning} Default: the algorithm's own.")
 
 
 def _trl_setting(name: str, stands_for: str) -> Any:
-    values = ", ".join(map(str, POLICY_SETTINGS[name]))
-    return _override(f"TRL's name for {stands_for}: {values}.")
+    return _own(f"TRL's name for {stands_for}: {', '.join(map(str, POLICY_SETTINGS[name]))}.")
 
 
 @dataclass
@@ -69,80 +69,71 @@ class PolicyConfig(AlgorithmSettings, PackedFields, TRLGRPOConfig):
     # One line: which defaults of TRL's configuration of the same name are others; empty if there are none.
     unlike_trl = ""
 
-    algorithm: str = field(
+    algorithm: str = HfArg(
         default="grpo",
-        metadata={
-            "help": "A named algorithm (python -m trl_ext.algorithms lists them), or your own as file.py:function."
-        },
+        help="A named algorithm (python -m trl_ext.algorithms lists them), or your own as file.py:function.",
     )
-    algorithm_kwargs: dict[str, Any] | str | None = field(
-        default=None, metadata={"help": "Options of your own algorithm's function, as JSON."}
+    algorithm_kwargs: dict[str, Any] | str | None = HfArg(
+        default=None, help="Options of your own algorithm's function, as JSON."
     )
     loss_type: str | None = _trl_setting("loss_type", "surrogate and aggregation")
     importance_sampling_level: str | None = _trl_setting("importance_sampling_level", "ratio")
     scale_rewards: str | None = _trl_setting("scale_rewards", "an advantage")
     use_bias_correction_kl: bool | None = _trl_setting("use_bias_correction_kl", "kl_ratio_correction")
-    delta: float | None = _override("TRL's name for dual_clip, at least 1 + epsilon_high.")
-    num_generations: int | None = _override("Group size: responses per prompt.")
-    max_prompt_tokens: int | None = field(
-        default=512, metadata={"help": "Longer prompts lose their beginning. None for no limit."}
+    delta: float | None = _own("TRL's name for dual_clip, at least 1 + epsilon_high.")
+    num_generations: int | None = _own("Group size: responses per prompt.")
+    max_prompt_tokens: int | None = HfArg(default=512, help="Longer prompts lose their beginning. None for no limit.")
+    min_new_tokens: int = HfArg(default=0, help="Shortest response, in tokens.")
+    stop: list[str] | None = HfArg(
+        default=None, help="Texts that end a response, which keeps the one it met, as </answer>."
     )
-    min_new_tokens: int = field(default=0, metadata={"help": "Shortest response, in tokens."})
-    stop: list[str] | None = field(
-        default=None, metadata={"help": "Texts that end a response, which keeps the one it met, as </answer>."}
+    missing_eos_penalty: float = HfArg(
+        default=0.0, help="Taken off the reward of a response that was cut at max_completion_length."
     )
-    missing_eos_penalty: float = field(
-        default=0.0, metadata={"help": "Taken off the reward of a response that was cut at max_completion_length."}
-    )
-    reward_errors: str = field(
+    reward_errors: str = HfArg(
         default="raise",
-        metadata={
-            "help": "When a reward function fails: raise, or skip (the call's responses get no reward; counted)."
-        },
+        help="When a reward function fails: raise, or skip (the call's responses get no reward; counted).",
     )
-    reward_timeout: float | None = field(
+    reward_timeout: float | None = HfArg(
         default=600.0,
-        metadata={
-            "help": "Seconds that a call of a reward function may take before reward_errors applies; 0 for no limit. "
-            "The default is well below ddp_timeout, after which other processes give up without knowing why."
-        },
+        help="Seconds that a call of a reward function may take before reward_errors applies; 0 for no limit. The "
+        "default is well below ddp_timeout, after which other processes give up without knowing why.",
     )
-    share_backbone: str = field(
+    share_backbone: str = HfArg(
         default="auto",
-        metadata={
-            "help": "Put reward adapters on the policy's base: auto where it can be done, always or refuse, never."
-        },
+        help="Put reward adapters on the policy's base: auto where it can be done, always or refuse, never.",
     )
-    keep_groups: str = field(
+    keep_groups: str = HfArg(
         default="auto",
-        metadata={
-            "help": "Whether a group's responses stay in one micro-batch, where packing encodes their prompt once. "
-            "auto: where that leaves the update as it is, since a whole rollout goes into one optimizer step and "
-            "nothing but the loss is averaged within micro-batches. on: always. off: never."
-        },
+        help="Whether a group's responses stay in one micro-batch, where packing encodes their prompt once. auto: "
+        "where that leaves the update as it is, since a whole rollout goes into one optimizer step and nothing but "
+        "the loss is averaged within micro-batches. on: always. off: never.",
     )
-    overlong_share: float | None = _override(
+    overlong_share: float | None = _own(
         "DAPO's soft punishment: over the last share of max_completion_length, a response's reward falls by up to 1. "
         "0: none."
     )
-    resample_groups: int | None = _override(
+    resample_groups: int | None = _own(
         "Dynamic sampling: replace groups whose rewards are all equal, which teach nothing, by groups of further "
         "prompts, in at most this many further rollouts. 0: off."
     )
-    fast_rollouts: str = field(
+    fast_rollouts: str = HfArg(
         default="auto",
-        metadata={
-            "help": "auto: on a CPU, responses are sampled several times as fast as by transformers, where the model "
-            "allows it and a check at the first batch agrees. off: transformers samples."
-        },
+        help="auto: on a CPU, responses are sampled several times as fast as by transformers, where the model allows "
+        "it and a check at the first batch agrees. off: transformers samples.",
     )
-    disable_dropout: bool = field(
-        default=True,
-        metadata={"help": "With dropout, the ratio is not 1 before the first update: two passes draw two masks."},
+    disable_dropout: bool = HfArg(
+        default=True, help="With dropout, the ratio is not 1 before the first update: two passes draw two masks."
     )
 
     def __post_init__(self):
-        self._refuse_what_is_not_carried()
+        self.scale_rewards = {True: "group", False: "none"}.get(self.scale_rewards, self.scale_rewards)
+        refuse_given(self, _NOT_CARRIED)
+        if self._method is not None and self.algorithm != self._method:
+            raise ValueError(
+                f"{type(self).__name__} is the algorithm {self._method!r} and cannot be {self.algorithm!r}: "
+                "use PolicyConfig, or recipes/policy.py --algorithm, to choose an algorithm by name"
+            )
         self._compare_defaults_with_trl()
         self.algorithm_kwargs = parse_json_option("algorithm_kwargs", self.algorithm_kwargs)
         algorithm = self.build_algorithm()
@@ -161,18 +152,8 @@ class PolicyConfig(AlgorithmSettings, PackedFields, TRLGRPOConfig):
         self._say_what_is_not_exact(algorithm)
         self._save_between_rollouts()
 
-    def _compare_defaults_with_trl(self) -> None:
-        stock, fields_of_loss = _UNLIKE_TRL.get(self._method, (None, {}))
-        given = {name for name in " ".join(fields_of_loss.values()).split() if getattr(self, name) is not None}
-        unset = [name for name, ours in fields_of_loss.items() if given.isdisjoint(ours.split())]
-        if unset:
-            name = type(self).__name__
-            theirs = ", ".join(f"{field_name} {getattr(stock, field_name)}" for field_name in unset)
-            self.unlike_trl = f"{name} of trl_ext has the paper's defaults; those of trl.{name} are {theirs}"
-
     def build_algorithm(self) -> Algorithm:
         """The algorithm with its settings resolved."""
-        row = self._row or algorithms.find(self.algorithm)
         given = {name: getattr(self, name) for name in SETTINGS}
         translated = translate(self, POLICY_SETTINGS)
         if self.delta is not None:
@@ -181,6 +162,7 @@ class PolicyConfig(AlgorithmSettings, PackedFields, TRLGRPOConfig):
             # TRL passes its cap on the ratio as `epsilon_high`.
             translated[f"epsilon_high {self.epsilon_high}"] = {"ratio_cap": given.pop("epsilon_high")}
         given = merge(given, translated)
+        row = self._row or algorithms.find(self.algorithm)
         try:
             algorithm = row.replace(surrogate_options=self.algorithm_kwargs, **given)
         except ValueError as error:
@@ -188,13 +170,13 @@ class PolicyConfig(AlgorithmSettings, PackedFields, TRLGRPOConfig):
             raise
         if self.scale_rewards == "batch" and algorithm.advantage_options:
             raise ValueError(
-                "scale_rewards 'batch' divides by the deviation of the rewards, "
-                f"{algorithm.name} by that of the advantages: leave scale_rewards out"
+                f"scale_rewards 'batch' divides by the deviation of the rewards, {algorithm.name} by that of the "
+                "advantages: leave scale_rewards out"
             )
         if self.delta is not None and self.delta < 1 + algorithm.epsilon_high:
+            end = 1 + algorithm.epsilon_high
             raise ValueError(
-                f"delta must be at least 1 + epsilon_high, {1 + algorithm.epsilon_high:g}, where the clip ends, got "
-                f"{self.delta}"
+                f"delta must be at least 1 + epsilon_high, {end:g}, where the clip ends, got {self.delta}"
             )
         return algorithm
 
@@ -204,26 +186,19 @@ class PolicyConfig(AlgorithmSettings, PackedFields, TRLGRPOConfig):
         micro_batches = self.steps_per_generation * self.num_iterations
         return math.lcm(micro_batches, self.gradient_accumulation_steps) // self.gradient_accumulation_steps
 
-    def _refuse_what_is_not_carried(self) -> None:
-        self.scale_rewards = {True: "group", False: "none"}.get(self.scale_rewards, self.scale_rewards)
-        refuse_given(self, _NOT_CARRIED)
-        if self._method is not None and self.algorithm != self._method:
-            raise ValueError(
-                f"{type(self).__name__} is the algorithm {self._method!r} and cannot be {self.algorithm!r}: "
-                "use PolicyConfig, or recipes/policy.py --algorithm, to choose an algorithm by name"
-            )
+    def _compare_defaults_with_trl(self) -> None:
+        stock, fields_of_loss = _UNLIKE_TRL.get(self._method, (None, {}))
+        given = {name for name in " ".join(fields_of_loss.values()).split() if getattr(self, name) is not None}
+        unset = [name for name, ours in fields_of_loss.items() if given.isdisjoint(ours.split())]
+        if unset:
+            name = type(self).__name__
+            theirs = ", ".join(f"{field_name} {getattr(stock, field_name)}" for field_name in unset)
+            self.unlike_trl = f"{name} of trl_ext has the paper's defaults; those of trl.{name} are {theirs}"
 
     def _check_values(self) -> None:
-        check_training(
-            self,
-            num_generations=1,
-            num_iterations=1,
-            max_completion_length=1,
-            reward_timeout=0,
-            missing_eos_penalty=0,
-            resample_groups=0,
-            top_k=0,
-        )
+        least = {"num_generations": 1, "num_iterations": 1, "max_completion_length": 1}
+        least |= dict.fromkeys(("reward_timeout", "missing_eos_penalty", "resample_groups", "top_k"), 0)
+        check_training(self, **least)
         check_shares(self, "overlong_share", "min_p", "top_p")
         check_positive(self, "temperature", "repetition_penalty", "top_p")
         if self.max_completion_length is None:
@@ -276,11 +251,9 @@ class PolicyConfig(AlgorithmSettings, PackedFields, TRLGRPOConfig):
 
     def _post_init_of_any_group_size(self) -> None:
         """Run TRL's checks, which reject groups of 1, and suggest a batch size where none would divide."""
-        group = self.num_generations
-        global_batch = self.per_device_train_batch_size * world_size()
-        batch = self.generation_batch_size or global_batch * (
-            self.steps_per_generation or self.gradient_accumulation_steps
-        )
+        group, global_batch = self.num_generations, self.per_device_train_batch_size * world_size()
+        passes = self.steps_per_generation or self.gradient_accumulation_steps
+        batch = self.generation_batch_size or global_batch * passes
         if batch % group or batch % global_batch:
             raise ValueError(
                 f"a rollout of {batch} responses does not divide into groups of num_generations {group} and forward "
@@ -312,27 +285,26 @@ class PolicyConfig(AlgorithmSettings, PackedFields, TRLGRPOConfig):
 
     def _save_between_rollouts(self) -> None:
         """Save checkpoints only at the end of a rollout, since rollouts are not saved and would be sampled again."""
-        period = self.updates_per_rollout
-        if self.save_strategy != "steps" or period == 1 or (self.save_steps >= 1 and self.save_steps % period == 0):
+        period, asked = self.updates_per_rollout, self.save_steps
+        if self.save_strategy != "steps" or period == 1 or (asked >= 1 and asked % period == 0):
             return
-        if self.save_steps < 1:
+        if asked < 1:
             raise ValueError(
-                f"save_steps {self.save_steps} is a share of the run: checkpoints lie between rollouts, so give a "
-                f"multiple of {period} steps"
+                f"save_steps {asked} is a share of the run: checkpoints lie between rollouts, so give a multiple of "
+                f"{period} steps"
             )
-        later = int(math.ceil(self.save_steps / period) * period)
-        if self.load_best_model_at_end and self.eval_strategy == "steps" and later % self.eval_steps:
+        self.save_steps = int(math.ceil(asked / period) * period)
+        if self.load_best_model_at_end and self.eval_strategy == "steps" and self.save_steps % self.eval_steps:
             raise ValueError(
-                f"save_steps {int(self.save_steps)} would become {later}, where a rollout is used up, and "
+                f"save_steps {int(asked)} would become {self.save_steps}, where a rollout is used up, and "
                 f"load_best_model_at_end needs a multiple of eval_steps {self.eval_steps}: give both as multiples of "
                 f"{period}"
             )
-        if self.max_steps < 0 or self.save_steps <= self.max_steps:
+        if self.max_steps < 0 or asked <= self.max_steps:
             warn_once_per_run(
-                f"a rollout serves {period} updates and is not part of a checkpoint: saving every {later} steps "
-                f"instead of every {int(self.save_steps)}, so that a resumed run goes on exactly as it would have"
+                f"a rollout serves {period} updates and is not part of a checkpoint: saving every {self.save_steps} "
+                f"steps instead of every {int(asked)}, so that a resumed run goes on exactly as it would have"
             )
-        self.save_steps = later
 
 
 def check_whole_groups(args: PolicyConfig, why: str) -> None:

@@ -20,11 +20,11 @@ from trl_ext.trainers.policy.reward_functions import Rewards
 Rows = list[dict[str, Any]]
 
 
-def check_data(args, given: dict[str, Any]) -> None:
-    """Raise ValueError if groups are to be replaced and the trainer's arguments hold no data to draw prompts from."""
+def check_data(given: dict[str, Any]) -> None:
+    """Raise ValueError if a trainer's arguments hold no data to draw further prompts from."""
     dataset = given.get("train_dataset")
     by_index = isinstance(dataset, Dataset) and not {"image", "images"} & set(dataset.column_names)
-    if args.resample_groups and (given.get("environment_factory") or not by_index):
+    if given.get("environment_factory") or not by_index:
         raise ValueError(
             "resample_groups draws prompts from the training data by their index: give a Dataset of text, not a "
             "stream, images or an environment"
@@ -51,14 +51,9 @@ def fill_places(signals: Sequence[Sequence[bool]]) -> list[tuple[int, int]]:
 
 
 @dataclass
-class Round:
-    """What a round has sampled and scored.
-
-    Attributes:
-        rollout: TRL's tensors of this process's responses.
-        rewards: what the reward functions gave.
-        table: TRL's table of completions, over all processes.
-        signals: whether the rewards of each group differ, over all processes.
+class _Round:
+    """What a round has sampled: TRL's tensors of this process's responses, and their rewards; TRL's table of the
+    completions and whether the rewards of each group differ, over all processes.
     """
 
     rollout: dict[str, Tensor]
@@ -81,12 +76,18 @@ def sample_rollout(trainer, sample: Callable[[Rows], dict], inputs: Rows) -> dic
     limit = trainer.args.resample_groups if trainer.model.training else 0
     if not limit:
         return sample(inputs)
-    rounds = [_sampled(trainer, sample(inputs))]
-    further = _further_inputs(trainer, inputs)
-    while len(rounds) <= limit and sum(sum(turn.signals) for turn in rounds) < len(rounds[0].signals):
-        rounds.append(_sampled(trainer, sample(next(further))))
+
+    def sampled(rows: Rows) -> _Round:
+        rollout = sample(rows)
+        table = {name: list(column) for name, column in _table(trainer).items()}
+        groups = _raw_rewards(trainer).view(-1, trainer.num_generations)
+        return _Round(rollout, trainer.rewards, table, list(map(has_two_rewards, groups)))
+
+    rounds, further = [sampled(inputs)], _further_inputs(trainer, inputs)
+    while len(rounds) <= limit and sum(sum(one.signals) for one in rounds) < len(rounds[0].signals):
+        rounds.append(sampled(next(further)))
     trainer.further_rollouts += len(rounds) - 1
-    places = fill_places([turn.signals for turn in rounds])
+    places = fill_places([one.signals for one in rounds])
     _log(trainer, rounds, places)
     return rounds[0].rollout if len(rounds) == 1 else _merge(trainer, rounds, places)
 
@@ -105,12 +106,6 @@ def _further_inputs(trainer, inputs: Rows) -> Iterator[Rows]:
         drawn = list(itertools.islice(indices, trainer.args.generation_batch_size // size))
         rows = trainer.own_rows([index for index in drawn for _ in range(size)])
         yield [{name: value for name, value in data[index].items() if name in inputs[0]} for index in rows]
-
-
-def _sampled(trainer, rollout: dict[str, Tensor]) -> Round:
-    table = {name: list(column) for name, column in _table(trainer).items()}
-    signals = map(has_two_rewards, _raw_rewards(trainer).view(-1, trainer.num_generations))
-    return Round(rollout, trainer.rewards, table, list(signals))
 
 
 def _table(trainer) -> dict:
@@ -132,7 +127,7 @@ def _raw_rewards(trainer) -> Tensor:
     return trainer.weighted_sum(plain.masked_fill(rewards.isnan(), float("nan")))
 
 
-def _merge(trainer, rounds: list[Round], places: list[tuple[int, int]]) -> dict:
+def _merge(trainer, rounds: list[_Round], places: list[tuple[int, int]]) -> dict:
     """This process's part of the rollout made of the groups at `places`."""
     size = trainer.num_generations
     # Of each response of the rollout: its round, and its row there among those of all processes.
@@ -149,14 +144,14 @@ def _merge(trainer, rounds: list[Round], places: list[tuple[int, int]]) -> dict:
         # Of all rounds.
         failed=sum(one.rewards.failed for one in rounds),
     )
-    merged["num_items_in_batch"] = gather(trainer._token_mask(merged).sum()).sum()
     for name, column in _table(trainer).items():
+        # A reward function may report a column in some rounds only.
         if all(len(one.table.get(name, [])) == len(sources) for one in rounds):
             column.extend(rounds[turn].table[name][row] for turn, row in sources)
     return merged
 
 
-def _responses(one: Round) -> list[dict[str, Tensor]]:
+def _responses(one: _Round) -> list[dict[str, Tensor]]:
     """The responses of a round over all processes, each with its tensors by name."""
     rewards = one.rewards
     columns = {name: value for name, value in one.rollout.items() if value.ndim}
@@ -176,7 +171,7 @@ def _padded(rows: list[Tensor], name: str, pad_token_id: int) -> Tensor:
     return pad_sequence(rows, batch_first=True, padding_value=value, padding_side=side)
 
 
-def _log(trainer, rounds: list[Round], places: list[tuple[int, int]]) -> None:
+def _log(trainer, rounds: list[_Round], places: list[tuple[int, int]]) -> None:
     sampled, replaced = len(rounds) * len(places), sum(turn > 0 for turn, _ in places)
     figures = {
         "rounds": len(rounds) - 1,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import itertools
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -67,11 +68,7 @@ def as_reward_functions(given: Any, packing: str = "auto") -> list:
     """The reward functions as a list; None gives none.
 
     A name `file.py:function` or `module:function` becomes that function, another the `RewardModel` that is saved
-    under it.
-
-    Raises:
-        TypeError: something that cannot be called.
-        FileNotFoundError, ValueError: see `load_function` and `RewardModel`.
+    under it. Raises TypeError for something that cannot be called.
     """
     functions = list(given) if isinstance(given, (list, tuple)) else [] if given is None else [given]
     for index, function in enumerate(functions):
@@ -117,10 +114,8 @@ def named_and_guarded(functions: list, guard: RewardGuard) -> tuple[dict[str, An
             guarded.append(function)
             continue
         wrapped = guard.wrap(function)
-        name, number = wrapped.__name__, 1
-        while wrapped.__name__ in by_name:
-            number += 1
-            wrapped.__name__ = f"{name}_{number}"
+        names = (f"{wrapped.__name__}_{number}" for number in itertools.count(2))
+        wrapped.__name__ = next(name for name in itertools.chain([wrapped.__name__], names) if name not in by_name)
         by_name[wrapped.__name__] = function
         guarded.append(wrapped)
     return by_name, guarded
@@ -155,15 +150,12 @@ def place_reward_models(trainer, models: list[RewardModel]) -> None:
 
 
 def reward_columns(
-    trainer,
-    rows: list[dict[str, Any]],
-    responses: list[str],
-    finished: list[bool],
-    completion_ids: list[list[int]],
+    trainer, rows: list[dict], responses: list[str], finished: list[bool], completion_ids: list[list[int]]
 ) -> dict[str, list[float | None]]:
     """Rewards of responses by function name: one finite number per row, None where there is none.
 
-    Modules, which TRL scores itself, and functions that score groups are left out.
+    Modules, which TRL scores itself, and functions that score groups are left out. Shaping is, too: its statistics
+    belong to training.
 
     Args:
         trainer: a `PolicyTrainer`, whose `reward_errors` decides how a failing function is handled.
@@ -177,36 +169,30 @@ def reward_columns(
     """
     prompts = [row["prompt"] for row in rows]
     messages = isinstance(prompts[0], list)
-    of_members: dict[str, list[float | None]] = {}
-
-    def report(column: str, values: list[float | None]) -> None:
-        of_members[column.removeprefix("reward/")] = values
-
+    reported: dict[str, list[float | None]] = {}
     arguments = {
         "prompts": prompts,
         "completions": [[{"role": "assistant", "content": t}] for t in responses] if messages else responses,
         "completion_ids": completion_ids,
         "finished": finished,
         "trainer_state": trainer.state,
-        "log_extra": report,
+        "log_extra": reported.__setitem__,
         "log_metric": ignore,
         **{key: [row[key] for row in rows] for key in rows[0] if key not in ("prompt", "completion")},
     }
     guard = RewardGuard(trainer.args.reward_errors, trainer.args.reward_timeout)
     columns: dict[str, list[float | None]] = {}
     for name, given in trainer.plain_reward_functions.items():
-        # Without shaping: batch statistics mean nothing here, and running ones belong to training.
         function = innermost(given)
         if getattr(function, "scores_groups", False):
             # It compares several responses to a prompt, and here there is one per prompt.
             continue
         if function is not given and function_name(function) not in columns:
             name = function_name(function)
-        rewards = guard.wrap(function)(**arguments)
-        if inspect.isawaitable(rewards):
+        columns[name] = guard.wrap(function)(**arguments)
+        if inspect.isawaitable(columns[name]):
             # TRL's event loop, since a notebook already runs one in this thread.
-            rewards = asyncio.run_coroutine_threadsafe(rewards, trainer.async_loop).result()
-        columns[name] = rewards
+            columns[name] = asyncio.run_coroutine_threadsafe(columns[name], trainer.async_loop).result()
         for member in function.names if isinstance(function, RewardEnsemble) else []:
-            columns[member] = of_members.get(member, [None] * len(rows))
+            columns[member] = reported.get(f"reward/{member}", [None] * len(rows))
     return columns

@@ -66,26 +66,6 @@ def log_advantages(trainer, advantages: Tensor) -> None:
     table.extend(advantages.tolist())
 
 
-def log_means(trainer, values: dict[str, Tensor], mask: Tensor, *, over_responses: tuple[str, ...] = ()) -> None:
-    """Log means over the tokens of a micro-batch on all processes.
-
-    Args:
-        values: numbers of this process's tokens, [B, T], or scalars, which are means over them.
-        mask: 1 where a token counts, [B, T].
-        over_responses: the names of scalars that are means over responses.
-    """
-    tokens, rows = (mask != 0).sum(), torch.tensor(len(mask), device=mask.device)
-    counts = {name: rows if name in over_responses else tokens for name in values}
-    sums = [
-        value.detach().masked_fill(mask == 0, 0).sum() if value.ndim else value.detach() * counts[name]
-        for name, value in values.items()
-    ]
-    totals = torch.stack([one.double() for one in (*sums, *counts.values())])
-    sums, counts = trainer.accelerator.reduce(totals, reduction="sum").view(2, -1).tolist()
-    for name, total, count in zip(values, sums, counts, strict=True):
-        trainer.metrics[name].append(total / max(count, 1))
-
-
 def _warn_of_empty(trainer, lengths: list[int]) -> None:
     """Warn, with a likely cause, if nearly all responses end at once, given their lengths over all processes."""
     ended = sum(length <= 1 for length in lengths)

@@ -6,6 +6,7 @@ scores with the reference and logs in `_generate_and_score_completions`; the res
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -16,7 +17,8 @@ from torch import Tensor
 from trl import GRPOTrainer as TRLGRPOTrainer
 
 from trl_ext.data.conversation import text_ids
-from trl_ext.losses import PolicyScores
+from trl_ext.losses import PolicyScores, masked_sum
+from trl_ext.models.batches import temporarily
 from trl_ext.processes import warn_once_per_run
 from trl_ext.resilience.reward_guard import RewardGuard
 from trl_ext.resilience.training import ResilientTraining
@@ -25,7 +27,7 @@ from trl_ext.rollouts.generation import warn_of_ignored_settings, without_own_se
 from trl_ext.rollouts.stopping import check_stop, cut_at_stop, end_of_stop
 from trl_ext.trainers.context import PROMPTS, check_generations, check_inputs, check_template, quiet_about_length
 from trl_ext.trainers.defaults import configuration
-from trl_ext.trainers.metrics import RolloutMetrics
+from trl_ext.trainers.metrics import StepMetrics
 from trl_ext.trainers.model_card import WritesModelCard
 from trl_ext.trainers.packing import keeps_groups, pack_trainer, regroup
 from trl_ext.trainers.policies import check_base_of_adapter, reference_in_memory
@@ -47,23 +49,25 @@ from trl_ext.trainers.policy.reward_functions import (
     place_reward_models,
     reward_models,
 )
-from trl_ext.trainers.policy.rollout_metrics import log_advantages, log_ended, log_means, log_rollout
+from trl_ext.trainers.policy.rollout_metrics import log_advantages, log_ended, log_rollout
 from trl_ext.trainers.policy.scoring import count_from_the_first_token
 
 # What TRL passes on to a model with images.
 _OF_IMAGES = ("pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles")
 _OF_IMAGES += ("image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids")
+# By name, a sum over a micro-batch and how much it sums over.
+Metrics = dict[str, tuple[Tensor, Tensor]]
 
 
 @dataclass
 class ScoredTokens:
-    """What a forward pass gives for the tokens of responses, each [B, T].
+    """What a forward pass gives for the tokens of responses.
 
     Attributes:
-        log_probs: under the model.
-        entropies: of the model's distribution before each token; None if not asked for.
+        log_probs: of the tokens, [B, T].
+        entropies: of the distributions that they are from, [B, T]; None if not asked for.
         auxiliary_loss: the load-balancing loss of a mixture of experts, a scalar; None for other models.
-        values: of a value function, before each token; None without one.
+        values: of a value function before each token, [B, T]; None without one.
     """
 
     log_probs: Tensor
@@ -72,7 +76,7 @@ class ScoredTokens:
     values: Tensor | None = None
 
 
-class PolicyTrainer(ResilientTraining, WritesModelCard, RolloutMetrics, TRLGRPOTrainer):
+class PolicyTrainer(ResilientTraining, WritesModelCard, StepMetrics, TRLGRPOTrainer):
     """Trains a policy on its own samples with any algorithm: `PolicyConfig(algorithm=...)`.
 
     Accepts the arguments of `trl.GRPOTrainer`, with a `PolicyConfig`, and keeps its features: generation with
@@ -85,9 +89,8 @@ class PolicyTrainer(ResilientTraining, WritesModelCard, RolloutMetrics, TRLGRPOT
     Logged in addition to TRL's metrics: `reward_min`, `reward_max`, `advantages/mean`, `/std`, `/min` and `/max`,
     `shaped_reward` (after penalties) where it differs from `reward`, `unscorable`, `distinct_2` and `collapsed` of the
     rollout, `skipped_updates`, `log_ratio/clamped` (share of tokens with a log-ratio beyond 20, where the loss has no
-    gradient), and for a greedy baseline `greedy/reward` and `greedy/mean_length`. `kl` is the mean of k3 per token.
-    With `resample_groups`, `resampling/rounds`, `/prompts` and `/responses` (all that the rollout took) and
-    `/replaced` and `/dead` (shares of its groups).
+    gradient), `greedy/reward` and `greedy/mean_length` for a greedy baseline, and `resampling/rounds`, `/prompts`,
+    `/responses`, `/replaced` and `/dead` for `resample_groups`. `kl` is the mean of k3 per token.
 
     Attributes:
         algorithm: the algorithm with its settings resolved.
@@ -116,13 +119,17 @@ class PolicyTrainer(ResilientTraining, WritesModelCard, RolloutMetrics, TRLGRPOT
         functions = as_reward_functions(reward_funcs, args.packing)
         self._check_arguments(functions, args, kwargs)
         self._reward_models = reward_models(functions)
+        self._shaped_rewards = [function for function in functions if isinstance(function, ShapedReward)]
         self.reward_guard = RewardGuard(args.reward_errors, args.reward_timeout)
         self.rewards: Rewards | None = None
         self.rollouts = self.further_rollouts = 0
         self._seen_signal = False
-        self._window_tokens: Tensor | None = None
+        # Of each micro-batch of the latest rollout, over all processes.
+        self._tokens: Tensor | None = None
         self.plain_reward_functions, guarded = named_and_guarded(functions, self.reward_guard)
-        with reference_in_memory(TRLGRPOTrainer, model):
+        # TRL keeps a reference for any beta but 0.
+        beta = args.beta if self.algorithm.needs_reference else 0.0
+        with reference_in_memory(TRLGRPOTrainer, model), temporarily(args, beta=beta):
             super().__init__(model, guarded, args, **kwargs)
         # TRL has appended the rewards of environments.
         self.reward_funcs[len(functions) :] = map(self.reward_guard.wrap, self.reward_funcs[len(functions) :])
@@ -141,27 +148,27 @@ class PolicyTrainer(ResilientTraining, WritesModelCard, RolloutMetrics, TRLGRPOT
         place_reward_models(self, self._reward_models)
         self.sampler = install_sampler(self)
 
-    def _check_arguments(self, functions: list, args: PolicyConfig, kwargs: dict[str, Any]) -> None:
-        if not functions and not kwargs.get("environment_factory"):
+    def _check_arguments(self, functions: list, args: PolicyConfig, given: dict[str, Any]) -> None:
+        if not functions and not given.get("environment_factory"):
             raise ValueError(
                 "no reward function: name a reward model or give a function as reward_funcs, or an "
                 "environment_factory whose environments have get_reward"
             )
-        several = [name for name in ("tools", "environment_factory", "rollout_func") if kwargs.get(name)]
+        several = [name for name in ("tools", "environment_factory", "rollout_func") if given.get(name)]
         if several and self.algorithm.reads("greedy_rewards"):
             raise ValueError(f"a greedy baseline does not go with {several[0]}: its greedy responses are single turns")
-        dataset = kwargs.get("train_dataset")
-        needed = -(-args.generation_batch_size // args.num_generations)
+        dataset, needed = given.get("train_dataset"), -(-args.generation_batch_size // args.num_generations)
         if isinstance(dataset, Dataset) and len(dataset) < needed:
             raise ValueError(
                 f"the training data has {len(dataset)} prompts, and a rollout of generation_batch_size "
                 f"{args.generation_batch_size} responses, {args.num_generations} to each prompt, takes "
                 f"{needed}: give more prompts, or a smaller generation_batch_size and per_device_train_batch_size"
             )
-        if isinstance(dataset, Dataset) and not kwargs.get("rollout_func"):
+        if isinstance(dataset, Dataset) and not given.get("rollout_func"):
             # A transform may add columns.
             check_arguments(functions, list(dataset[0]))
-        check_data(args, kwargs)
+        if args.resample_groups:
+            check_data(given)
 
     def _check_model(self) -> None:
         args = self.args
@@ -194,6 +201,12 @@ class PolicyTrainer(ResilientTraining, WritesModelCard, RolloutMetrics, TRLGRPOT
     def sampled_responses(self) -> int:
         """How many responses training has sampled so far over all processes, with those that were not trained on."""
         return (self.rollouts + self.further_rollouts) * self.args.generation_batch_size
+
+    @property
+    def rows_per_pass(self) -> int:
+        """The largest number of rows in a forward pass of this process, in training or in evaluation."""
+        args = self.args
+        return args.per_device_train_batch_size if self.model.training else args.per_device_eval_batch_size
 
     def own_rows(self, rows: Any) -> Any:
         """This process's part of what all processes have of equal size, one after another."""
@@ -231,22 +244,15 @@ class PolicyTrainer(ResilientTraining, WritesModelCard, RolloutMetrics, TRLGRPOT
         return bool(stop) and end_of_stop(self._tokenizer.decode(ids, skip_special_tokens=True), stop) is not None
 
     def sample(self, inputs: list[dict]) -> dict:
-        """This process's part of a rollout: responses to its rows, which TRL has scored with the reference.
-
-        Their rewards are in `rewards`.
-        """
-        return sample_rollout(self, self._sample_once, inputs)
-
-    def _sample_once(self, inputs: list[dict]) -> dict:
-        rollout = super()._generate_and_score_completions(inputs)
-        if self.args.stop:
-            log_ended(self.metrics, self.rewards)
-        return rollout
+        """This process's part of a rollout, which TRL has scored with the reference; its rewards are in `rewards`."""
+        return sample_rollout(self, super()._generate_and_score_completions, inputs)
 
     # ---- Reward ----
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         self.rewards = self.reward(inputs, prompts, completions, completion_ids_list)
+        if self.args.stop:
+            log_ended(self.metrics, self.rewards)
         return self.rewards.by_function
 
     def reward(self, inputs, prompts, completions, completion_ids) -> Rewards:
@@ -284,18 +290,12 @@ class PolicyTrainer(ResilientTraining, WritesModelCard, RolloutMetrics, TRLGRPOT
         """The reward of each response over all processes, less the penalties on length. [N]."""
         return self.weighted_sum(rewards.by_function) - length_penalty(self.args, rewards)
 
-    def total_rewards(self, inputs, prompts, completions, completion_ids) -> Tensor:
-        """The totals of this process's responses, over all processes, [N]; NaN where no function could score."""
-        return self.total(self.reward(inputs, prompts, completions, completion_ids))
-
     @torch.no_grad()
     def kl_penalty(self, rollout: dict) -> Tensor:
         """The KL penalty on the reward of each of this process's responses. [n]."""
         log_probs = rollout.get("old_per_token_logps")
-        if log_probs is None and "pixel_values" in rollout:
-            raise ValueError("the KL term in the reward is for text: use kl_in loss with images")
         if log_probs is None:
-            log_probs = self.rollout_log_probs(rollout)
+            log_probs = self.score(self.model, rollout).log_probs
         return self.algorithm.reward_penalty(log_probs, rollout["ref_per_token_logps"], self._token_mask(rollout))
 
     # ---- Advantage ----
@@ -343,72 +343,66 @@ class PolicyTrainer(ResilientTraining, WritesModelCard, RolloutMetrics, TRLGRPOT
     def _prepare_inputs(self, generation_batch):
         earlier = self._buffered_inputs
         inputs = super()._prepare_inputs(generation_batch)
-        if not self.model.training:
-            return inputs
-        # TRL has just split a new rollout into its micro-batches.
-        if self._buffered_inputs is not earlier and keeps_groups(self):
-            self._buffered_inputs = regroup(self._buffered_inputs)
-            inputs = self._buffered_inputs[self._step % self.args.steps_per_generation]
-        if self._needs_token_count:
-            inputs = {**inputs, "mean_tokens": self._mean_tokens_of_window(inputs)}
+        if self.model.training and self._buffered_inputs is not earlier:
+            # TRL has just split a new rollout into its micro-batches.
+            if keeps_groups(self):
+                self._buffered_inputs = regroup(self._buffered_inputs)
+                inputs = self._buffered_inputs[self._step % self.args.steps_per_generation]
+            self._count_tokens(self._buffered_inputs)
         return inputs
 
-    @property
-    def _needs_token_count(self) -> bool:
-        return "token_mean" in (self.algorithm.aggregation, self.algorithm.kl_aggregation)
+    def _count_tokens(self, batches: list[dict]) -> None:
+        tokens = torch.stack([self._token_mask(batch).sum() for batch in batches])
+        self._tokens = self.accelerator.reduce(tokens.float(), reduction="sum")
 
-    def _mean_tokens_of_window(self, inputs: dict) -> Tensor:
-        """Tokens per micro-batch, averaged over the micro-batches and processes of this optimizer step."""
-        accumulation, per_rollout = self.current_gradient_accumulation_steps, self.args.steps_per_generation
-        index = self._step % per_rollout
-        if per_rollout % accumulation:
-            # A step that spans several rollouts begins before the later ones exist, so use this rollout's average.
-            return (inputs["num_items_in_batch"] / (self.accelerator.num_processes * per_rollout)).clamp(min=1)
-        if index % accumulation == 0 or self._window_tokens is None:
-            start = index - index % accumulation
-            window = self._buffered_inputs[start : start + accumulation]
-            tokens = sum(self._token_mask(batch).sum() for batch in window).float()
-            total = self.accelerator.reduce(tokens, reduction="sum")
-            self._window_tokens = (total / (self.accelerator.num_processes * accumulation)).clamp(min=1)
-        return self._window_tokens
+    @property
+    def mean_tokens(self) -> Tensor | None:
+        """Tokens of a micro-batch, a mean over those of an optimizer step on all processes; None in evaluation."""
+        if not self.model.training or self._tokens is None:
+            return None
+        accumulation, window = self.current_gradient_accumulation_steps, self._tokens
+        # A step that spans several rollouts begins before the later ones exist: it uses the average of this rollout.
+        if len(self._tokens) % accumulation == 0:
+            window = self._tokens.view(-1, accumulation)[self._step % len(self._tokens) // accumulation]
+        return (window.sum() / (self.accelerator.num_processes * len(window))).clamp(min=1)
 
     # ---- Score ----
 
-    def score(self, model, inputs: dict, *, rows_per_pass: int | None = None, entropies: bool = False) -> ScoredTokens:
-        """A forward pass over the responses of a rollout or of a micro-batch, or several of `rows_per_pass` rows."""
+    @staticmethod
+    def _token_mask(inputs: dict) -> Tensor:
+        """1 where the policy chose the token: neither padding nor tool output. [B, T]."""
+        mask = inputs["completion_mask"]
+        return mask * inputs["tool_mask"] if "tool_mask" in inputs else mask
+
+    def score(self, model, inputs: dict, *, entropies: bool = False) -> ScoredTokens:
+        """Forward passes over the responses of a micro-batch, or of a rollout in parts of that size."""
         found = self._get_per_token_logps_and_entropies(
             model,
             torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
             torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
             inputs["completion_ids"].size(1),
-            batch_size=rows_per_pass,
+            batch_size=self.rows_per_pass,
             compute_entropy=entropies,
             compute_aux_loss=entropies and self.aux_loss_enabled,
             **{name: inputs[name] for name in _OF_IMAGES if name in inputs},
         )
         return ScoredTokens(*found)
 
-    def score_rollout(self, rollout: dict) -> ScoredTokens:
-        """The scores of a rollout under the policy, in passes of as many rows as training or evaluation takes."""
-        args = self.args
-        rows = args.per_device_train_batch_size if self.model.training else args.per_device_eval_batch_size
-        return self.score(self.model, rollout, rows_per_pass=rows)
-
-    def rollout_log_probs(self, rollout: dict) -> Tensor:
-        """Log-probabilities of a rollout's responses under the policy. [n, T]."""
-        return self.score_rollout(rollout).log_probs
-
     # ---- Loss ----
 
     def _compute_loss(self, model, inputs):
-        loss = self.loss(self.score(model, inputs, entropies=True), inputs)
+        loss, metrics = self.loss(self.score(model, inputs, entropies=True), inputs)
         if not self.model.training:
+            mask = self._token_mask(inputs)
+            weight = mask.sum() if self.algorithm.aggregation == "token_mean" else mask.new_tensor(len(mask))
+            self.add_metrics({**metrics, "loss": (loss * weight, weight)})
             return loss
+        self.add_metrics(metrics)
         self.update_guard.observe_reward(bool(inputs["bad_reward"].any()))
         return loss / self.current_gradient_accumulation_steps
 
-    def loss(self, scored: ScoredTokens, inputs: dict) -> Tensor:
-        """The loss of a micro-batch, to be averaged over those of an optimizer step."""
+    def loss(self, scored: ScoredTokens, inputs: dict) -> tuple[Tensor, Metrics]:
+        """The loss of a micro-batch, to be averaged over those of an optimizer step, and what it shows."""
         mask, old_log_probs = self._token_mask(inputs), inputs.get("old_per_token_logps")
         scores = PolicyScores(
             log_probs=scored.log_probs,
@@ -419,87 +413,95 @@ class PolicyTrainer(ResilientTraining, WritesModelCard, RolloutMetrics, TRLGRPOT
             sampler_log_probs=inputs.get("sampling_per_token_logps"),
             ref_log_probs=inputs.get("ref_per_token_logps"),
         )
-        counted, weights = mask, self._sequence_weights(scores, inputs)
+        weights, of_entropy = self._response_weights(scores, inputs), mask
         if self.top_entropy_quantile < 1:
             is_high = self.get_high_entropy_mask(scored.entropies, mask, 1 - self.top_entropy_quantile)
-            counted = mask * is_high
-            weights = is_high if weights is None else weights * is_high
-        loss, shares = self.algorithm.loss(
-            scores, weights=weights, token_count=inputs.get("mean_tokens"), constant=self.max_completion_length
+            weights, of_entropy = [*weights, is_high], mask * is_high
+        loss, means = self.algorithm.loss(
+            scores,
+            weights=math.prod(weights) if weights else None,
+            token_count=self.mean_tokens,
+            constant=self.max_completion_length,
         )
-        self._log_shares({**shares, "entropy": scored.entropies}, mask)
+        metrics = self._metrics_of_loss(means, mask)
+        metrics["entropy"] = (masked_sum(scored.entropies, mask), mask.sum())
+        once = torch.ones_like(loss)
         if self._entropy_bonus_enabled:
-            self.metrics["policy_loss"].append(gather(loss.detach()).nanmean().item())
-            loss = loss - self._entropy_bonus(scored.entropies, counted)
+            metrics["policy_loss"] = (loss, once)
+            loss = loss - self._entropy_bonus(masked_sum(scored.entropies, of_entropy), of_entropy.sum())
         if self.aux_loss_enabled:
-            self.metrics["aux_loss"].append(gather(scored.auxiliary_loss.detach()).mean().item())
+            metrics["aux_loss"] = (scored.auxiliary_loss, once)
             loss = loss + self.router_aux_loss_coef * scored.auxiliary_loss
-        return loss
+        return loss, metrics
 
-    def _sequence_weights(self, scores: PolicyScores, inputs: dict) -> Tensor | None:
+    def _response_weights(self, scores: PolicyScores, inputs: dict) -> list[Tensor]:
         """Factors of the surrogate: TRL's mask of off-policy responses, and its importance ratio of vLLM."""
-        weights = None
+        weights = []
         if self.off_policy_mask_threshold is not None:
-            weights = self.get_off_policy_mask(
+            is_kept = self.get_off_policy_mask(
                 advantages=scores.advantages,
                 per_token_logps=scores.log_probs,
                 sampling_per_token_logps=inputs.get("sampling_per_token_logps", scores.old_log_probs),
                 mask=scores.mask,
                 off_policy_threshold=self.off_policy_mask_threshold,
             )
+            weights.append(is_kept)
         if self.use_vllm and self.vllm_importance_sampling_correction and not self.algorithm.reads_sampler:
-            ratio = inputs["importance_sampling_ratio"]
-            weights = ratio if weights is None else weights * ratio
+            weights.append(inputs["importance_sampling_ratio"])
         return weights
 
-    def _log_shares(self, means: dict[str, Tensor], mask: Tensor) -> None:
-        """Log what the loss says of a micro-batch, over all processes."""
+    def _metrics_of_loss(self, means: dict[str, Tensor], mask: Tensor) -> Metrics:
+        """What the algorithm's loss says of a micro-batch as sums and counts; extremes are logged at once."""
+        has_begun = self._sums and self._sums["train" if self.model.training else "eval"]
         for name, extreme in (("clip_ratio/low_min", 0.0), ("clip_ratio/high_max", 1.0)):
             if name in means:
-                self.metrics[name].append(gather(means.pop(name)).nanquantile(extreme).item())
-        clipped = tuple(name for name in means if name.startswith("clip_ratio"))
-        log_means(self, means, mask, over_responses=clipped if self.algorithm.ratio == "sequence" else ())
+                values = gather(means.pop(name)).reshape(-1).tolist()
+                # Of a step's or an evaluation's micro-batches, one value is logged.
+                values += [self.metrics[name].pop()] if has_begun else []
+                self.metrics[name].append(torch.tensor(values).nanquantile(extreme).item())
+        of_responses = self.algorithm.ratio == "sequence"
+        counts = {
+            name: mask.new_tensor(len(mask)) if of_responses and name.startswith("clip") else mask.sum()
+            for name in means
+        }
+        return {name: (mean * counts[name], counts[name]) for name, mean in means.items()}
 
-    def _entropy_bonus(self, entropies: Tensor, counted: Tensor) -> Tensor:
-        """The coefficient times the mean entropy of the counted tokens; an adaptive coefficient is updated.
+    def _entropy_bonus(self, total: Tensor, tokens: Tensor) -> Tensor:
+        """The coefficient times the mean entropy of a micro-batch, given the sum over its tokens."""
+        is_off = self.use_adaptive_entropy and self._last_world_entropy > self.args.entropy_target
+        coefficient = 0.0 if is_off else self.entropy_coef
+        if self.model.training:
+            self._update_entropy_coefficient(torch.stack([total, tokens]).detach())
+        return coefficient * total / tokens.clamp(min=1)
 
-        The entropy of an optimizer step decides on the coefficient of the next one.
-        """
-        total, count = (entropies * counted).sum(), counted.sum()
-        args, adapts, target = self.args, self.use_adaptive_entropy, self.args.entropy_target
-        coefficient = 0.0 if adapts and self._last_world_entropy > target else self.entropy_coef
-        if not self.model.training:
-            return coefficient * total / count.clamp(min=1)
-        if adapts:
-            sums = torch.stack([total, count]).detach()
+    def _update_entropy_coefficient(self, sums: Tensor) -> None:
+        """Adapt the coefficient, if that is asked for, to the mean entropy of the optimizer step, for the next one."""
+        args = self.args
+        if self.use_adaptive_entropy:
             earlier = self._entropy_window_stats
             self._entropy_window_stats = sums if earlier is None else earlier + sums
-        if self.accelerator.sync_gradients:
-            if adapts:
-                total_of_step, tokens = self.accelerator.reduce(self._entropy_window_stats, reduction="sum").tolist()
-                self._last_world_entropy, self._entropy_window_stats = total_of_step / max(tokens, 1), None
-                change, highest, lowest = args.entropy_coef_delta, args.entropy_coef_max, args.entropy_coef_min
-                is_high = self._last_world_entropy > target
-                self.entropy_coef = (
-                    max(self.entropy_coef - change, lowest) if is_high else min(self.entropy_coef + change, highest)
-                )
-            self.metrics["entropy_coef"].append(self.entropy_coef)
-        return coefficient * total / count.clamp(min=1)
+        if not self.accelerator.sync_gradients:
+            return
+        if self.use_adaptive_entropy:
+            total, tokens = self.accelerator.reduce(self._entropy_window_stats, reduction="sum").tolist()
+            self._last_world_entropy, self._entropy_window_stats = total / max(tokens, 1), None
+            if self._last_world_entropy > args.entropy_target:
+                self.entropy_coef = max(self.entropy_coef - args.entropy_coef_delta, args.entropy_coef_min)
+            else:
+                self.entropy_coef = min(self.entropy_coef + args.entropy_coef_delta, args.entropy_coef_max)
+        self.metrics["entropy_coef"].append(self.entropy_coef)
 
     # ---- Checkpoints ----
 
     @property
     def shaping_state(self) -> list[dict[str, Any]]:
         """The states of the shaped reward functions, in order; equal on all processes."""
-        return [function.state_dict() for function in self._shaped_rewards()]
+        return [function.state_dict() for function in self._shaped_rewards]
 
     @shaping_state.setter
     def shaping_state(self, states: list[dict[str, Any]]) -> None:
-        for function, state in zip(self._shaped_rewards(), states, strict=True):
+        for function, state in zip(self._shaped_rewards, states, strict=True):
             function.load_state_dict(state)
-
-    def _shaped_rewards(self) -> list[ShapedReward]:
-        return [f for f in self.plain_reward_functions.values() if isinstance(f, ShapedReward)]
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         # TRL samples at a fixed interval of micro-batches. The checkpoint does not store their count, since a resumed

@@ -10,10 +10,10 @@ from accelerate.utils import gather
 from torch import Tensor
 
 from trl_ext.advantages import clip_advantages, gae
-from trl_ext.losses import aggregate, clipped_value_loss, explained_variance, kl_estimate, whiten
+from trl_ext.losses import aggregate, clipped_value_loss, explained_variance, kl_estimate, masked_sum, whiten
 from trl_ext.losses.value import is_value_clipped, moments
-from trl_ext.trainers.policy.rollout_metrics import log_advantages, log_means
-from trl_ext.trainers.policy.trainer import PolicyTrainer, ScoredTokens
+from trl_ext.trainers.policy.rollout_metrics import log_advantages
+from trl_ext.trainers.policy.trainer import Metrics, PolicyTrainer, ScoredTokens
 from trl_ext.trainers.ppo.config import LARGEST_ERROR, PPOConfig
 from trl_ext.trainers.ppo.value_head import VALUE_MODELS
 
@@ -45,7 +45,6 @@ class PPOTrainer(PolicyTrainer):
     _config_class = PPOConfig
     # An adaptive coefficient continues from its last value.
     carried_over = (*PolicyTrainer.carried_over, "algorithm.beta")
-    _own_means = ("value_loss", "value_clip_ratio", "approx_kl")
 
     def __init__(self, model, reward_funcs=None, args: PPOConfig | None = None, **kwargs: Any):
         super().__init__(model, reward_funcs, args, **kwargs)
@@ -61,14 +60,13 @@ class PPOTrainer(PolicyTrainer):
         if "pixel_values" in rollout:
             raise ValueError("PPO's value function is for text: use GRPO with images")
         with torch.no_grad():
-            scored = self.score_rollout(rollout)
+            scored = self.score(self.model, rollout)
         rollout["old_per_token_logps"] = scored.log_probs
         rollout["old_values"] = scored.values.masked_fill(self._token_mask(rollout) == 0, 0)
         return rollout
 
-    def score(self, model, inputs: dict, *, rows_per_pass: int | None = None, entropies: bool = False) -> ScoredTokens:
-        score = partial(super().score, model, inputs, rows_per_pass=rows_per_pass, entropies=entropies)
-        return self.value_model.score(score, inputs, rows_per_pass)
+    def score(self, model, inputs: dict, *, entropies: bool = False) -> ScoredTokens:
+        return self.value_model.score(partial(super().score, model, inputs, entropies=entropies), inputs)
 
     # ---- Advantage ----
 
@@ -88,8 +86,6 @@ class PPOTrainer(PolicyTrainer):
             advantages = clip_advantages(advantages, self.algorithm.advantage_clip)
         advantages = advantages.masked_fill(counted == 0, 0)
         rollout |= {"advantages": advantages, "returns": returns, "value_mask": counted}
-        # The divisor of a step that spans several rollouts.
-        rollout["num_items_in_batch"] = self._sum_up(counted.sum())
         for name, tensor in (("value/mean", values), ("returns/mean", returns)):
             self.metrics[name].append(moments(tensor, counted, self._sum_up)[1].item())
         self.metrics["explained_variance"].append(explained_variance(values, returns, counted, reduce=self._sum_up))
@@ -122,28 +118,22 @@ class PPOTrainer(PolicyTrainer):
         """1 where the policy chose the token and its response could be scored. [B, T]."""
         return inputs["value_mask"] if "value_mask" in inputs else PolicyTrainer._token_mask(inputs)
 
-    @property
-    def _needs_token_count(self) -> bool:
-        # The value loss is always a mean over tokens, whatever the policy's is.
-        return True
-
     # ---- Loss ----
 
-    def loss(self, scored: ScoredTokens, inputs: dict) -> Tensor:
-        policy_loss = super().loss(scored, inputs)
-        if not self._entropy_bonus_enabled:
-            self.metrics["policy_loss"].append(gather(policy_loss.detach()).nanmean().item())
+    def loss(self, scored: ScoredTokens, inputs: dict) -> tuple[Tensor, Metrics]:
+        policy_loss, metrics = super().loss(scored, inputs)
         counted, clip = inputs["value_mask"], self.args.value_clip
         fitted = (scored.values.masked_fill(counted == 0, 0), inputs["old_values"], inputs["returns"])
         losses = clipped_value_loss(*fitted, clip=clip)
-        value_loss = aggregate(losses, counted, "token_mean", token_count=inputs.get("mean_tokens"))
-        means = {
+        value_loss = aggregate(losses, counted, "token_mean", token_count=self.mean_tokens)
+        of_tokens = {
             "value_loss": losses,
             "value_clip_ratio": torch.zeros_like(losses) if clip is None else is_value_clipped(*fitted, clip=clip),
             "approx_kl": kl_estimate(inputs["old_per_token_logps"], scored.log_probs.detach(), "k3"),
         }
-        log_means(self, means, counted)
-        return policy_loss + self.args.value_coefficient * value_loss
+        of_tokens = {name: (masked_sum(values, counted), counted.sum()) for name, values in of_tokens.items()}
+        metrics = {"policy_loss": (policy_loss, torch.ones_like(policy_loss)), **metrics, **of_tokens}
+        return policy_loss + self.args.value_coefficient * value_loss, metrics
 
     # ---- Optimizer and checkpoints ----
 

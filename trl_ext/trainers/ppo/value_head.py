@@ -19,8 +19,7 @@ from trl.trainer.utils import disable_dropout_in_model
 
 from trl_ext.files import replacing
 from trl_ext.models import resolve_model_path
-from trl_ext.models.packing.attention import PLAN_KEYWORD
-from trl_ext.models.packing.hook import unwrapped
+from trl_ext.models.packing import unwrapped
 from trl_ext.models.shared_backbone import preserved_random_state
 from trl_ext.rewards import RewardModel
 from trl_ext.trainers.policies import is_zero3
@@ -33,28 +32,19 @@ HEAD = "value_head"
 class ValueModel:
     """Estimates the value before each token of responses: a float32 linear head on hidden states.
 
-    Args:
-        trainer: a `PPOTrainer` that already has its policy.
-
     Attributes:
         kind: its name in the configuration.
+        trainer: its `PPOTrainer`, which already has its policy.
         policy: the policy, unwrapped.
     """
 
     kind: str
 
     def __init__(self, trainer):
-        self.trainer = trainer
-        self.policy = trainer.model
+        self.trainer, self.policy = trainer, trainer.model
 
-    def score(self, score: Callable[[], ScoredTokens], inputs: dict, rows_per_pass: int | None) -> ScoredTokens:
-        """The scores of responses under the policy, and their values, with gradient if enabled.
-
-        Args:
-            score: makes the forward pass of the policy over the responses.
-            inputs: the responses, as `PolicyTrainer.score` takes them.
-            rows_per_pass: rows of a forward pass; None for all.
-        """
+    def score(self, score: Callable[[], ScoredTokens], inputs: dict) -> ScoredTokens:
+        """The scores of responses under the policy, by `score()`, and their values, with gradient if enabled."""
         raise NotImplementedError
 
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -104,17 +94,16 @@ class SharedValueModel(ValueModel):
         super().__init__(trainer)
         _add_head(self.policy, _new_head(self.policy))
 
-    def score(self, score: Callable[[], ScoredTokens], inputs: dict, rows_per_pass: int | None) -> ScoredTokens:
+    def score(self, score: Callable[[], ScoredTokens], inputs: dict) -> ScoredTokens:
         passes: list[Tensor] = []
         latest: list[Tensor] = []
 
-        def of_trunk(trunk, args, kwargs, output) -> None:
-            values, plan = _estimate(self.policy.value_head, output.last_hidden_state), kwargs.get(PLAN_KEYWORD)
-            latest[:] = [values if plan is None else values[0][plan.columns]]
+        def of_trunk(trunk, args, output) -> None:
+            latest[:] = [_estimate(self.policy.value_head, output.last_hidden_state)]
 
         # Packing's check of itself also runs the trunk; the second hook marks the end of a requested pass.
         with (
-            unwrapped(self.policy).base_model.register_forward_hook(of_trunk, with_kwargs=True),
+            unwrapped(self.policy).base_model.register_forward_hook(of_trunk),
             self.policy.register_forward_hook(lambda *_: passes.extend(latest)),
         ):
             scored = score()
@@ -138,24 +127,18 @@ class SeparateValueModel(ValueModel):
         trunk, head = _load_value_model(trainer)
         _add_head(self.policy, nn.ModuleDict({"trunk": trunk, "head": head}))
 
-    def score(self, score: Callable[[], ScoredTokens], inputs: dict, rows_per_pass: int | None) -> ScoredTokens:
-        scored = score()
-        ids, mask = (
-            torch.cat([inputs[f"prompt_{name}"], inputs[f"completion_{name}"]], dim=1) for name in ("ids", "mask")
-        )
-        scored.values = self.values(ids, mask, inputs["completion_ids"].size(1), rows_per_pass or len(ids))
+    def score(self, score: Callable[[], ScoredTokens], inputs: dict) -> ScoredTokens:
+        scored, parts = score(), ("prompt", "completion")
+        ids, mask = (torch.cat([inputs[f"{part}_{name}"] for part in parts], dim=1) for name in ("ids", "mask"))
+        scored.values = self.values(ids, mask, inputs["completion_ids"].size(1), self.trainer.rows_per_pass)
         return scored
 
     def values(self, input_ids: Tensor, attention_mask: Tensor, count: int, rows_per_pass: int) -> Tensor:
         """Estimates before each of the last `count` tokens of prompts and responses. [B, count]."""
         own = self.policy.value_head
         with self.trainer.accelerator.autocast():
-            parts = [
-                _estimate(own["head"], _hidden_states(own["trunk"], ids, attended))
-                for ids, attended in zip(
-                    input_ids.split(rows_per_pass), attention_mask.split(rows_per_pass), strict=True
-                )
-            ]
+            passes = zip(input_ids.split(rows_per_pass), attention_mask.split(rows_per_pass), strict=True)
+            parts = [_estimate(own["head"], _hidden_states(own["trunk"], *rows)) for rows in passes]
         return _before(torch.cat(parts), count)
 
 

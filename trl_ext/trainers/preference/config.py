@@ -76,9 +76,9 @@ class PreferenceConfig(TruncatedFields, TRLDPOConfig):
     aot_scope: str = field(
         default="global",
         metadata={
-            "help": "What a batch-coupled loss such as AOT sorts over: 'global', the whole optimizer batch over ranks "
-            "and accumulated micro-batches, or 'device', one device's micro-batch, as TRL does. Global costs one more "
-            "forward pass of the policy without gradients when micro-batches are accumulated, and nothing otherwise."
+            "help": "What a batch-coupled loss such as AOT sorts over: global, the whole optimizer batch, or device, "
+            "one device's micro-batch, as TRL does. Global costs one more forward pass of the policy without "
+            "gradients when micro-batches are accumulated, and nothing otherwise."
         },
     )
     loss_columns: list[str] | None = field(
@@ -94,55 +94,10 @@ class PreferenceConfig(TruncatedFields, TRLDPOConfig):
     )
 
     def __post_init__(self):
-        self._name_the_loss()
-        self._refuse_what_is_not_carried()
-        self.loss_kwargs = parse_json_option("loss_kwargs", self.loss_kwargs)
-        self.weighting_kwargs = parse_json_option("weighting_kwargs", self.weighting_kwargs)
-        objective = self.build_objective()
-        self.beta = objective.beta
-        resolve_device_defaults(self)
-        super().__post_init__()
-
-    def build_objective(self) -> PreferenceObjective:
-        """The loss, its options and its weightings as one function of `PreferenceScores`."""
-        entry = preference_losses.find(self.loss)
-        return PreferenceObjective(
-            self.loss,
-            beta=self.beta,
-            loss_options=self._loss_options(entry.options),
-            weightings=self.weighting or (),
-            weighting_options=self.weighting_kwargs,
-            columns=self.loss_columns or (),
-        )
-
-    def _loss_options(self, known: dict[str, Any]) -> dict[str, Any]:
-        """Options from `loss_kwargs` and from fields named like an option, such as `label_smoothing`."""
-        options = dict(self.loss_kwargs or {})
-        # Only fields of a named configuration. Others are the trainer's, even if a loss has an option of that name.
-        own = {f.name for f in fields(self)} - {f.name for f in fields(PreferenceConfig)} | {"label_smoothing"}
-        for name in own & set(known):
-            value = getattr(self, name)
-            if value is None:
-                continue
-            if name in options and options[name] != value:
-                raise ValueError(f"{name} is given twice, as {value} and in loss_kwargs as {options[name]}")
-            options[name] = value
-        translated = translate(self, PREFERENCE_SETTINGS)
-        options = {name: value for name, value in merge(options, translated).items() if name != "loss"}
-        if self.label_smoothing and "label_smoothing" not in known:
-            raise ValueError(
-                f"the loss {self.loss!r} has no label smoothing, so label_smoothing {self.label_smoothing} would be "
-                "ignored; use cdpo or robust_dpo, or leave it out"
-            )
-        return options
-
-    def _name_the_loss(self) -> None:
         # TRL also accepts a single loss type as text.
         self.loss_type = [self.loss_type] if isinstance(self.loss_type, str) else self.loss_type
         translated = translate(self, PREFERENCE_SETTINGS)
         self.loss = merge({"loss": self.loss or self._method}, translated)["loss"] or "dpo"
-
-    def _refuse_what_is_not_carried(self) -> None:
         refuse_given(self, _NOT_CARRIED)
         if self._method is not None and self.loss != self._method:
             raise ValueError(
@@ -151,3 +106,37 @@ class PreferenceConfig(TruncatedFields, TRLDPOConfig):
             )
         check_choice("aot_scope", self.aot_scope, ("global", "device"))
         check_training(self)
+        self.loss_kwargs = parse_json_option("loss_kwargs", self.loss_kwargs)
+        self.weighting_kwargs = parse_json_option("weighting_kwargs", self.weighting_kwargs)
+        self.beta = self.build_objective().beta
+        resolve_device_defaults(self)
+        super().__post_init__()
+
+    def build_objective(self) -> PreferenceObjective:
+        """The loss, its options and its weightings as one function of `PreferenceScores`."""
+        return PreferenceObjective(
+            self.loss,
+            beta=self.beta,
+            loss_options=self._loss_options(preference_losses.find(self.loss).options),
+            weightings=self.weighting or (),
+            weighting_options=self.weighting_kwargs,
+            columns=self.loss_columns or (),
+        )
+
+    def _loss_options(self, known: dict[str, Any]) -> dict[str, Any]:
+        """Options from `loss_kwargs`, and from a named configuration's own fields and `label_smoothing`."""
+        if self.label_smoothing and "label_smoothing" not in known:
+            raise ValueError(
+                f"the loss {self.loss!r} has no label smoothing, so label_smoothing {self.label_smoothing} would be "
+                "ignored; use cdpo or robust_dpo, or leave it out"
+            )
+        options = dict(self.loss_kwargs or {})
+        # Fields of other names are the trainer's, even if a loss has an option of that name.
+        own = {f.name for f in fields(self)} - {f.name for f in fields(PreferenceConfig)} | {"label_smoothing"}
+        for name in own & set(known):
+            value = getattr(self, name)
+            if value is not None and options.setdefault(name, value) != value:
+                raise ValueError(f"{name} is given twice, as {value} and in loss_kwargs as {options[name]}")
+        options = merge(options, translate(self, PREFERENCE_SETTINGS))
+        options.pop("loss", None)
+        return options
