@@ -132,7 +132,7 @@ def test_trainer_divides_by_the_number_of_micro_batches(stock, batch, monkeypatc
     reported = stock.training_step(stock.model, batch).item()
     assert reported == 2.0, (
         f"Trainer.training_step turned a loss of 6 in a window of 3 micro-batches into {reported} and not 2: "
-        "trl_ext.trainers.preference.whole_batch.Window.scale undoes a division by the number of micro-batches"
+        "trl_ext.trainers.preference.whole_batch.loss_scale undoes a division by the number of micro-batches"
     )
     stock.model.zero_grad()
 
@@ -150,7 +150,7 @@ def test_a_short_last_window_is_divided_by_its_own_size(tiny_model_path, tmp_pat
     spec["args"] = {"gradient_accumulation_steps": 2, "max_steps": 2}
     build(spec, str(tmp_path), trainer_class=Recording).train()
     assert sizes == [2, 2, 1], (
-        f"Trainer divides by {sizes} and not by the number of micro-batches in each window: Window.scale undoes that"
+        f"Trainer divides by {sizes} and not by the number of micro-batches in each window: loss_scale undoes that"
     )
 
 

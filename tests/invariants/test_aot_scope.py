@@ -19,7 +19,7 @@ from tests.support.tiny import pairs, perturbed, response_log_prob, save_tiny_mo
 from tests.support.train_once import build, largest_difference, relative_difference, result, train, train_in_processes
 from trl_ext.losses import PreferenceObjective, PreferenceScores
 from trl_ext.trainers import AOTTrainer
-from trl_ext.trainers.preference.whole_batch import Window, coupled_shares
+from trl_ext.trainers.preference.whole_batch import coupled_shares, loss_scale
 
 pytestmark = pytest.mark.usefixtures("in_float64")
 
@@ -229,11 +229,25 @@ def test_training_draws_the_dropout_masks_of_scoring_ahead(lora, checkpointing, 
 # ---- The pieces ----
 
 
+class Ranks:
+    """What `coupled_shares` sees of accelerate on the first of several ranks; `other` has the scores of the others."""
+
+    process_index = 0
+
+    def __init__(self, num_processes: int, other: dict[float, list[float]]):
+        self.num_processes, self.other = num_processes, other
+
+    def gather(self, tensor):
+        others = self.other.get(tensor[0].item(), []) if self.num_processes > 1 else []
+        return torch.cat([tensor, torch.tensor(others)])
+
+
 def test_coupled_shares_by_hand():
     """Chosen log-ratios 1 and 3, rejected 2 and 0, beta 1.
 
     By rank 1 meets 0 and 3 meets 2, so both differences are 1: the loss is log(1 + 1/e) = 0.3132617, and its
     derivative by each difference -sigmoid(-1) / 2 = -0.1344707. In the order given, the differences are -1 and 3.
+    The trainer divides by two micro-batches, or averages over two ranks, so the slopes come times 2.
     """
     objective = PreferenceObjective("aot", beta=1.0)
     zero = torch.zeros(1)
@@ -241,32 +255,20 @@ def test_coupled_shares_by_hand():
         PreferenceScores(torch.tensor([1.0]), torch.tensor([2.0]), zero, zero),
         PreferenceScores(torch.tensor([3.0]), torch.tensor([0.0]), zero, zero),
     ]
-    shares = coupled_shares(lambda scores: objective(scores).mean(), parts, rank=0, gather=lambda tensor: tensor)
-    assert [share.loss.item() for share in shares] == pytest.approx([math.log(1 + math.exp(-1))] * 2)
-    assert [share.chosen_slope.item() for share in shares] == pytest.approx([-0.1344707] * 2)
-    assert [share.rejected_slope.item() for share in shares] == pytest.approx([0.1344707] * 2)
+    for own, ranks in ((parts, Ranks(1, {})), (parts[:1], Ranks(2, {1.0: [3.0], 2.0: [0.0], 0.0: [0.0]}))):
+        shares = coupled_shares(lambda scores: objective(scores).mean(), own, ranks)
+        assert len(shares) == len(own)
+        assert [share.loss.item() for share in shares] == pytest.approx([math.log(1 + math.exp(-1))] * len(own))
+        assert [share.chosen_slope.item() for share in shares] == pytest.approx([2 * -0.1344707] * len(own))
+        assert [share.rejected_slope.item() for share in shares] == pytest.approx([2 * 0.1344707] * len(own))
 
-    # As one of two ranks, each with one of the two pairs.
-    other = {1.0: 3.0, 2.0: 0.0, 0.0: 0.0}
-    shares = coupled_shares(
-        lambda scores: objective(scores).mean(),
-        parts[:1],
-        rank=0,
-        gather=lambda t: torch.cat([t, torch.tensor([other[t.item()]])]),
-    )
-    assert len(shares) == 1
-    assert shares[0].loss.item() == pytest.approx(0.3132617)
-    assert shares[0].chosen_slope.item() == pytest.approx(-0.1344707)
-
-    # Two micro-batches on each of 3 ranks: the trainer divides by 2 and DDP by 3, so the slopes come times 6.
-    window = Window(size=2, pairs=6, ranks=3, rank=0, coupled=shares)
     chosen = torch.tensor([1.0], requires_grad=True)
-    loss = window.share(0, PreferenceScores(chosen, torch.tensor([2.0]), zero, zero))
+    loss = shares[0].of(PreferenceScores(chosen, torch.tensor([2.0]), zero, zero))
     assert loss.item() == pytest.approx(0.3132617)
     loss.backward()
-    assert chosen.grad.item() == pytest.approx(6 * -0.1344707)
+    assert chosen.grad.item() == pytest.approx(2 * -0.1344707)
 
 
 def test_scale_undoes_the_division_by_micro_batches_and_ranks():
     """7 pairs on 2 ranks in 2 micro-batches: a summed loss times 4/7, divided by 2 and by 2, is a seventh of it."""
-    assert Window(size=2, pairs=7, ranks=2, rank=0).scale / 2 / 2 == pytest.approx(1 / 7)
+    assert loss_scale(2, 2, 7) / 2 / 2 == pytest.approx(1 / 7)

@@ -20,12 +20,13 @@ from tests.support.train_once import largest_difference, parameters, relative_di
 from tests.support.trl_private import forget_accelerator, rollout_batches
 from trl_ext import OnlinePreferenceConfig, OnlinePreferenceTrainer
 from trl_ext.evaluation.judging.protocol import JudgeError
-from trl_ext.losses import PreferenceScores, aot, dpo, ipo, simpo
+from trl_ext.losses import PreferenceObjective, PreferenceScores, aot, dpo, ipo, simpo
 from trl_ext.resilience.reward_guard import RewardError, RewardGuard
 from trl_ext.rollouts.replay import importance_weights
 from trl_ext.trainers.online_preference import trainer as online_preference
 from trl_ext.trainers.online_preference.judge_rewards import JudgeRewards
 from trl_ext.trainers.online_preference.pairs import deal_pairs
+from trl_ext.trainers.online_preference.trainer import _ScoredPairs
 from trl_ext.trainers.policy.scoring import ScoringTemperature
 
 pytestmark = pytest.mark.usefixtures("in_float64")
@@ -129,6 +130,21 @@ def test_loss_and_gradient(loss, pairs, accumulation, temperature, policy_path, 
         margin = trainer.args.beta * scores.margin.mean().item()
         assert log["rewards/margins"] == pytest.approx(margin, rel=1e-8)
         assert log["kl"] == pytest.approx((sum(r.sum() for r in ratios) / tokens).item(), rel=1e-8)
+
+
+def test_the_logged_divergence_is_of_new_pairs():
+    """Log-ratios 1 + 2 of the new pair, of 3 + 1 tokens. A replayed pair and one that fills up do not count."""
+    trainer = OnlinePreferenceTrainer.__new__(OnlinePreferenceTrainer)
+    trainer.preference, trainer.aux_loss_enabled, trainer.model = PreferenceObjective("dpo"), False, torch.nn.ReLU()
+    logged: dict = {}
+    trainer.add_metrics = logged.update
+    scores = PreferenceScores(*torch.tensor([[-1.0, -2, -9], [-3.0, -4, -9], [-2.0, -7, 0], [-5.0, -9, 0]]))
+    mask = torch.tensor([[[1, 1, 1], [1, 0, 0]], [[1, 1, 0], [1, 1, 0]], [[1, 1, 1], [1, 1, 1]]])
+    inputs = {"completion_mask": mask, "counted": torch.tensor([1.0, 1, 0]), "fresh": torch.tensor([1.0, 0, 1])}
+    trainer._log(_ScoredPairs(scores, torch.zeros(3), None), inputs, torch.tensor(0.0))
+    assert [value.item() for value in logged["kl"]] == [3, 4]
+    assert [value.item() for value in logged["rewards/chosen"]] == [pytest.approx(0.1 * (1 + 5)), 2]
+    assert [value.item() for value in logged["entropy"]] == [0, 8]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])

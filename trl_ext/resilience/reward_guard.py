@@ -125,7 +125,9 @@ class RewardGuard:
         if isinstance(error, TimedOut):
             what = f"did not come back within {self.limit:g} seconds (reward_timeout), given {told}"
         else:
-            together = f"{len(rows)} responses together: " if len(rows) > 1 else ""
+            # On none of them alone: that was tried.
+            tried = len(rows) > 1 and self._suspects(function, rows, (None, error))
+            together = f"{len(rows)} responses together: " if tried else ""
             what = f"failed on {together}{told}: {type(error).__name__}: {error}{_place(function, error)}"
         return f"the reward function {function_name(function)!r} {what}"
 

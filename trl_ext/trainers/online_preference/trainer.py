@@ -44,7 +44,14 @@ from trl_ext.trainers.online_preference.pairs import (
 from trl_ext.trainers.policy.reward_functions import as_reward_functions
 from trl_ext.trainers.policy.scoring import ScoringTemperature
 from trl_ext.trainers.policy.trainer import PolicyTrainer
-from trl_ext.trainers.preference.whole_batch import CoupledShare, Window, coupled_shares, join_scores, map_scores
+from trl_ext.trainers.preference.whole_batch import (
+    CoupledShare,
+    Window,
+    coupled_shares,
+    join_scores,
+    loss_scale,
+    map_scores,
+)
 
 REPLAY_FILE = "replay.json"
 
@@ -242,11 +249,8 @@ class OnlinePreferenceTrainer(PolicyTrainer):
             batches = self._buffered_inputs[place - index : place - index + accumulation]
             pairs = self.accelerator.reduce(sum(batch["counted"].sum() for batch in batches), reduction="sum")
             self._window = Window(
-                size=len(batches),
                 # Without a pair the loss is 0, so any positive divisor will do.
-                pairs=max(int(pairs), 1),
-                ranks=self.accelerator.num_processes,
-                rank=self.accelerator.process_index,
+                scale=loss_scale(len(batches), self.accelerator.num_processes, max(int(pairs), 1)),
                 pending=batches if self._looks_ahead else None,
             )
         return {**inputs, "window": self._window, "window_index": index}
@@ -266,7 +270,7 @@ class OnlinePreferenceTrainer(PolicyTrainer):
             window = inputs["window"]
             if window.coupled is None:
                 window.coupled = self._look_ahead(model, window, scores)
-            loss = window.share(inputs["window_index"], scores)
+            loss = window.coupled[inputs["window_index"]].of(scores)
         else:
             loss = (self.preference(scores) * counted).sum() * inputs["window"].scale
         if self.aux_loss_enabled:
@@ -313,8 +317,7 @@ class OnlinePreferenceTrainer(PolicyTrainer):
         shares = coupled_shares(
             lambda scores: weighted_mean(self.preference(scores), weights),
             parts,
-            window.rank,
-            gather,
+            self.accelerator,
             counted,
         )
         if self.args.replay_weights != "none" and len(weights):

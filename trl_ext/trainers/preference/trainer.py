@@ -31,7 +31,7 @@ from trl_ext.trainers.model_card import WritesModelCard
 from trl_ext.trainers.packing import pack_trainer
 from trl_ext.trainers.policies import check_base_of_adapter, is_zero3, reference_in_memory
 from trl_ext.trainers.preference.config import PreferenceConfig
-from trl_ext.trainers.preference.whole_batch import Window, coupled_shares, join_scores, map_scores
+from trl_ext.trainers.preference.whole_batch import Window, coupled_shares, join_scores, loss_scale, map_scores
 
 # TRL's names for the reference log-probabilities of chosen and rejected in a batch.
 _REFERENCE = ("ref_chosen_logps", "ref_rejected_logps")
@@ -210,10 +210,7 @@ class PreferenceTrainer(ResilientTraining, WritesModelCard, StepMetrics, TRLDPOT
         totals = torch.tensor([pairs, raw_weight], dtype=torch.float32, device=self.accelerator.device)
         pairs, raw_weight = self.accelerator.reduce(totals, reduction="sum").unbind()
         return Window(
-            size=len(batches),
-            pairs=int(pairs),
-            ranks=self.accelerator.num_processes,
-            rank=self.accelerator.process_index,
+            scale=loss_scale(len(batches), self.accelerator.num_processes, int(pairs)),
             mean_raw_weight=raw_weight / pairs if normalizes else None,
             pending=batches if self._couples_batch and len(batches) > 1 else None,
         )
@@ -243,8 +240,8 @@ class PreferenceTrainer(ResilientTraining, WritesModelCard, StepMetrics, TRLDPOT
             self._keep_held_out(scores)
         elif self._couples_batch:
             if window.coupled is None:
-                window.coupled = coupled_shares(self._mean_loss, [scores], window.rank, self.accelerator.gather)
-            loss = window.share(index, scores)
+                window.coupled = coupled_shares(self._mean_loss, [scores], self.accelerator)
+            loss = window.coupled[index].of(scores)
         else:
             loss = self.objective(scores, mean_raw_weight=window.mean_raw_weight).sum() * window.scale
 
@@ -300,7 +297,7 @@ class PreferenceTrainer(ResilientTraining, WritesModelCard, StepMetrics, TRLDPOT
         with torch.no_grad(), preserved_random_state():
             passes = zip(batches, window.reference, strict=True)
             parts = [self._scores(self._forward(model, batch), batch, reference) for batch, reference in passes]
-        window.coupled = coupled_shares(self._mean_loss, parts, window.rank, self.accelerator.gather)
+        window.coupled = coupled_shares(self._mean_loss, parts, self.accelerator)
 
     # ---- Metrics ----
 

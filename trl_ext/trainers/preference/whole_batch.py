@@ -9,10 +9,11 @@ contributes its scores times those derivatives, a local term whose gradient is t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor
 
 from trl_ext.losses import PreferenceScores
@@ -20,11 +21,22 @@ from trl_ext.losses import PreferenceScores
 
 @dataclass
 class CoupledShare:
-    """A micro-batch's share of a batch-coupled loss: the window's loss, and its derivatives by this part's scores."""
+    """A micro-batch's share of a batch-coupled loss.
+
+    Attributes:
+        loss: the loss of the whole optimizer batch.
+        chosen_slope, rejected_slope: its derivatives by this micro-batch's scores, [n], times the number of
+            micro-batches on all ranks, since the trainer averages over them.
+    """
 
     loss: Tensor
     chosen_slope: Tensor
     rejected_slope: Tensor
+
+    def of(self, scores: PreferenceScores) -> Tensor:
+        """The loss, with the gradient that is the micro-batch's part of the whole gradient."""
+        linear = (self.chosen_slope * scores.chosen + self.rejected_slope * scores.rejected).sum()
+        return self.loss + linear - linear.detach()
 
 
 @dataclass
@@ -32,78 +44,63 @@ class Window:
     """One rank's part of an optimizer batch; its micro-batches share this object.
 
     Attributes:
-        size: number of micro-batches on this rank.
-        pairs: number of pairs over all micro-batches and ranks.
-        ranks: number of processes.
-        rank: this process's index.
+        scale: turns a micro-batch's summed loss into the one that the trainer expects: see `loss_scale`.
         mean_raw_weight: mean over the window of the weights to be normalised; None without such weights.
         pending: the micro-batches, until a batch-coupled loss has scored them ahead; then None.
         reference: reference log-probabilities from scoring ahead, `(chosen, rejected)` for each micro-batch.
-        coupled: cached value and derivatives of a batch-coupled loss, one entry per micro-batch; None until known.
+        coupled: a batch-coupled loss, one share per micro-batch; None until known.
     """
 
-    size: int
-    pairs: int
-    ranks: int
-    rank: int
+    scale: float
     mean_raw_weight: Tensor | None = None
     pending: list[dict] | None = None
-    reference: list[tuple[Tensor, Tensor]] | None = None
+    reference: list[Sequence[Tensor | None]] | None = None
     coupled: list[CoupledShare] | None = None
 
-    @property
-    def scale(self) -> float:
-        """The factor that turns a micro-batch's summed loss into the loss that the trainer expects.
 
-        The trainer divides each micro-batch's loss by their number and averages over ranks. The gradient should be
-        that of the mean over all pairs, however the last window is divided.
-        """
-        return self.size * self.ranks / self.pairs
+def loss_scale(micro_batches: int, ranks: int, pairs: int) -> float:
+    """The factor on a micro-batch's summed loss, which makes the gradient that of the mean over all pairs.
 
-    def share(self, index: int, scores: PreferenceScores) -> Tensor:
-        """The loss of micro-batch `index`, whose gradient is its part of the batch-coupled loss's gradient."""
-        share = self.coupled[index]
-        linear = (share.chosen_slope * scores.chosen + share.rejected_slope * scores.rejected).sum()
-        linear = linear * self.size * self.ranks
-        return share.loss + linear - linear.detach()
+    The trainer divides each micro-batch's loss by the number of micro-batches of a rank and averages over ranks,
+    however many pairs each of them has.
+    """
+    return micro_batches * ranks / pairs
 
 
 def coupled_shares(
     loss: Callable[[PreferenceScores], Tensor],
     parts: list[PreferenceScores],
-    rank: int,
-    gather: Callable[[Tensor], Tensor],
+    accelerator: Accelerator,
     counted: Tensor | None = None,
 ) -> list[CoupledShare]:
-    """Differentiate a batch-coupled loss over the whole window.
+    """Differentiate a batch-coupled loss over the whole optimizer batch. Every rank must call this.
 
     Args:
-        loss: the mean loss of the window's pairs, of which there is at least one.
+        loss: the mean loss of the batch's pairs, of which there is at least one.
         parts: this rank's scores, one entry per micro-batch; gradients are not needed and not used.
-        rank: this process's index.
-        gather: concatenates a tensor of equal length from every rank, in the order of ranks.
+        accelerator: gathers tensors, of equal length on every rank, in the order of ranks.
         counted: 1 where a pair of this rank counts, in the order of `parts`; None if all do.
 
     Returns:
         One share per part, in order; all are 0 if no pair counts.
     """
     own = join_scores([map_scores(Tensor.detach, part) for part in parts])
-    size = own.chosen.numel()
-    keep = gather(torch.ones_like(own.chosen) if counted is None else counted).bool()
-    window = map_scores(lambda values: gather(values)[keep], own)
+    keep = accelerator.gather(torch.ones_like(own.chosen) if counted is None else counted).bool()
+    whole = map_scores(lambda values: accelerator.gather(values)[keep], own)
     slopes = own.chosen.new_zeros(2, len(keep))
     value = own.chosen.new_zeros(())
-    if len(window.chosen):
-        window.chosen.requires_grad_()
-        window.rejected.requires_grad_()
+    if len(whole.chosen):
+        whole.chosen.requires_grad_()
+        whole.rejected.requires_grad_()
         with torch.enable_grad():
-            value = loss(window)
-        inputs = (window.chosen, window.rejected)
+            value = loss(whole)
+        inputs = (whole.chosen, whole.rejected)
         gradients = torch.autograd.grad(value, inputs, allow_unused=True, materialize_grads=True)
         slopes[:, keep] = torch.stack(gradients).to(slopes.dtype)
+    own_slopes = slopes.chunk(accelerator.num_processes, dim=1)[accelerator.process_index]
+    own_slopes = own_slopes * len(parts) * accelerator.num_processes
     lengths = [part.chosen.numel() for part in parts]
-    own_slopes = slopes[:, rank * size : (rank + 1) * size].split(lengths, dim=1)
-    return [CoupledShare(value.detach(), *slope) for slope in own_slopes]
+    return [CoupledShare(value.detach(), *slope) for slope in own_slopes.split(lengths, dim=1)]
 
 
 def map_scores(function: Callable[[Tensor], Tensor], scores: PreferenceScores) -> PreferenceScores:
