@@ -132,7 +132,7 @@ def test_a_run_ends_where_its_time_is_up_and_a_rollout_is_used_up(monkeypatch):
     for step in range(1, 6):
         seconds.seconds = 10.0 * step
         control = SimpleNamespace(should_training_stop=False, should_save=False, should_log=False)
-        callback.on_step_end(None, SimpleNamespace(global_step=step, max_steps=5), control)
+        callback.on_step_end(None, SimpleNamespace(global_step=step, max_steps=5, epoch=step / 5), control)
         stopped.append((control.should_training_stop, control.should_save))
     assert stopped == [(False, False)] * 3 + [(True, True), (False, False)]
 

@@ -56,7 +56,7 @@ def test_loss_and_gradient(tiny_model_path, tmp_path):
     assert run.logs[0]["kl"] == pytest.approx(shifted.mean().item(), rel=1e-8)
 
 
-def test_prompts_lose_their_beginning_and_responses_their_end(tiny_model_path, tmp_path):
+def test_prompts_lose_their_beginning_and_responses_their_end(tiny_model_path, tmp_path, caplog):
     whole = build(tiny_model_path, tmp_path, pairs(4)).train_dataset
     cut = build(tiny_model_path, tmp_path, pairs(4), max_prompt_tokens=20, max_response_tokens=5).train_dataset
     assert max(map(len, whole["prompt_ids"])) > 20 and max(map(len, whole["completion_ids"])) > 5
@@ -64,6 +64,8 @@ def test_prompts_lose_their_beginning_and_responses_their_end(tiny_model_path, t
         assert row["prompt_ids"] == full["prompt_ids"][-20:]
         assert row["completion_ids"] == full["completion_ids"][:5]
         assert row["KL_completion_ids"] == full["KL_completion_ids"][:5]
+    count = sum(len(ids) > 5 for ids in whole["completion_ids"])
+    assert f"train: {count} of 8 responses are longer than max_response_tokens 5 and are cut" in caplog.text
 
 
 def labelled(*labels) -> list[dict]:
