@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trl_ext import __version__
+from trl_ext.names import nearest
 from trl_ext.processes import quiet_when_closed
-from trl_ext.registry import nearest
 from trl_ext.runs import RECIPES, SCRIPTS
 
 CONFIGS = RECIPES / "configs"

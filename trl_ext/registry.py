@@ -76,16 +76,16 @@ class PreferenceLoss(Entry):
 class PreferenceWeighting(Entry):
     """A weight per pair, `f(scores, ...) -> [B]`, multiplied with any preference loss.
 
+    Its option `column`, if it has one, names the dataset column that it reads.
+
     Attributes:
         normalize: whether weights are divided by their mean over the optimizer batch; they may then read
             `scores.columns` only.
         needs_policy_weights: whether it reads `chosen_policy_weight` and `rejected_policy_weight`.
-        column_option: the option that names the dataset column it reads, if any.
     """
 
     normalize: bool = False
     needs_policy_weights: bool = False
-    column_option: str | None = None
 
     def __post_init__(self):
         # Their mean over the optimizer batch is unknown before training on that batch.

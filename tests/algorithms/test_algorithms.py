@@ -291,6 +291,14 @@ def test_combinations_that_no_name_rules_out():
     assert algorithm("grpo", surrogate="reinforce", ratio="none").epsilon is None
 
 
+def test_replacing_twice_is_replacing_once():
+    once = algorithm("dapo", epsilon=0.1, beta=0.2, kl_estimator="k2")
+    assert algorithm("dapo", epsilon=0.1).replace(beta=0.2).replace(kl_estimator="k2") == once
+    # What the first surrogate read is not refused under the second.
+    assert algorithm("grpo", epsilon=0.1).replace(surrogate="cispo").epsilon is None
+    assert algorithms["dapo"].epsilon == 0.2, "a row stays as it is"
+
+
 # ---- Algorithms of a user ----
 
 

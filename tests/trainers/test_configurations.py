@@ -401,7 +401,10 @@ def test_json_and_objects_are_alike(configure):
         config = configure("PreferenceConfig", **options, **given)
         objective = config.build_objective()
         assert config.loss_kwargs == objective.loss_options == {"gamma": 1.5}
-        assert [own for _, own in objective.weightings] == [{"max_weight": None}, {"power": 2}]
+        assert [options for _, options in objective.weightings] == [
+            {"max_weight": None},
+            {"column": "avg_confidence", "power": 2, "floor": 0.3},
+        ]
         assert objective.columns == ("avg_confidence",)
     with torch.no_grad():
         assert configure("SimPOConfig", gamma=1.0, loss_kwargs={"gamma": 1.0}).build_objective().loss_options == {

@@ -199,12 +199,11 @@ class Algorithm(AlgorithmSettings, Entry):
     @property
     def group_relative(self) -> bool | None:
         """Whether a group of one response has no signal; None if the advantage is your own."""
-        if self.advantage_function not in ADVANTAGES.values():
-            return None
-        return self.advantage not in ("greedy_baseline", "no_baseline")
+        is_own = self.advantage_function not in ADVANTAGES.values()
+        return None if is_own else self.advantage not in ("greedy_baseline", "no_baseline")
 
     def reads(self, name: str) -> bool:
-        """Whether advantages read an input of `trl_ext.advantages.INPUTS`, such as `greedy_rewards`."""
+        """Whether the advantage has this parameter, such as `greedy_rewards` of `trl_ext.advantages.INPUTS`."""
         return name in options_of(self.advantage_function)
 
     def rollout_setting(self, name: str, given: float | None) -> float:
@@ -348,14 +347,14 @@ class Algorithm(AlgorithmSettings, Entry):
             metrics = clipped_shares(scores, self.epsilon, self.epsilon_high)
         elif self.surrogate == "cispo":
             capped = (bounded_ratio(scores.log_ratio) > self.ratio_cap) & (scores.advantages > 0)
-            metrics["cispo_clip_ratio"] = _mean(capped, mask)
+            metrics["cispo_clip_ratio"] = _mean(capped.float(), mask)
         clamped = torch.zeros_like(mask)
         # CISPO's gradient does not flow through the ratio.
         if self.surrogate in ("clip", "no_clip", "sapo", "gmpo") or (self._adds_kl and self.kl_ratio_correction):
             clamped = clamped | (scores.log_ratio > MAX_EXPONENT)
         if self._adds_kl and self.kl_estimator == "k3":
             clamped = clamped | (scores.ref_log_probs - scores.log_probs > MAX_EXPONENT)
-        metrics["log_ratio/clamped"] = _mean(clamped, mask)
+        metrics["log_ratio/clamped"] = _mean(clamped.float(), mask)
         if scores.ref_log_probs is not None:
             metrics["kl"] = _mean(kl_estimate(scores.log_probs, scores.ref_log_probs, "k3"), mask)
         return metrics
@@ -457,12 +456,11 @@ class Algorithm(AlgorithmSettings, Entry):
             raise _contradiction("algorithm", self.name, "epsilon", given["epsilon"], reason)
 
     def _check_surrogate_options(self) -> None:
+        name = self.name if self.surrogate == "own" else self.surrogate
         if self.surrogate not in ("own", "sapo", "gmpo") and self.surrogate_options:
-            raise ValueError(
-                f"the surrogate {self.surrogate!r} has no option {next(iter(self.surrogate_options))!r}: its settings "
-                "are flags of their own"
-            )
-        Entry(self.name, self.function).check_options(self.surrogate_options)
+            option = next(iter(self.surrogate_options))
+            raise ValueError(f"{name!r} has no option {option!r}: its settings are flags of their own")
+        Entry(name, self.function).check_options(self.surrogate_options)
 
 
 def _contradiction(one: str, value: Any, other: str, other_value: Any, reason: str) -> ValueError:
@@ -471,7 +469,7 @@ def _contradiction(one: str, value: Any, other: str, other_value: Any, reason: s
 
 def _mean(values: Tensor, mask: Tensor) -> Tensor:
     """The mean over the counted tokens; 0 if none count."""
-    return masked_sum(values.float(), mask) / mask.sum().clamp(min=1)
+    return masked_sum(values, mask) / mask.sum().clamp(min=1)
 
 
 # ---- The table ----

@@ -24,7 +24,7 @@ from trl_ext.doctor import DoctorCallback, Report, examine
 from trl_ext.doctor.examine import run_checks
 from trl_ext.doctor.patient import Patient
 from trl_ext.files import read_yaml
-from trl_ext.registry import nearest
+from trl_ext.names import nearest
 from trl_ext.resilience.checkpoints import last_checkpoint
 from trl_ext.runs import RECIPES
 from trl_ext.runs.arguments import argument_types

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from trl_ext.evaluation.judging.protocol import JudgeError
+from trl_ext.names import nearest
 from trl_ext.processes import quiet_when_closed
-from trl_ext.registry import nearest
 
 
 class CommandParser(argparse.ArgumentParser):

@@ -62,11 +62,7 @@ class PreferenceObjective:
         self.needs_reference, self.batch_coupled = self.loss.needs_reference, self.loss.batch_coupled
         self.needs_policy_weights = any(weighting.needs_policy_weights for weighting, _ in self.weightings)
         self.normalizes = any(weighting.normalize for weighting, _ in self.weightings)
-        of_weightings = [
-            {**weighting.options, **own}[weighting.column_option]
-            for weighting, own in self.weightings
-            if weighting.column_option
-        ]
+        of_weightings = [options["column"] for _, options in self.weightings if "column" in options]
         self.columns = tuple(dict.fromkeys([*self.loss.columns, *of_weightings, *columns]))
 
     def raw_weights(self, scores: PreferenceScores) -> Tensor:
@@ -100,8 +96,8 @@ class PreferenceObjective:
         if not isinstance(losses, Tensor) or losses.shape != scores.chosen.shape:
             got = f"shape {list(losses.shape)}" if isinstance(losses, Tensor) else f"a {type(losses).__name__}"
             raise ValueError(
-                f"the preference loss {self.loss.name!r} returned {got} for "
-                f"{scores.chosen.numel()} pairs; it must return one value per pair, without reducing them"
+                f"the preference loss {self.loss.name!r} returned {got} for {len(scores.chosen)} pairs; it must "
+                "return one value per pair, without reducing them"
             )
         for weighting, options in self.weightings:
             if not weighting.normalize:
@@ -119,14 +115,14 @@ class PreferenceObjective:
         defaults = {n: v for n, v in self.loss.options.items() if v is not inspect.Parameter.empty}
         options = {**({"beta": self.beta} if self.loss.takes_beta else {}), **defaults, **self.loss_options}
         parts = [f"{name} {value}" for name, value in options.items() if value is not None]
-        for weighting, own in self.weightings:
-            settings = (f"{name} {value}" for name, value in {**weighting.options, **own}.items())
+        for weighting, options in self.weightings:
+            settings = (f"{name} {value}" for name, value in options.items())
             parts.append(" ".join(["weighted by", weighting.name, *settings]))
         return f"{self.loss.name} ({', '.join(parts)})" if parts else self.loss.name
 
 
 def _with_options(names: Sequence[str], options: dict[str, Any]) -> list[tuple[PreferenceWeighting, dict[str, Any]]]:
-    """The weightings, each with those of the options that it has."""
+    """The weightings, each with all of its options."""
     entries = [preference_weightings.find(name) for name in names]
     if len(set(names)) < len(names):
         repeated = max(names, key=list(names).count)
@@ -136,9 +132,11 @@ def _with_options(names: Sequence[str], options: dict[str, Any]) -> list[tuple[P
         if option not in known:
             takes = f"it takes {', '.join(known)}" if known else "no weighting is on"
             raise ValueError(f"unknown weighting option {option!r}: {takes}{nearest(option, known)}")
-    resolved = [(entry, {name: options[name] for name in entry.options if name in options}) for entry in entries]
-    for entry, own in resolved:
+    resolved = []
+    for entry in entries:
+        own = {name: options[name] for name in entry.options if name in options}
         entry.check_options(own)
+        resolved.append((entry, {**entry.options, **own}))
     return resolved
 
 
@@ -157,7 +155,7 @@ def wpo(scores: PreferenceScores, *, max_weight: float | None = 1.0) -> Tensor:
     return weights if max_weight is None else weights.clamp(max=max_weight)
 
 
-@preference_weighting("confidence", normalize=True, column_option="column")
+@preference_weighting("confidence", normalize=True)
 def confidence(
     scores: PreferenceScores, *, column: str = "avg_confidence", power: float = 1.0, floor: float = 0.3
 ) -> Tensor:

@@ -18,7 +18,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from trl_ext.files import brief, parse_json
-from trl_ext.registry import nearest
+from trl_ext.names import nearest
 from trl_ext.rewards.ensemble import as_tensor
 
 EPSILON = 1e-8

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trl_ext.registry import nearest
+from trl_ext.names import nearest
 from trl_ext.rewards.answers import is_correct, last_boxed, truth_texts
 from trl_ext.rewards.math_worker import require_math_verify
 from trl_ext.rewards.parsers import countdown_is_solved, parse_gsm8k_response

@@ -19,8 +19,8 @@ from transformers.hf_argparser import HfArg
 from trl import ModelConfig, TrlParser
 
 from trl_ext.files import brief, read_yaml
+from trl_ext.names import nearest
 from trl_ext.processes import is_main_process, quiet_when_closed
-from trl_ext.registry import nearest
 from trl_ext.resilience.faults import TrainingFault
 from trl_ext.runs import RECIPES
 

@@ -9,8 +9,8 @@ from typing import Any
 from transformers.hf_argparser import HfArg
 
 from trl_ext.evaluation.reporting.plots import ONLINE_PANELS
+from trl_ext.names import load_function
 from trl_ext.processes import world_size
-from trl_ext.registry import load_function
 from trl_ext.rewards import RewardEnsemble, RewardModel, ShapedReward, parse_shaping
 from trl_ext.rewards.shaping import innermost
 from trl_ext.runs.arguments import one_line_errors

@@ -14,18 +14,12 @@ Settings = dict[str, Any]
 
 _SAMPLE_STD = {"std_ddof": 1, "advantage_eps": 1e-4}
 # Field of TRL's configuration -> value -> our settings.
+_LOSSES = {"sigmoid": "dpo", "hinge": "hinge", "nca_pair": "nca", "robust": "robust_dpo", "sppo_hard": "sppo"}
+_LOSSES |= {"aot": "aot_paired", "aot_unpaired": "aot", "apo_zero": "apo_zero", "apo_down": "apo_down"}
 PREFERENCE_SETTINGS: dict[str, dict[Any, Settings]] = {
     "loss_type": {
-        "sigmoid": {"loss": "dpo"},
-        "hinge": {"loss": "hinge"},
         "ipo": {"loss": "ipo", "length_normalized": True},
-        "nca_pair": {"loss": "nca"},
-        "robust": {"loss": "robust_dpo"},
-        "sppo_hard": {"loss": "sppo"},
-        "aot": {"loss": "aot_paired"},
-        "aot_unpaired": {"loss": "aot"},
-        "apo_zero": {"loss": "apo_zero"},
-        "apo_down": {"loss": "apo_down"},
+        **{name: {"loss": loss} for name, loss in _LOSSES.items()},
     },
 }
 POLICY_SETTINGS: dict[str, dict[Any, Settings]] = {
@@ -85,10 +79,11 @@ def merge(given: Settings, translated: Mapping[str, Settings]) -> Settings:
 
 def explain(error: ValueError, translated: Mapping[str, Settings]) -> str:
     """The error's message, which uses our names, preceded by the TRL settings that caused it."""
-    sources = []
-    for source, settings in translated.items():
-        if any(f"--{name} " in str(error) for name in settings):
-            sources.append(f"{source} selects {' '.join(f'--{name} {value}' for name, value in settings.items())}")
+    sources = [
+        f"{source} selects {' '.join(f'--{name} {value}' for name, value in settings.items())}"
+        for source, settings in translated.items()
+        if any(f"--{name} " in str(error) for name in settings)
+    ]
     return f"{'; '.join(sources)}: {error}" if sources else str(error)
 
 

@@ -8,8 +8,7 @@ from typing import Any
 from trl_ext.data.benchmark import EMBEDDED, known_score
 from trl_ext.evaluation.judging.protocol import last_user_text
 from trl_ext.evaluation.tasks.task import Row, Task
-from trl_ext.names import load_function
-from trl_ext.registry import nearest
+from trl_ext.names import load_function, nearest
 from trl_ext.rewards.verified import KINDS, grader
 
 # The metrics of a response by name; None if the response is not counted.

@@ -14,7 +14,7 @@ from trl_ext.data.formats import convert_file
 from trl_ext.data.math import load_math
 from trl_ext.data.rows import first_error, read_json_rows
 from trl_ext.files import brief, read_yaml
-from trl_ext.registry import nearest
+from trl_ext.names import nearest
 
 TASKS = Path(__file__).parent / "tasks.yaml"
 Row = dict[str, Any]

@@ -9,7 +9,7 @@ from typing import Any
 
 from trl_ext.data.benchmark import EMBEDDED
 from trl_ext.files import brief, read_yaml
-from trl_ext.registry import nearest
+from trl_ext.names import nearest
 from trl_ext.runs import SCRIPTS
 from trl_ext.runs.studies.processes import launcher_options
 
