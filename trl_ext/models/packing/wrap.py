@@ -99,6 +99,8 @@ class Packing:
         for hook in self.hooks:
             hook.remove()
         self.hooks = []
+        # Also ends a reference cycle, so that the model is freed when it is dropped.
+        vars(self.model.base_model).pop(_ATTRIBUTE, None)
 
     # ---- Batches ----
 
