@@ -411,6 +411,24 @@ def test_the_last_update_of_an_epoch_is_the_mean_of_what_is_left(name, policy_pa
         assert relative_difference(steps.gradients[step], gradient_of(model, expected)) < 1e-9
 
 
+def test_a_held_out_token_mean_is_of_all_tokens(policy_path, tmp_path):
+    """Two batches of 8 responses, whose ratios are 1: minus each token's advantage, over the tokens of both."""
+    batches = []
+
+    class Recording(BeforeLoss, PolicyTrainer):
+        def before_loss(self, inputs):
+            batches.append(inputs)
+            return inputs
+
+    args = {"algorithm": "dapo", "per_device_eval_batch_size": 8}
+    spec = {"model": policy_path, "held_out": prompts(4), "args": args}
+    loss = build(spec, str(tmp_path), trainer_class=Recording).evaluate()["eval_loss"]
+    tokens = [batch["completion_mask"].sum().item() for batch in batches]
+    sums = [-(batch["advantages"][:, None] * batch["completion_mask"]).sum().item() for batch in batches]
+    assert loss == pytest.approx(sum(sums) / sum(tokens), rel=1e-9)
+    assert len(tokens) == 2 and loss != pytest.approx((sums[0] / tokens[0] + sums[1] / tokens[1]) / 2, rel=1e-3)
+
+
 def clipped_loss(model, sampler, batch: dict, reduce) -> torch.Tensor:
     """Of responses that `sampler` is the old policy of, with their advantages as they are."""
     losses = []

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from tests.support.naive_policy import rows_of
 from tests.support.ppo_once import Steps, move_value_head, of_kind, specification
 from tests.support.reward_adapters import load_adapter, load_base, plain_scores, save_adapter, save_full_model
-from tests.support.rollout_once import build, thirds, train
+from tests.support.rollout_once import build, prompts, thirds, train
 from tests.support.tiny import build_tokenizer
 from tests.support.train_once import largest_difference, parameters, relative_difference, result
 from tests.support.trl_private import rollout_batches
@@ -344,6 +344,23 @@ def test_a_resumed_run_is_the_straight_one(kind, policy_path, tmp_path):
     if kind == "separate":
         assert own_weights.keys() == {name for name in weights if name not in own}
         assert all(weight.equal(weights[name]) for name, weight in own_weights.items())
+
+
+def test_the_best_model_has_its_value_function(policy_path, tmp_path):
+    """The held-out reward is 1 at step 2, and 0 at step 4, where training ends."""
+    held_out = iter([1.0, 0.0])
+
+    def reward(completion_ids, **_):
+        return thirds(completion_ids) if trainer.model.training else [next(held_out)] * len(completion_ids)
+
+    best = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "per_device_eval_batch_size": 8}
+    best |= {"metric_for_best_model": "reward", "greater_is_better": True}
+    spec = specification(policy_path, args={**SAVING, **best}, held_out=prompts(8))
+    trainer = build(spec, str(tmp_path), reward_funcs=[reward])
+    trainer.train()
+    own = trainer.value_model.parameters()
+    saved, last = (load_file(tmp_path / f"checkpoint-{step}" / "value_head.safetensors") for step in (2, 4))
+    assert all(weight.equal(saved[name]) and not weight.equal(last[name]) for name, weight in own.items())
 
 
 @pytest.mark.usefixtures("in_float64")

@@ -161,7 +161,7 @@ class PPOTrainer(PolicyTrainer):
     def train(self, *args: Any, **kwargs: Any):
         result = super().train(*args, **kwargs)
         best = self.state.best_model_checkpoint if self.args.load_best_model_at_end else None
-        if best is not None and not self.interrupted and not self.is_deepspeed_enabled:
+        if best is not None and not self.is_deepspeed_enabled:
             self.value_model.load(best)
         return result
 
