@@ -145,9 +145,10 @@ def test_the_folder_of_a_run_of_trl(tmp_path, capsys):
     checkpoint = tmp_path / "checkpoint-3"
     checkpoint.mkdir()
     (checkpoint / "trainer_state.json").write_text(json.dumps({"log_history": rows}))
-    assert cli.main([str(checkpoint)]) == 1
-    out = capsys.readouterr().out
-    assert "reference-moves" in out and "weights-do-not-move" in out
+    for folder in (tmp_path, checkpoint):
+        assert cli.main([str(folder)]) == 1
+        out = capsys.readouterr().out
+        assert "reference-moves" in out and "weights-do-not-move" in out
 
 
 def test_wrong_command_lines(tmp_path, capsys):

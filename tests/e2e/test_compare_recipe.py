@@ -14,6 +14,7 @@ import yaml
 
 from tests.support import recipes
 from tests.support.files import read_rows, write_rows
+from trl_ext.resilience.checkpoints import MARKER
 
 CONFIGS = recipes.RECIPES / "configs" / "compare"
 # What each method adds to the score of a prompt.
@@ -124,7 +125,7 @@ def test_what_was_begun_is_taken_up(compare):
 
     Path("runs/compare/break-ipo-1").unlink()
     Path("runs/compare/ipo-1/checkpoint-5").mkdir()
-    Path("runs/compare/ipo-1/checkpoint-5/trainer_state.json").write_text("{}")
+    Path("runs/compare/ipo-1/checkpoint-5", MARKER).touch()
     compare.calls.clear()
     compare.main("--methods", "dpo,ipo", "--seeds", "0,1,2")
     ((recipe, given),) = compare.calls

@@ -15,7 +15,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 import yaml
 from datasets import Dataset
 from safetensors.torch import load_file
@@ -29,6 +28,7 @@ from trl_ext import PolicyConfig, PolicyTrainer
 from trl_ext.data.math import load_math
 from trl_ext.evaluation.reasoning import category_of, grader
 from trl_ext.evaluation.report import write_report
+from trl_ext.resilience.checkpoints import MARKER, is_complete
 from trl_ext.rewards import verified_reward
 from trl_ext.runs import reasoning
 from trl_ext.runs.folder import config_text
@@ -132,7 +132,7 @@ def test_a_run_ends_where_its_time_is_up_and_a_rollout_is_used_up(monkeypatch):
     for step in range(1, 6):
         seconds.seconds = 10.0 * step
         control = SimpleNamespace(should_training_stop=False, should_save=False, should_log=False)
-        callback.on_step_end(None, SimpleNamespace(global_step=step, max_steps=5), control)
+        callback.on_step_end(None, SimpleNamespace(global_step=step, max_steps=5, epoch=step / 5), control)
         stopped.append((control.should_training_stop, control.should_save))
     assert stopped == [(False, False)] * 3 + [(True, True), (False, False)]
 
@@ -182,7 +182,7 @@ def test_a_run_out_of_time_ends_with_a_checkpoint_and_its_table(tmp_path, monkey
     assert "stopped by --max_hours 1e-07 after 2 of 4 steps" in capsys.readouterr().out
     results = json.loads((tmp_path / "broken" / "results.json").read_text())
     assert results["run"]["stopped_by_max_hours"] and results["run"]["optimizer_steps"] == 2
-    assert (tmp_path / "broken" / "checkpoint-2" / "trainer_state.json").is_file()
+    assert is_complete(tmp_path / "broken" / "checkpoint-2")
     resume = ["--output_dir", "broken", "--resume_from_checkpoint"]
     with pytest.raises(SystemExit):
         recipes.run(monkeypatch, "grpo_math", *two, *resume, "--max_hours", "1e-7")
@@ -411,11 +411,7 @@ def test_a_folder_without_a_whole_checkpoint_says_how_to_begin_anew(left, monkey
     assert f"({names})" in said and "--overwrite_output_dir" in said and "--resume_from_checkpoint" not in said
     said = refused(monkeypatch, capsys, "sft", "--output_dir=run", "--resume_from_checkpoint")
     assert f"no checkpoint to resume, only {names}" in said and "--overwrite_output_dir" in said
-    # With a checkpoint that is whole, resuming is one of the ways.
+    # With a complete checkpoint, resuming is one of the ways.
     (tmp_path / "run" / "checkpoint-1").mkdir()
-    (tmp_path / "run" / "checkpoint-1" / "trainer_state.json").write_text("{}")
-    # No tensors: the length of the header, and the header.
-    (tmp_path / "run" / "checkpoint-1" / "model.safetensors").write_bytes(b"\x02" + bytes(7) + b"{}")
-    # Whose learning rate can go on.
-    torch.save({}, tmp_path / "run" / "checkpoint-1" / "scheduler.pt")
+    (tmp_path / "run" / "checkpoint-1" / MARKER).touch()
     assert "resume it with --resume_from_checkpoint" in refused(monkeypatch, capsys, "sft", "--output_dir=run")

@@ -32,6 +32,7 @@ from tests.support.recipes import (
 from trl_ext import load_benchmark, toy
 from trl_ext.evaluation.reporting.curves import panels
 from trl_ext.evaluation.reporting.runs import find_runs
+from trl_ext.resilience.checkpoints import MARKER
 from trl_ext.rewards import RewardModel
 from trl_ext.runs.arguments import toy_config
 from trl_ext.toy import score
@@ -74,11 +75,11 @@ def test_interrupted_run_resumes_to_the_same_model(tmp_path, monkeypatch):
     command = recipes.launch_command("aot", *arguments, f"--output_dir={broken}")
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
     process = subprocess.Popen(command, env=recipes.environment(), cwd=tmp_path, start_new_session=True, **pipes)
-    wait_until((broken / "checkpoint-2" / "trainer_state.json").exists, process)
+    wait_until((broken / "checkpoint-2" / MARKER).exists, process)
     os.killpg(process.pid, signal.SIGINT)
     # The launcher ends at once, and the recipe, which has its output, after its step.
     printed, _ = process.communicate(timeout=60)
-    assert "received SIGINT and ended at step " in printed
+    assert "interrupted: saving after this step" in printed and "ended at step " in printed
     assert not (broken / "results.json").exists(), "the run ended before it was interrupted"
     assert not list(broken.glob(".*")), "a half-written file was left"
     recipes.run(monkeypatch, "aot", *arguments, f"--output_dir={broken}", "--resume_from_checkpoint")

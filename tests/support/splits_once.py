@@ -101,7 +101,6 @@ CASES: dict[str, dict] = {
 }
 # TRL's own trainers where what they do depends on the split, by which the measure is seen to measure something.
 STOCK: dict[str, dict] = {
-    "trl: dpo": _preference("trl.DPOTrainer", beta=0.1),
     "trl: aot_unpaired": _preference("trl.DPOTrainer", beta=0.2, loss_type=["aot_unpaired"]),
     "trl: grpo, bnpo": {
         "trainer": "trl.GRPOTrainer",

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.support import train_once
 from tests.support.tiny import pairs, perturbed, response_log_prob
-from tests.support.train_once import relative_difference, result
+from tests.support.train_once import largest_difference, relative_difference, result
 from trl_ext.losses import kto
 
 pytestmark = pytest.mark.usefixtures("in_float64")
@@ -56,7 +56,19 @@ def test_loss_and_gradient(tiny_model_path, tmp_path):
     assert run.logs[0]["kl"] == pytest.approx(shifted.mean().item(), rel=1e-8)
 
 
-def test_prompts_lose_their_beginning_and_responses_their_end(tiny_model_path, tmp_path):
+def test_the_step_and_its_metrics_are_trls(tiny_model_path, tmp_path):
+    """Names and values, and parameters, of three steps of two micro-batches each."""
+    runs = []
+    for name, own in (("trl.KTOTrainer", {}), ("KTOTrainer", {"packing": "off"})):
+        spec = {"trainer": name, "model": tiny_model_path, "reference_seed": 1, "rows": labelled(*[True, False] * 6)}
+        spec["args"] = {"max_steps": 3, "learning_rate": 0.1, "gradient_accumulation_steps": 2, **own}
+        runs.append(result(train_once.train(spec, str(tmp_path))))
+    stock, own = runs
+    assert [{k: v for k, v in entry.items() if k != "skipped_updates"} for entry in own.logs] == stock.logs
+    assert len(own.logs) == 3 and largest_difference(own.parameters, stock.parameters) == 0
+
+
+def test_prompts_lose_their_beginning_and_responses_their_end(tiny_model_path, tmp_path, caplog):
     whole = build(tiny_model_path, tmp_path, pairs(4)).train_dataset
     cut = build(tiny_model_path, tmp_path, pairs(4), max_prompt_tokens=20, max_response_tokens=5).train_dataset
     assert max(map(len, whole["prompt_ids"])) > 20 and max(map(len, whole["completion_ids"])) > 5
@@ -64,6 +76,8 @@ def test_prompts_lose_their_beginning_and_responses_their_end(tiny_model_path, t
         assert row["prompt_ids"] == full["prompt_ids"][-20:]
         assert row["completion_ids"] == full["completion_ids"][:5]
         assert row["KL_completion_ids"] == full["KL_completion_ids"][:5]
+    count = sum(len(ids) > 5 for ids in whole["completion_ids"])
+    assert f"train: {count} of 8 responses are longer than max_response_tokens 5 and are cut" in caplog.text
 
 
 def labelled(*labels) -> list[dict]:

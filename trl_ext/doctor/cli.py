@@ -25,7 +25,7 @@ from trl_ext.doctor.examine import run_checks
 from trl_ext.doctor.patient import Patient
 from trl_ext.files import read_yaml
 from trl_ext.names import nearest
-from trl_ext.resilience.checkpoints import last_checkpoint
+from trl_ext.resilience.checkpoints import STATE_FILE, checkpoints_in
 from trl_ext.runs import RECIPES
 from trl_ext.runs.arguments import argument_types
 from trl_ext.runs.training_run import TrainingRun
@@ -76,10 +76,10 @@ def watch(trainer, steps: int) -> Report:
 def examine_folder(folder: Path) -> Report:
     """Check the config.yaml and metrics.jsonl that a run wrote, or for TRL the logs of its last checkpoint."""
     rows = read_metrics(folder / "metrics.jsonl")
-    state = Path((last_checkpoint(folder) if folder.is_dir() else None) or folder) / "trainer_state.json"
-    if not rows and not state.is_file():
+    states = [path / STATE_FILE for path in (folder, *checkpoints_in(folder)) if (path / STATE_FILE).is_file()]
+    if not rows and not states:
         raise FileNotFoundError(f"{folder} has no step in metrics.jsonl, and no checkpoint with logs")
-    rows = [row for row in rows or json.loads(state.read_text("utf-8"))["log_history"] if "learning_rate" in row]
+    rows = [row for row in rows or json.loads(states[-1].read_text("utf-8"))["log_history"] if "learning_rate" in row]
     kind = next((kind for name, kind in _METRICS.items() if any(name in row for row in rows)), "other")
     config = read_yaml(folder / "config.yaml") if (folder / "config.yaml").is_file() else {}
     return run_checks(Patient(args=SimpleNamespace(**config), kind=kind, logs=rows), ("settings", "steps"))

@@ -197,9 +197,6 @@ class TimeBudgetCallback(TrainerCallback):
         self.period = period
         self._stops = False
 
-    def on_train_begin(self, args, state, control, **kwargs):
-        self._stops = False
-
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step % self.period == 0 and state.global_step < state.max_steps and self.is_spent():
             self._stops = True
@@ -208,6 +205,7 @@ class TimeBudgetCallback(TrainerCallback):
 
     def on_epoch_end(self, args, state, control, **kwargs):
         if self._stops:
+            self._stops = False
             leave_epoch(state, control, saves=True)
 
     def is_spent(self) -> bool:

@@ -102,8 +102,8 @@ class RewardTrainer(ResilientTraining, WritesModelCard, TRLRewardTrainer):
         model = _reward_model(check_inputs(model, kwargs, PAIRS, one_kind=True), args)
         if kwargs.get("peft_config") is not None:
             kwargs["peft_config"] = _with_score_head(kwargs["peft_config"])
-        # Scores of the micro-batches of an optimizer step or of the batches of an evaluation, each [n, 2].
-        self._scores: list[Tensor] = []
+        # Scores of the micro-batches of an optimizer step and of the batches of an evaluation, each [n, 2].
+        self._scores: dict[str, list[Tensor]] = {"train": [], "eval": []}
         super().__init__(model, args, **kwargs)
         self._train_head_in_float32()
         self.packing = pack_trainer(self)
@@ -177,16 +177,17 @@ class RewardTrainer(ResilientTraining, WritesModelCard, TRLRewardTrainer):
             tokens = self.accelerator.gather(inputs["attention_mask"].sum()).sum().item()
             # Ranks of a tensor-parallel group hold the same batch.
             self._total_train_tokens += tokens // self._tp_size
-            self._scores.append(self.accelerator.gather(scores))
+            self._scores["train"].append(self.accelerator.gather(scores))
             if self.accelerator.sync_gradients:
                 self._summarize_scores("train")
         else:
-            self._scores.append(self.accelerator.gather_for_metrics(scores))
+            self._scores["eval"].append(self.accelerator.gather_for_metrics(scores))
         return (loss, outputs) if return_outputs else loss
 
     def _summarize_scores(self, mode: str) -> None:
         """Add the metrics of all pairs of a step or an evaluation to those that TRL logs the means of."""
-        scores, self._scores = torch.cat(self._scores).double(), []
+        scores = torch.cat(self._scores[mode]).double()
+        self._scores[mode].clear()
         margins = scores[:, 0] - scores[:, 1]
         metrics = {"min_reward": scores.min(), "mean_reward": scores.mean(), "max_reward": scores.max()}
         metrics |= {"accuracy": (margins > 0).double().mean(), "margin": margins.mean()}
@@ -195,7 +196,7 @@ class RewardTrainer(ResilientTraining, WritesModelCard, TRLRewardTrainer):
         self._metrics[mode]["num_tokens"] = [self._total_train_tokens]
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        if self._scores and not self.model.training:
+        if self._scores["eval"] and not self.model.training:
             self._summarize_scores("eval")
         super().log(logs, start_time)
 
@@ -288,9 +289,8 @@ def _reward_model(model: Any, args: RewardConfig) -> Any:
             f"the model {name} has {config.num_labels} labels, and a reward model has one: load it with num_labels=1, "
             "or start from a language model"
         )
-    if isinstance(model, PeftModel) and not {"score", "classifier"} & {
-        *(model.active_peft_config.modules_to_save or ())
-    }:
+    saved = model.active_peft_config.modules_to_save if isinstance(model, PeftModel) else ["score"]
+    if not {"score", "classifier"} & {*(saved or ())}:
         raise ValueError(
             "the given adapter would leave the score head untrained and unsaved: build it with a configuration of "
             "task_type SEQ_CLS, or pass peft_config to the trainer, which sees to it"

@@ -281,13 +281,9 @@ class OnlinePreferenceTrainer(PolicyTrainer):
     def _score(self, model, inputs: dict) -> _ScoredPairs:
         """Score the pairs of a micro-batch in one pass that contains each response once."""
         rows = forward_rows(inputs)
+        responses = (rows.input_ids, rows.attention_mask, rows.mask.size(1))
         log_probs, entropies, auxiliary_loss = self._get_per_token_logps_and_entropies(
-            model,
-            rows.input_ids,
-            rows.attention_mask,
-            rows.mask.size(1),
-            compute_entropy=True,
-            compute_aux_loss=self.aux_loss_enabled,
+            model, *responses, compute_entropy=True, compute_aux_loss=self.aux_loss_enabled
         )
         sums = (log_probs * rows.mask).sum(dim=1)[rows.index]
         lengths = rows.mask.sum(dim=1)[rows.index]
