@@ -34,11 +34,10 @@ def let_take_plans(name: str) -> None:
     """Register packed attention over the attention function `name`."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    if not takes_plans(name):
-        ALL_ATTENTION_FUNCTIONS.register(name, _over(ALL_ATTENTION_FUNCTIONS[name]))
+    if takes_plans(name):
+        return
+    original = ALL_ATTENTION_FUNCTIONS[name]
 
-
-def _over(original):
     @wraps(original)
     def packed_attention(module, query, key, value, attention_mask, *args, **kwargs):
         plan = kwargs.pop(PLAN_KEYWORD, None)
@@ -47,7 +46,7 @@ def _over(original):
         return attend(plan, module, query, key, value, *args, **kwargs), None
 
     packed_attention.takes_plans = True
-    return packed_attention
+    ALL_ATTENTION_FUNCTIONS.register(name, packed_attention)
 
 
 def attend(

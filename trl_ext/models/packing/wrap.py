@@ -311,12 +311,12 @@ def share_prefixes(*models, quiet: bool = False) -> Packing:
         The packing of the first model: whether it is `active`, the `reason` if not, token counts, and `remove()`.
 
     Raises:
-        TypeError: an argument is not a model, such as the trainer.
+        TypeError: an argument is not a model of transformers, such as the trainer.
         ValueError: no model.
     """
-    if others := [type(model).__name__ for model in models if not isinstance(model, nn.Module | None)]:
-        raise TypeError(f"share_prefixes takes models, as trainer.model and trainer.ref_model, got {others[0]}")
     inner = [unwrapped(model) for model in models if model is not None]
+    if others := [type(model).__name__ for model in inner if not hasattr(model, "base_model")]:
+        raise TypeError(f"share_prefixes takes models, as trainer.model and trainer.ref_model, got {others[0]}")
     if not inner:
         raise ValueError("no model to share prefixes in")
     for model in inner:
