@@ -18,7 +18,7 @@ from tests.support.sampling import END, batch, decoder, settings
 from tests.support.tiny import pairs
 from tests.support.trl_private import attention_of
 from trl_ext import ReMaxConfig, ReMaxTrainer
-from trl_ext.rollouts.sampler import fast_rollouts, loop, rows, sampled_fast, weights
+from trl_ext.rollouts.sampler import evaluation_sampler, fast_rollouts, loop, rows, sampler_of, weights
 from trl_ext.rollouts.sampler.draw import draw
 
 
@@ -27,8 +27,9 @@ def seeded(model, seed: int, given: dict, **options):
     return model.generate(**given, generation_config=settings(do_sample=True, **options))
 
 
-def greedy(model, given: dict, *, logits_processor=None, **options):
-    return model.generate(**given, generation_config=settings(**options), logits_processor=logits_processor)
+def greedy(model, given: dict, *, logits_processor=None, stopping_criteria=None, **options):
+    own = {"logits_processor": logits_processor, "stopping_criteria": stopping_criteria}
+    return model.generate(**given, generation_config=settings(**options), **own)
 
 
 @pytest.mark.parametrize(
@@ -247,6 +248,10 @@ def place_in_the_batch(ids, scores):
     return torch.full_like(scores, -torch.inf).scatter(1, 5 + place, 0.0)
 
 
+def first_in_the_batch(ids, scores):
+    return torch.arange(len(ids)) == 0
+
+
 def with_a_learned_prompt():
     config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
     return get_peft_model(decoder(dtype=torch.float32), config)
@@ -258,9 +263,10 @@ def with_a_learned_prompt():
         ("gpt2", {}, "its positions are not rotary"),
         ("mistral", {}, "responses can exceed the sliding window"),
         (with_a_learned_prompt, {}, "its adapter learns a prompt"),
-        ("llama", {"num_beams": 2}, "the call sets num_beams"),
-        ("llama", {"use_cache": False}, "the call sets use_cache"),
-        ("llama", {"logits_processor": LogitsProcessorList([place_in_the_batch])}, "depend on a row's position"),
+        ("llama", {"num_beams": 2}, "the call asks for beam_search"),
+        ("llama", {"guidance_scale": 1.5}, "the call sets guidance_scale"),
+        ("llama", {"logits_processor": LogitsProcessorList([place_in_the_batch])}, "the call takes logits_processor"),
+        ("llama", {"stopping_criteria": [first_in_the_batch]}, "the call takes stopping_criteria"),
     ],
 )
 def test_what_is_left_to_transformers(caplog, model, given, reason):
@@ -311,13 +317,13 @@ def test_trainers(policy_path, tmp_path, own):
 def test_evaluation_follows_autocast_and_keeps_the_trainers_sampler():
     model, given = decoder(dtype=torch.float32), batch()
     own = fast_rollouts(model)
-    with torch.autocast("cpu", dtype=torch.bfloat16), sampled_fast(model) as sampler:
-        greedy(model, given)
-    assert sampler.dtype == torch.bfloat16 and sampler.log_probs is not None and not sampler.left
-    assert model.generate == own.generate and own.log_probs is None
-    with sampled_fast(model) as sampler:
-        greedy(model, given)
-    assert sampler.dtype == torch.float32 and sampler.log_probs is not None
+    for dtype, enabled in ((torch.bfloat16, True), (torch.float32, False)):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            sampler = evaluation_sampler(model)
+            sampler.generate(**given, generation_config=settings())
+            assert evaluation_sampler(model) is sampler, "it is checked once"
+        assert sampler.dtype == dtype and sampler.log_probs is not None and not sampler.left
+    assert sampler_of(model) is own and model.generate == own.generate and own.log_probs is None
 
 
 def test_gradients_keep_their_hooks():
@@ -336,14 +342,8 @@ def test_gradients_keep_their_hooks():
 def test_a_replaced_generate_stays():
     model = decoder()
     model.generate = replaced = model.generate
-    with sampled_fast(model) as sampler:
-        assert sampler.reason == "its generate method has been replaced"
-    assert vars(model)["generate"] is replaced
-    del model.generate
-    fast_rollouts(model).remove()
-    with sampled_fast(model):
-        pass
-    assert "generate" not in vars(model)
+    assert fast_rollouts(model).reason == "its generate method has been replaced"
+    assert vars(model)["generate"] is replaced and evaluation_sampler(model) is None
 
 
 def test_refusals():

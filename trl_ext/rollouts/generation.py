@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from trl_ext.models import token_entropy
 from trl_ext.models.batches import in_batches, pad_rows, response_logits, temporarily
 from trl_ext.models.packing.hook import unwrapped
 from trl_ext.processes import warn_once_per_run
-from trl_ext.rollouts.sampler import sampled_fast
+from trl_ext.rollouts.sampler import evaluation_sampler
 from trl_ext.rollouts.stopping import StopInResponse, check_stop, cut_at_stop
 
 # Settings saved with a model that are no part of the distribution of its responses.
@@ -129,7 +129,7 @@ def generate_responses(
         ids, mask = pad_rows([prompt_ids[i] for i in rows], config.pad_token_id, "left")
         width = ids.size(1)
         criteria = StoppingCriteriaList([StopInResponse(tokenizer, stop, width)] if stop else [])
-        output = model.generate(
+        output = generate(
             input_ids=ids.to(model.device),
             attention_mask=mask.to(model.device),
             generation_config=config,
@@ -145,12 +145,9 @@ def generate_responses(
 
     order = sorted(range(len(prompts)), key=lambda i: -len(prompt_ids[i]))
     devices = [model.device] if model.device.type == "cuda" else []
-    with (
-        torch.random.fork_rng(devices=devices),
-        torch.no_grad(),
-        without_own_settings(model),
-        sampled_fast(model) if fast else nullcontext() as sampler,
-    ):
+    sampler = evaluation_sampler(model) if fast else None
+    generate = model.generate if sampler is None else sampler.generate
+    with torch.random.fork_rng(devices=devices), torch.no_grad(), without_own_settings(model):
         torch.manual_seed(seed)
         return in_batches(model, generated, order, batch_size=batch_size, progress=progress)
 
