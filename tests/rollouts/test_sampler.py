@@ -113,7 +113,7 @@ def test_draw_by_hand():
     """Masses 1, 2, 4, 1 over 8: cumulative 1/8, 3/8, 7/8, 1."""
     scores = torch.tensor([1.0, 2.0, 4.0, 1.0]).log().repeat(6, 1)
     uniform = torch.tensor([0.0, 0.124, 0.126, 0.38, 0.874, 0.9], dtype=torch.float64)
-    tokens, log_probs = draw(scores, uniform)
+    tokens, log_probs = draw(scores.clone(), uniform)
     assert tokens.tolist() == [0, 0, 1, 2, 2, 3]
     torch.testing.assert_close(log_probs.exp(), torch.tensor([1, 1, 2, 4, 4, 1]) / 8)
     tokens, log_probs = draw(scores[:1], None)

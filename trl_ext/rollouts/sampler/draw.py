@@ -13,7 +13,7 @@ def draw(scores: Tensor, uniform: Tensor | None) -> tuple[Tensor, Tensor]:
     then within one block, which costs less than the random number for each entry that `torch.multinomial` draws.
 
     Args:
-        scores: logits after all processors, [n, vocabulary size].
+        scores: logits after all processors, [n, vocabulary size]; overwritten, since fresh memory is slow.
         uniform: numbers in [0, 1), in float64, [n]; None for the most likely token.
 
     Returns:
@@ -24,7 +24,7 @@ def draw(scores: Tensor, uniform: Tensor | None) -> tuple[Tensor, Tensor]:
         return tokens, (scores.gather(1, tokens[:, None])[:, 0] - scores.logsumexp(-1)).float()
     size = scores.shape[-1]
     blocks = next(count for count in (256, 128, 64, 32, 16, 8, 4, 2, 1) if size % count == 0)
-    mass = (scores - scores.amax(-1, keepdim=True)).exp_()
+    mass = scores.sub_(scores.amax(-1, keepdim=True)).exp_()
     tiles = mass.view(len(mass), blocks, size // blocks)
     sums = tiles.sum(-1).double().cumsum(-1)
     total = sums[:, -1:]
