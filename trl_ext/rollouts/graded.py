@@ -63,24 +63,21 @@ def sample_rows(
 
         broadcast_object_list(kept)
     done = kept[0]
+    # Under FSDP all processes do the same work, and must sample alike.
+    alike = accelerator is None or str(accelerator.distributed_type).endswith("FSDP")
+    rank = 0 if alike else accelerator.process_index
     for start in range(len(done), len(items), save_every):
-        label = None if progress is None else f"{progress}, {start} of {len(items)} done"
+        options = {"seed": seed + 1_000_003 * (start + rank)}
+        options["progress"] = None if progress is None else f"{progress}, {start} of {len(items)} done"
 
-        def sample_part(part: list[Item], start=start, label=label) -> list[Row]:
-            prompts = [prompt for _, prompt, _ in part]
-            return finish(part, engine(prompts, seed=_part_seed(seed, start, accelerator), progress=label))
+        def sample_part(part: list[Item], options=options) -> list[Row]:
+            return finish(part, engine([prompt for _, prompt, _ in part], **options))
 
         rows = map_over_ranks(sample_part, items[start : start + save_every], accelerator)
         if path is not None and is_main:
             _append(Path(path), rows)
         done += rows
     return done
-
-
-def _part_seed(seed: int, start: int, accelerator: Accelerator | None) -> int:
-    """The seed of one part of the work on one process. Under FSDP all processes share it, as they do the same work."""
-    alone = accelerator is None or str(accelerator.distributed_type).endswith("FSDP")
-    return seed + 1_000_003 * (start + (0 if alone else accelerator.process_index))
 
 
 def _append(path: Path, rows: Sequence[Row]) -> None:

@@ -22,8 +22,6 @@ from trl_ext.rollouts.stopping import StopInResponse
 _OF_EVALUATION = "_trl_ext_evaluation_sampler"
 # Largest difference of the canary's log-probabilities, in float32 and relative to their spread in half precision.
 FLOAT32_TOLERANCE, HALF_TOLERANCE = 1e-4, 0.1
-# What a call may pass beside generation settings.
-_ARGUMENTS = {"inputs", "input_ids", "attention_mask", "generation_config", "stopping_criteria"}
 # Settings that return something else, or whose logits processors depend on a row's place in the batch, with the values
 # at which they change nothing.
 _OTHER_SETTINGS = {
@@ -81,7 +79,7 @@ class Sampler:
         self.log_probs = None
         generate = type(self.model).generate
         try:
-            self._check_call(**kwargs)
+            self._check_call(*args, **kwargs)
             return generate(self.model, *args, custom_generate=self._loop, **kwargs)
         except CannotSample as obstacle:
             self.left[str(obstacle)] += 1
@@ -89,13 +87,14 @@ class Sampler:
                 warn_once_per_run(f"fast rollouts: transformers generates: {obstacle}")
             return generate(self.model, *args, **kwargs)
 
-    def _check_call(self, stopping_criteria=None, **kwargs: Any) -> None:
+    def _check_call(self, inputs=None, generation_config=None, *others, stopping_criteria=None, **kwargs: Any) -> None:
         """Leave a call to transformers whose arguments do not reach the loop or depend on a row's place."""
         if self.reason is not None:
             raise CannotSample(self.reason)
-        settings = GenerationConfig()
+        settings, known = GenerationConfig(), ("input_ids", "attention_mask")
         given = (name for name, value in kwargs.items() if value is not None and value is not False)
-        other = [name for name in given if name not in _ARGUMENTS and not hasattr(settings, name)]
+        other = [name for name in given if name not in known and not hasattr(settings, name)]
+        other += ["further arguments"] if others else []
         if any(not isinstance(criterion, StopInResponse) for criterion in stopping_criteria or ()):
             other.append("stopping_criteria")
         if other:
@@ -243,9 +242,8 @@ def _is_replaced(model: nn.Module) -> bool:
 
 def _learns_prompts(model: nn.Module) -> bool:
     """Whether an adapter puts vectors before the prompt, which the model inside it does not see."""
-    while not hasattr(model, "peft_config") and isinstance(getattr(model, "module", None), nn.Module):
-        model = model.module
-    return any(getattr(config, "is_prompt_learning", False) for config in getattr(model, "peft_config", {}).values())
+    adapters = (getattr(module, "peft_config", {}) for module in model.modules())
+    return any(config.is_prompt_learning for configs in adapters for config in configs.values())
 
 
 def _obstacle(model: nn.Module) -> str | None:
@@ -255,8 +253,6 @@ def _obstacle(model: nn.Module) -> str | None:
         "its generate method has been replaced": _is_replaced(inner),
         "its adapter learns a prompt": _learns_prompts(model),
         "the model is not on a CPU; vLLM is the way there": inner.device.type != "cpu",
-        "it scores every position": not inner._supports_logits_to_keep(),
-        "its weights are quantized": getattr(inner, "is_quantized", False),
         "its weights are sharded": any(
             hasattr(one, "ds_id") or hasattr(one, "device_mesh") for one in inner.parameters()
         ),
