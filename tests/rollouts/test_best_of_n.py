@@ -214,8 +214,8 @@ def test_what_is_kept():
     assert kept() == [("a", "d", 1, 3), ("b", "x", 1, 0)]
     assert kept(keep="top_k", count=2) == [("a", "d", 1, 3), ("a:2", "b", 2, 2), ("b", "x", 1, 0), ("b:2", "y", 2, 1)]
     assert kept(keep="threshold", threshold=3.0) == [("a", "d", 1, 3), ("a:2", "b", 2, 2)]
-    row = demonstrations(result, ROWS, provenance={"sampled_from": "toy"})[0]
-    placed = {"reward": 4.0, "rank": 1, "sample": 3, "best_of": 6, "sampled_from": "toy"}
+    row = demonstrations(result, ROWS)[0]
+    placed = {"reward": 4.0, "rank": 1, "sample": 3, "best_of": 6}
     assert row == {"row_id": "a", "prompt": ROWS[0]["prompt"], "completion": [assistant("d")], **placed}
     plain = [{**prompt, "prompt": "text"} for prompt in ROWS]
     assert demonstrations(result, plain)[0]["completion"] == "d"

@@ -136,7 +136,6 @@ def demonstrations(
     keep: str = "best",
     count: int = 1,
     threshold: float | None = None,
-    provenance: Mapping[str, Any] | None = None,
 ) -> list[Row]:
     """Rejection sampling: rows to fine-tune on, in the prompt-completion format of TRL's `SFTTrainer`.
 
@@ -150,11 +149,10 @@ def demonstrations(
             a reward of at least `threshold`.
         count: number of responses for `top_k`.
         threshold: lowest reward for `threshold`.
-        provenance: fields to write into every row, such as the model and the reward.
 
     Returns:
         JSON-ready rows: `row_id` (followed by the rank from the second response on), `prompt`, `completion` (messages
-        if the prompt is), `reward`, `rank` (from 1), `sample`, `best_of`, and the provenance.
+        if the prompt is), `reward`, `rank` (from 1), `sample` and `best_of`.
 
     Raises:
         ValueError: `keep` is unknown, the count is below 1, the threshold is missing.
@@ -174,8 +172,8 @@ def demonstrations(
         for sample in sorted(usable, key=lambda sample: -sample["reward"]):
             ranked.setdefault(sample["response_text"], sample)
         kept = [one for one in ranked.values() if keep != "threshold" or one["reward"] >= threshold]
-        for rank, sample in enumerate(kept if keep == "threshold" else kept[:count], start=1):
-            row = {
+        found += [
+            {
                 "row_id": prompt["row_id"] if rank == 1 else f"{prompt['row_id']}:{rank}",
                 "prompt": prompt["prompt"],
                 "completion": completion_of(prompt["prompt"], sample["response_text"]),
@@ -184,7 +182,8 @@ def demonstrations(
                 "sample": sample["sample"],
                 "best_of": len(group),
             }
-            found.append({**row, **(provenance or {})})
+            for rank, sample in enumerate(kept if keep == "threshold" else kept[:count], start=1)
+        ]
     return found
 
 

@@ -240,7 +240,7 @@ def _write_sft(
     arguments, samples: list[list[Row]], prompts, provenance: dict[str, Any], folder: Path
 ) -> dict[str, Any]:
     provenance = {**provenance, "temperature": arguments.temperature, "keep": arguments.keep}
-    rows = demonstrations(samples, prompts, provenance=provenance, **arguments.kept())
+    rows = [{**row, **provenance} for row in demonstrations(samples, prompts, **arguments.kept())]
     write_json_lines(folder / "sft.jsonl", rows)
     if not rows:
         print("warning: sft.jsonl is empty: no response that ended has a reward to keep it for")
