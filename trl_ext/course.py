@@ -15,7 +15,7 @@ from torch import Tensor
 
 from trl_ext import losses
 from trl_ext.advantages import group_centered, group_normalized
-from trl_ext.models.tokenization import response_log_probs, token_entropy, tokenize_prompt_and_output
+from trl_ext.models import response_log_probs, token_entropy, tokenize_prompt_and_output
 from trl_ext.names import check_choice, lazy_names
 
 # These are imported on first use: some need more than torch, some not even torch.

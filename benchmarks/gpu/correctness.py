@@ -27,9 +27,8 @@ from benchmarks.gpu.machine import free, poison
 from benchmarks.gpu.steps import grpo_groups
 from trl_ext import share_prefixes
 from trl_ext.models.batches import pad_rows
+from trl_ext.models.packing import Plan, plan_batch, unwrapped
 from trl_ext.models.packing.attention import attend
-from trl_ext.models.packing.hook import unwrapped
-from trl_ext.models.packing.planner import Plan, plan_batch
 
 FACTOR, ROUNDING = 1.5, 1e-5
 TOKENS, WINDOWS, TRIES, ROWS = (60, 127, 128, 129, 1000, 4096, 8192), (None, 256), 3, 6

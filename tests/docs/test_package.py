@@ -34,7 +34,7 @@ TRAINING = "torch transformers trl datasets"
         ("trl_ext.course", "trl transformers datasets pydantic peft"),
         ("trl_ext.data, trl_ext.evaluation", f"{TRAINING} matplotlib openai pydantic httpx2"),
         ("trl_ext.toy, trl_ext.instructions", TRAINING),
-        ("trl_ext.models.tokenization", "trl transformers datasets"),
+        ("trl_ext.models", "trl transformers datasets peft"),
     ],
 )
 def test_importing_loads_no_heavy_library(modules, heavy):

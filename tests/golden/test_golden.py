@@ -19,7 +19,9 @@ from trl_ext.rewards.shaping import STEPS
 FUNCTIONS = [name for name in losses.__all__ if inspect.isfunction(getattr(losses, name))]
 # Of the course, the functions of tensors, and not those that read texts and files.
 COURSE = [
-    n for n in course.__all__ if getattr(course, n).__module__ in ("trl_ext.course", "trl_ext.models.tokenization")
+    n
+    for n in course.__all__
+    if getattr(course, n).__module__ in ("trl_ext.course", "trl_ext.models.scoring", "trl_ext.models.tokens")
 ]
 TABLES = {
     "preference": preference_losses,

@@ -17,7 +17,7 @@ from tests.support.tiny import pairs
 from tests.support.train_once import in_processes
 from tests.support.trl_private import sampled_responses
 from trl_ext.models.batches import temporarily
-from trl_ext.models.packing.hook import unwrapped
+from trl_ext.models.packing import unwrapped
 from trl_ext.rollouts import (
     Generation,
     SamplingSettings,

@@ -114,7 +114,7 @@ def compare(model, batch: dict[str, Tensor] | None = None, **options) -> tuple[P
     return packing, apart, ((got_gradient - expected_gradient).norm() / expected_gradient.norm()).item()
 
 
-HOOK = "trl_ext.models.packing.hook"
+HOOK = "trl_ext.models.packing.wrap"
 
 
 def largest(got: Tensor, expected: Tensor) -> float:

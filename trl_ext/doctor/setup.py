@@ -14,7 +14,7 @@ import trl_ext.losses  # noqa: F401  the losses register
 from trl_ext.doctor.examine import Finding, check
 from trl_ext.doctor.patient import Patient, as_text
 from trl_ext.doctor.text import in_rows, messages_of
-from trl_ext.models.log_probs import score_responses
+from trl_ext.models.scoring import score_responses
 from trl_ext.registry import preference_losses
 
 _HEAD = re.compile(r"\b(score|classifier)\b")

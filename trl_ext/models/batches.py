@@ -72,14 +72,3 @@ def pad_rows(rows: Sequence[Sequence[int]], padding: int, side: str) -> tuple[Te
         pad_sequence(ids, batch_first=True, padding_value=padding, padding_side=side),
         pad_sequence(masks, batch_first=True, padding_side=side),
     )
-
-
-def response_logits(model, input_ids: Tensor, attention_mask: Tensor, kept: int) -> Tensor:
-    """Logits that predict the last `kept` tokens of rows padded on the left, [B, kept, V]."""
-    return model(
-        input_ids=input_ids,
-        attention_mask=attention_mask,
-        position_ids=(attention_mask.cumsum(dim=1) - 1).clamp(min=0),
-        use_cache=False,
-        logits_to_keep=kept + 1,
-    ).logits[:, -kept - 1 : -1]

@@ -17,15 +17,16 @@ from trl_ext.data import encode_turn
 from trl_ext.data.conversation import Messages
 from trl_ext.models import packing_of, resolve_model_path, score_sequences, share_prefixes
 from trl_ext.models.loading import check_vocabulary, with_adapter
-from trl_ext.models.reward_adapter import (
+from trl_ext.models.shared_backbone import (
     LIMITS_FILE,
     RewardAdapter,
-    adapter_obstacle,
+    SharedBackbone,
     head_of,
+    load_classifier,
+    preserved_random_state,
     read_reward_adapter,
     tensor_shapes,
 )
-from trl_ext.models.shared_backbone import SharedBackbone, load_classifier, preserved_random_state
 
 logger = logging.getLogger(__name__)
 
@@ -354,7 +355,7 @@ def _share_frozen(models: Sequence[RewardModel], reasons: dict[int, str], device
     by_base = defaultdict(list)
     for index in reasons:
         model = models[index]
-        if model.adapter is not None and adapter_obstacle(model.adapter) is None:
+        if model.adapter is not None and model.adapter.obstacle is None:
             by_base[model.base_name_or_path, model.dtype].append(index)
     lines = {}
     for (base, dtype), indices in by_base.items():

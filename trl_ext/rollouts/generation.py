@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers import GenerationConfig, StoppingCriteriaList
 
 from trl_ext.data.conversation import text_ids
-from trl_ext.models import token_entropy
-from trl_ext.models.batches import in_batches, pad_rows, response_logits, temporarily
-from trl_ext.models.packing.hook import unwrapped
+from trl_ext.models import score_responses
+from trl_ext.models.batches import in_batches, pad_rows, temporarily
+from trl_ext.models.packing import unwrapped
 from trl_ext.processes import warn_once_per_run
 from trl_ext.rollouts.sampler import evaluation_sampler
 from trl_ext.rollouts.stopping import StopInResponse, check_stop, cut_at_stop
@@ -332,39 +332,11 @@ class VLLMEngine:
 # ---- Entropy ----
 
 
-@torch.no_grad()
-def response_entropies(
-    model,
-    generations: Sequence[Generation],
-    *,
-    batch_size: int = 8,
-    pad_token_id: int = 0,
-    progress: str | None = None,
-) -> list[float | None]:
+def response_entropies(model, generations: Sequence[Generation], **options: Any) -> list[float | None]:
     """Mean entropy over the tokens of each response, in nats, under the model at temperature 1.
 
-    One number per response; None for a response without tokens. The model is temporarily put into evaluation mode, and
-    `pad_token_id` may be any id of the vocabulary, since padding is masked out.
+    One number per response; None for a response without tokens. The options are those of `score_responses`.
     """
-
-    def of_batch(numbers: list[int]) -> list[float | None]:
-        rows = [row for row in numbers if generations[row].response_ids]
-        found = iter(_entropies(model, [generations[row] for row in rows], pad_token_id) if rows else ())
-        return [next(found) if generations[row].response_ids else None for row in numbers]
-
-    order = sorted(range(len(generations)), key=lambda i: -len(_tokens(generations[i])))
-    return in_batches(model, of_batch, order, batch_size=batch_size, progress=progress)
-
-
-def _tokens(generation: Generation) -> list[int]:
-    return [*generation.prompt_ids, *generation.response_ids]
-
-
-def _entropies(model, rows: Sequence[Generation], pad_token_id: int) -> list[float]:
-    input_ids, attention_mask = pad_rows([_tokens(row) for row in rows], pad_token_id, "left")
-    kept = max(len(row.response_ids) for row in rows)
-    logits = response_logits(model, input_ids.to(model.device), attention_mask.to(model.device), kept)
-    # Row by row: float32 logits of the whole batch would be the largest tensor.
-    return [
-        token_entropy(logits[place, kept - len(row.response_ids) :]).mean().item() for place, row in enumerate(rows)
-    ]
+    prompt_ids, response_ids = ([getattr(g, name) for g in generations] for name in ("prompt_ids", "response_ids"))
+    entropies = score_responses(model, prompt_ids, response_ids, entropy=True, **options)
+    return [values.mean().item() if len(values) else None for values in entropies]

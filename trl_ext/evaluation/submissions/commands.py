@@ -16,7 +16,6 @@ from trl_ext.evaluation.submissions.assets import default_max_new_tokens, load_b
 from trl_ext.evaluation.submissions.candidates import both_systems, known_score_judge
 from trl_ext.evaluation.submissions.rows import Response, read_responses, refuse_fatal
 from trl_ext.evaluation.submissions.submission import REWARD_MODEL, submission_file
-from trl_ext.models import resolve_model_path
 from trl_ext.names import check_choice, load_function, load_module
 
 JUDGES = ("ground_truth", "openai", "reward_model")
@@ -129,6 +128,8 @@ def check_judge_arguments(options: argparse.Namespace) -> None:
         if options.judge != "openai" and getattr(options, name) != default:
             raise ValueError(f"--{name} is for --judge openai alone: give that, or leave it out")
     if options.judge == "reward_model":
+        from trl_ext.models import resolve_model_path
+
         resolve_model_path(options.model)
     if options.instructions is not None and not options.instructions.is_file():
         raise FileNotFoundError(f"--instructions: no file {options.instructions}")

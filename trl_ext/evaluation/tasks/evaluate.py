@@ -18,7 +18,7 @@ from trl_ext.evaluation.tasks.checks import PAIRS, make_check
 from trl_ext.evaluation.tasks.task import Row, read_rows, read_task
 from trl_ext.files import existing_file, read_json, write_json
 from trl_ext.models.loading import find_policy, load_policy, model_sha256
-from trl_ext.models.log_probs import score_responses
+from trl_ext.models.scoring import score_responses
 from trl_ext.rollouts.generation import Generation, generate_responses
 from trl_ext.rollouts.graded import sample_rows
 

@@ -1,5 +1,26 @@
 """Packed forward passes: rows without padding, and common prefixes encoded once."""
 
-from trl_ext.models.packing.hook import Packing, last_tokens, packed_inputs, packing_of, share_prefixes
+from trl_ext.models.packing.plan import Plan, plan_batch
+from trl_ext.models.packing.wrap import (
+    Packing,
+    last_tokens,
+    packed_inputs,
+    packing_obstacle,
+    packing_of,
+    share_prefixes,
+    sliding_window,
+    unwrapped,
+)
 
-__all__ = ["Packing", "last_tokens", "packed_inputs", "packing_of", "share_prefixes"]
+__all__ = [
+    "Packing",
+    "Plan",
+    "last_tokens",
+    "packed_inputs",
+    "packing_obstacle",
+    "packing_of",
+    "plan_batch",
+    "share_prefixes",
+    "sliding_window",
+    "unwrapped",
+]

@@ -13,10 +13,8 @@ from functools import wraps
 import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
-from transformers import AttentionInterface
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from trl_ext.models.packing.planner import Plan
+from trl_ext.models.packing.plan import Plan
 
 # The keyword that carries a plan through the layers, so that recomputation of checkpoints also receives it.
 PLAN_KEYWORD = "packing_plan"
@@ -27,13 +25,17 @@ _HARMLESS = frozenset({"position_ids", "use_cache", "cache_position", "output_hi
 
 def takes_plans(name: str) -> bool:
     """Whether the attention function registered as `name` supports packing."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
     return getattr(ALL_ATTENTION_FUNCTIONS.get(name), "takes_plans", False)
 
 
 def let_take_plans(name: str) -> None:
     """Register packed attention over the attention function `name`."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
     if not takes_plans(name):
-        AttentionInterface.register(name, _over(ALL_ATTENTION_FUNCTIONS[name]))
+        ALL_ATTENTION_FUNCTIONS.register(name, _over(ALL_ATTENTION_FUNCTIONS[name]))
 
 
 def _over(original):

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig
 from transformers.generation import GenerationMode
 
-from trl_ext.models.packing.hook import unwrapped
-from trl_ext.models.packing.obstacles import packing_obstacle, sliding_window
+from trl_ext.models.packing import packing_obstacle, sliding_window, unwrapped
 from trl_ext.processes import warn_once_per_run
 from trl_ext.rollouts.sampler.loop import Decoder, sample
 from trl_ext.rollouts.sampler.rows import CannotSample

@@ -15,9 +15,7 @@ from torch import Tensor, nn
 from trl.trainer.utils import add_fused_lm_head
 
 from trl_ext.models.batches import temporarily
-from trl_ext.models.packing import packing_of
-from trl_ext.models.packing.attention import PLAN_KEYWORD
-from trl_ext.models.packing.hook import unwrapped
+from trl_ext.models.packing import packing_of, unwrapped
 
 
 class ScoringTemperature:
@@ -105,13 +103,12 @@ def reading_hidden_states(model, function: Callable[[Tensor], Tensor]) -> Iterat
     passes: list[Tensor] = []
     latest: list[Tensor] = []
 
-    def of_trunk(trunk, args, kwargs, output) -> None:
-        found, plan = function(output.last_hidden_state), kwargs.get(PLAN_KEYWORD)
-        latest[:] = [found if plan is None else found[0][plan.columns]]
+    def of_trunk(trunk, args, output) -> None:
+        latest[:] = [function(output.last_hidden_state)]
 
     # Packing's check of itself also runs the trunk; the second hook marks the end of a requested pass.
     with (
-        unwrapped(model).base_model.register_forward_hook(of_trunk, with_kwargs=True),
+        unwrapped(model).base_model.register_forward_hook(of_trunk),
         model.register_forward_hook(lambda *_: passes.extend(latest)),
     ):
         yield lambda count: torch.cat(passes)[:, -count - 1 : -1]

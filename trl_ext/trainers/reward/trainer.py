@@ -27,7 +27,7 @@ from trl_ext.data.conversation import text_ids
 from trl_ext.files import write_json
 from trl_ext.losses.reward import bradley_terry
 from trl_ext.models import score_sequences
-from trl_ext.models.reward_adapter import LIMITS_FILE
+from trl_ext.models.shared_backbone import LIMITS_FILE
 from trl_ext.processes import warn_once_per_run
 from trl_ext.resilience.training import ResilientTraining
 from trl_ext.rollouts import map_over_ranks

@@ -1,4 +1,4 @@
-"""Prompts and responses as padded token batches, and a causal language model's predictions for their tokens."""
+"""Prompts and responses as padded token batches."""
 
 from __future__ import annotations
 
@@ -61,70 +61,6 @@ def _prompt_ids(tokenizer, prompt: str) -> list[int]:
     """Ids of a text that another follows: one beginning-of-text token if the tokenizer uses one, and no end token."""
     has_beginning = bool(tokenizer.bos_token) and prompt.startswith(tokenizer.bos_token)
     return tokenizer(prompt, add_special_tokens=False)["input_ids"] if has_beginning else text_ids(tokenizer, prompt)
-
-
-def token_entropy(logits: Tensor) -> Tensor:
-    """Entropy of the distribution over the vocabulary at each position, in nats; differentiable.
-
-    Finite for logits of any size; a token whose logit is minus infinity contributes nothing.
-
-    Args:
-        logits: [..., V].
-
-    Returns:
-        [...], in float32 or finer.
-    """
-    return _entropy(_log_softmax(logits))
-
-
-def response_log_probs(
-    model, input_ids: Tensor, labels: Tensor, return_token_entropy: bool = False
-) -> dict[str, Tensor]:
-    """Log-probability of each label under the model, and the entropy of the model's prediction at its position.
-
-    Prompt and padding positions are computed like the others: mask them afterwards. The model receives no attention
-    mask, so padding must be on the right, as in `tokenize_prompt_and_output`. The function does not change the model's
-    mode, and computes gradients unless the caller disables them.
-
-    Args:
-        model: a causal language model, whose output for [B, T] ids has `logits` of [B, T, V].
-        input_ids: [B, T].
-        labels: the token after each position, [B, T].
-        return_token_entropy: whether to compute the entropies too.
-
-    Returns:
-        `log_probs`, [B, T], in nats, and if requested `token_entropy`, [B, T]; in float32 or finer.
-
-    Raises:
-        ValueError: a label that is not a token of the vocabulary, such as -100.
-    """
-    logits = model(input_ids).logits
-    if bool(((labels < 0) | (labels >= logits.shape[-1])).any()):
-        raise ValueError(
-            "labels: an id that is no token, such as -100; give every position its token, and mask those that do not "
-            "count afterwards"
-        )
-    log_probs, entropies = [], []
-    for row, targets in zip(logits, labels, strict=True):
-        # Row by row: without gradient, log-probabilities of the whole batch's vocabulary would be the largest tensor.
-        distribution = _log_softmax(row)
-        log_probs.append(distribution.gather(-1, targets.unsqueeze(-1)).squeeze(-1))
-        if return_token_entropy:
-            entropies.append(_entropy(distribution))
-    results = {"log_probs": torch.stack(log_probs)}
-    if return_token_entropy:
-        results["token_entropy"] = torch.stack(entropies)
-    return results
-
-
-def _log_softmax(logits: Tensor) -> Tensor:
-    return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(dim=-1)
-
-
-def _entropy(log_probs: Tensor) -> Tensor:
-    probs = log_probs.exp()
-    # 0 log 0 is 0, in the gradient as well.
-    return -(probs * log_probs.masked_fill(probs == 0, 0)).sum(dim=-1)
 
 
 def completion_mask(completion_ids: Tensor, eos_token_id: int | Sequence[int]) -> Tensor:

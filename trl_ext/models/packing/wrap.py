@@ -1,0 +1,415 @@
+"""`share_prefixes`: packed forward passes under any trainer of TRL.
+
+Two hooks on the backbone of a model, its part below the head, do all of it. One replaces a padded batch by a packed
+row, and the other puts the hidden states of the row back where they are in the batch. The head on top, TRL's or a
+reward model's, does not notice.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
+
+from trl_ext.models.batches import evaluating, temporarily
+from trl_ext.models.packing.attention import BACKENDS, PLAN_KEYWORD, let_take_plans, takes_plans
+from trl_ext.models.packing.plan import Plan, plan_batch
+from trl_ext.processes import is_main_process
+
+logger = logging.getLogger(__name__)
+
+_ATTRIBUTE = "_trl_ext_packing"
+# TRL's RewardTrainer passes on the column `margin`, which no model reads.
+_HARMLESS = frozenset({"margin"})
+# Mean difference of hidden states from those of the padded pass, relative to their spread over tokens. In half
+# precision, padding alone changes them by hundredths.
+TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 0.1, torch.bfloat16: 0.1}
+# Columns of the batch that is compared, at most. It does not reach the end of a longer sliding window.
+_LONGEST = 640
+# On a CPU, TRL's head scores every position, in tiles of 32,768 tokens of the vocabulary. Scoring the labelled ones
+# alone in narrow tiles takes a third less time, and differs by rounding.
+_CPU_HEAD = {"_CHUNKED_LOGPROB_CHUNK_SIZE": 2048, "_use_triton": lambda device: True}
+
+
+class Packing:
+    """Packed forward passes of one model, with their statistics.
+
+    Attributes:
+        model: the transformers model, without wrappers.
+        reason: why its passes are not packed, in a few words; None while they are, or may be.
+        backend: the attention back-end in use; None until the first pass, which chooses it.
+        largest_difference: between packed and padded hidden states of the first pass's check; None until then.
+        padded_tokens: positions of the packed batches, including padding.
+        packed_tokens: tokens that were encoded for them.
+        quiet: whether to omit the log line when packing is used; the line for unused packing is always logged.
+        left_padded: number of passes that were not packed, by reason.
+        skipped: back-ends that were tried first, and why each is not used.
+    """
+
+    def __init__(self, model: nn.Module, *, quiet: bool = False):
+        self.model = model
+        self.quiet = quiet
+        self.reason = packing_obstacle(model)
+        self.backend: str | None = None
+        self.largest_difference: float | None = None
+        self.padded_tokens = 0
+        self.packed_tokens = 0
+        self.left_padded: Counter[str] = Counter()
+        self.skipped: dict[str, str] = {}
+        self.hooks = []
+        self._checks = False
+        self._labels: Tensor | None = None
+        self._plan: Plan | None = None
+        self._head = None
+        if self.reason is None:
+            let_take_plans(model.config._attn_implementation)
+            # Bound methods, so that a deep copy of the model has hooks of its own packing.
+            self.hooks = [
+                model.base_model.register_forward_pre_hook(self._pack, with_kwargs=True),
+                model.base_model.register_forward_hook(self._unpack),
+                model.register_forward_pre_hook(self._enter_head, with_kwargs=True),
+                model.register_forward_hook(self._leave_head, always_call=True),
+            ]
+
+    @property
+    def active(self) -> bool:
+        """Whether passes are packed, as far as is known now."""
+        return self.reason is None
+
+    def describe(self) -> str:
+        """One line: the back-end in use, or why packing is off."""
+        if not self.active:
+            return f"packing: off, rows are padded: {self.reason}"
+        if self.backend is None:
+            return "packing: undecided until the first batch"
+        how = f"{self.backend} attention"
+        how += "".join(f"; not {name}: {why}" for name, why in self.skipped.items())
+        return (
+            f"packing: on, without padding and with common prefixes encoded once ({how}; differs from the padded "
+            f"forward by at most {self.largest_difference:.1e})"
+        )
+
+    def remove(self) -> None:
+        """Leave the model's passes padded from now on."""
+        self.reason = "it was taken off"
+        for hook in self.hooks:
+            hook.remove()
+        self.hooks = []
+
+    # ---- Batches ----
+
+    def plan(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None, **kwargs) -> Plan | None:
+        """The plan of a batch, or None if the model should process it unchanged; counts either case.
+
+        Args:
+            input_ids, attention_mask: [B, L].
+            labels: the next-token labels that the head will score, -100 for none, [B, L].
+            kwargs: what else the backbone is called with.
+        """
+        if not self.active or torch.compiler.is_compiling():
+            return None
+        reason, plan = self._obstacle(input_ids.shape[1], kwargs), None
+        # Before looking at the rows, which differ between processes: if parameters are sharded, all processes must
+        # run the check at the same call.
+        if reason is None and self.backend is None:
+            self._settle()
+            if not self.active:
+                return None
+        if reason is None:
+            # If a prefix were encoded once, rows would not draw their dropout independently.
+            share = not has_active_dropout(self.model)
+            plan = plan_batch(input_ids, attention_mask, share=share, drop_last=labels is not None)
+            reason = _misfit(self.model, plan, input_ids, labels)
+        if reason is not None:
+            self.left_padded[reason] += 1
+            return None
+        plan.derived["backend"] = self.backend
+        self.padded_tokens += input_ids.numel()
+        self.packed_tokens += plan.tokens
+        return plan
+
+    def _obstacle(self, width: int, kwargs: dict[str, Any]) -> str | None:
+        """Why a call of the backbone cannot be packed, whatever its rows."""
+        if not takes_plans(self.model.config._attn_implementation):
+            return "its attention was exchanged"
+        usual = {"return_dict": True}
+        given = (name for name, value in kwargs.items() if value is not None and value is not usual.get(name, False))
+        if extra := sorted(name for name in given if name not in _HARMLESS):
+            return f"takes {', '.join(extra)}"
+        embedding = self.model.get_input_embeddings()
+        if embedding.training and getattr(embedding, "neftune_noise_alpha", None):
+            return "adds noise to its embeddings"
+        window = sliding_window(self.model.config)
+        if window is not None and _LONGEST - 16 < window < width:
+            return "is longer than a sliding window that the first batch's check does not reach"
+        return None
+
+    @torch.no_grad()
+    def _settle(self) -> None:
+        """Choose the first back-end that agrees with the padded pass, or turn packing off."""
+        model, device = self.model.base_model, self.model.device
+        input_ids, attention_mask = (part.to(device) for part in _rows_to_compare(self.model.config))
+        self._checks = True
+        try:
+            with evaluating(model):
+                padded = model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
+                for backend in BACKENDS if device.type == "cuda" else ("sdpa",):
+                    plan = plan_batch(input_ids, attention_mask)
+                    plan.derived["backend"] = backend
+                    try:
+                        packed = plan.unpack(model(**packed_inputs(plan)).last_hidden_state)
+                    except torch.OutOfMemoryError:
+                        raise
+                    except Exception as error:  # Whatever a kernel or a model raises, the padded pass still works.
+                        self.skipped[backend] = str(error).splitlines()[0] if str(error) else type(error).__name__
+                        continue
+                    largest, agrees = _difference(packed[plan.present], padded[plan.present])
+                    if agrees:
+                        self.backend, self.largest_difference = backend, largest
+                        break
+                    self.skipped[backend] = f"{backend} attention is {largest:.1e} off the padded forward"
+                else:
+                    self.reason = "; ".join(dict.fromkeys(self.skipped.values()))
+        finally:
+            self._checks = False
+        if not (self.quiet and self.active):
+            _announce(self.describe())
+
+    # ---- Hooks ----
+
+    def _pack(self, backbone: nn.Module, args: tuple, kwargs: dict[str, Any]):
+        labels, self._labels, self._plan = self._labels, None, None
+        given = {**dict(zip(("input_ids", "attention_mask"), args, strict=False)), **kwargs}
+        input_ids, attention_mask, caches = (given.pop(n, None) for n in ("input_ids", "attention_mask", "use_cache"))
+        if caches is None:
+            # A language model makes a cache unless it is told not to, and no one reads that of a classifier.
+            caches = not is_classifier(self.model)
+        rows = len(args) <= 2 and input_ids is not None and attention_mask is not None and attention_mask.dim() == 2
+        if self._checks or caches or not rows or PLAN_KEYWORD in given:
+            return None
+        self._plan = self.plan(input_ids, attention_mask, labels, **given)
+        return None if self._plan is None else ((), packed_inputs(self._plan))
+
+    def _unpack(self, backbone: nn.Module, args: tuple, output):
+        plan, self._plan = self._plan, None
+        if plan is not None:
+            output.last_hidden_state = plan.unpack(output.last_hidden_state)
+        return output
+
+    def _enter_head(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        if not self.active or not kwargs.get("fused_lm_head"):
+            return
+        self._labels = kwargs.get("labels")
+        if model.device.type == "cpu":
+            from trl.trainer import utils  # Whoever has put this head on the model has imported TRL.
+
+            self._head = temporarily(utils, **_CPU_HEAD)
+            self._head.__enter__()
+
+    def _leave_head(self, model: nn.Module, args: tuple, output) -> None:
+        head, self._head, self._labels = self._head, None, None
+        if head is not None:
+            head.__exit__(None, None, None)
+
+
+def packed_inputs(plan: Plan) -> dict[str, Any]:
+    """The inputs of a model or its backbone for a packed row."""
+    return {
+        "input_ids": plan.input_ids,
+        "position_ids": plan.position_ids,
+        # Four dimensions, so that transformers builds no T x T mask; nothing reads it.
+        "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=plan.input_ids.device),
+        "use_cache": False,
+        PLAN_KEYWORD: plan,
+    }
+
+
+def _misfit(model, plan: Plan | None, input_ids: Tensor, labels: Tensor | None) -> str | None:
+    """Why the head cannot do with the tokens of a plan; None if it can."""
+    if plan is None or (labels is not None and ((labels[:, 1:] != -100) & ~plan.present[:, :-1]).any()):
+        return "has a mask or labels of another form"
+    if is_classifier(model):
+        padding = model.config.get_text_config().pad_token_id
+        # Without a padding token, the model itself reports that it cannot find the ends of rows.
+        if padding is None or not plan.present.gather(1, last_tokens(input_ids, padding)[:, None]).all():
+            return "is padded with another token than the model's"
+    return None
+
+
+def last_tokens(input_ids: Tensor, pad_token_id: int) -> Tensor:
+    """The column at which a row's score is read, by transformers' rule: its last token that is not padding. [B].
+
+    If padding is also the end-of-turn token, that is the token before the end-of-turn token.
+    """
+    column = torch.arange(input_ids.shape[1], device=input_ids.device)
+    return (column * (input_ids != pad_token_id)).argmax(dim=1)
+
+
+# ---- The check of the first pass ----
+
+
+def _rows_to_compare(config) -> tuple[Tensor, Tensor]:
+    """Two rows that share a prefix, padded on the right, and a short one padded on the left: ids and mask, [3, L].
+
+    They exceed the model's sliding window if it is at most about 600 tokens, and are the same on every process.
+    """
+    text = config.get_text_config()
+    width = min(max(32, (sliding_window(config) or 0) + 16), _LONGEST, text.max_position_embeddings)
+    tokens = torch.randint(0, text.vocab_size, (3, width), generator=torch.Generator().manual_seed(0))
+    tokens[1, : width // 2] = tokens[0, : width // 2]
+    attended = torch.ones_like(tokens)
+    attended[1, width - width // 4 :] = 0
+    attended[2, : width - width // 3] = 0
+    return tokens, attended
+
+
+def _difference(packed: Tensor, padded: Tensor) -> tuple[float, bool]:
+    """The largest difference of hidden states, [N, H], and whether the mean one is no more than rounding."""
+    device, dtype = padded.device.type, padded.dtype
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+    elif device == "cuda" and dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
+        dtype = torch.float16  # TF32 has its precision.
+    apart, spread = (packed.double() - padded.double()).abs(), padded.double().std(dim=0).mean()
+    return apart.max().item(), apart.mean().item() <= TOLERANCES[dtype] * spread.item()
+
+
+def _announce(line: str) -> None:
+    """Log a line from the first process only."""
+    if is_main_process():
+        logger.warning(line)
+
+
+# ---- Models ----
+
+
+def share_prefixes(*models, quiet: bool = False) -> Packing:
+    """Make a trainer's forward passes leave out padding, and encode prefixes that rows have in common once.
+
+    For TRL's trainers; this library's do it themselves. Losses, gradients, metrics and checkpoints are the same up to
+    rounding, on fewer tokens. Call it before training:
+
+        trainer = trl.DPOTrainer(...)
+        share_prefixes(trainer.model, trainer.ref_model)
+
+    At the first batch, three rows go through both the packed and the padded forward pass. If these differ by more than
+    rounding, or the model cannot be packed, rows stay padded and one log line says why. Single batches that cannot be
+    packed also stay padded, without a log line: `left_padded` counts them. While dropout is active, padding is left
+    out but prefixes are not shared, so that each row draws its own dropout.
+
+    Args:
+        models: a causal language model or one for sequence classification; bare, with adapters, or wrapped for
+            distributed training. None is ignored.
+        quiet: omit the log line when packing is used, but not the one that says why it is not.
+
+    Returns:
+        The packing of the first model: whether it is `active`, the `reason` if not, token counts, and `remove()`.
+
+    Raises:
+        TypeError: an argument is not a model, such as the trainer.
+        ValueError: no model.
+    """
+    if others := [type(model).__name__ for model in models if not isinstance(model, nn.Module | None)]:
+        raise TypeError(f"share_prefixes takes models, as trainer.model and trainer.ref_model, got {others[0]}")
+    inner = [unwrapped(model) for model in models if model is not None]
+    if not inner:
+        raise ValueError("no model to share prefixes in")
+    for model in inner:
+        packing = packing_of(model)
+        if packing is not None and (packing.hooks or packing_obstacle(model) == packing.reason):
+            continue
+        packing = Packing(model, quiet=quiet or model is not inner[0])
+        # On the backbone, which keeps the hooks in a copy that is freed of what trainers put on a model.
+        vars(model.base_model)[_ATTRIBUTE] = packing
+        if not packing.active:
+            _announce(packing.describe())
+    return packing_of(inner[0])
+
+
+def packing_of(model) -> Packing | None:
+    """The packing that `share_prefixes` put on a model, bare or wrapped; None if there is none."""
+    backbone = getattr(unwrapped(model), "base_model", None)
+    return vars(backbone).get(_ATTRIBUTE) if isinstance(backbone, nn.Module) else None
+
+
+def unwrapped(model) -> nn.Module:
+    """The transformers model inside a model with adapters or an engine's wrapper."""
+    while True:
+        if hasattr(model, "get_base_model"):
+            model = model.get_base_model()
+        elif isinstance(getattr(model, "module", None), nn.Module):
+            model = model.module
+        else:
+            return model
+
+
+# ---- What cannot be packed ----
+
+
+def packing_obstacle(model) -> str | None:
+    """Why a model's forward passes cannot be packed, in a few words; None if no obstacle is known.
+
+    Other obstacles, such as a soft cap of the attention scores, show when the first batch is tried.
+
+    Args:
+        model: a transformers model for causal language modelling or sequence classification, without wrappers.
+    """
+    from transformers.modeling_layers import GenericForSequenceClassification
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    if getattr(model, "_compiled_call_impl", None) is not None or hasattr(model, "_orig_mod"):
+        return "it is compiled"
+    text = model.config.get_text_config()
+    if text is not model.config:
+        return "it takes more than text"
+    if is_classifier(model) and not isinstance(model, GenericForSequenceClassification):
+        return "it reads its scores in a way of its own"
+    if others := {*(getattr(text, "layer_types", None) or ())} - {"full_attention", "sliding_attention"}:
+        return f"it has layers of the kind {', '.join(sorted(others))}"
+    if (attention := text._attn_implementation) not in ALL_ATTENTION_FUNCTIONS:
+        return f"its attention is {attention}: load it with attn_implementation sdpa or a flash attention"
+    if not getattr(text, "rope_parameters", None):
+        return "its positions are not rotary"
+    # With several kinds of layers there is one set of parameters for each kind.
+    sets = [value for value in text.rope_parameters.values() if isinstance(value, dict)] or [text.rope_parameters]
+    if any(entry.get("rope_type") in ("dynamic", "longrope") for entry in sets):
+        return "its rotary angles depend on the length of the batch"
+    return None
+
+
+def is_classifier(model) -> bool:
+    """Whether the model is for sequence classification, as reward models are."""
+    return type(model).__name__.endswith("ForSequenceClassification")
+
+
+def sliding_window(config) -> int | None:
+    """The window of the model's sliding attention layers; None if it has none."""
+    text = config.get_text_config()
+    kinds = getattr(text, "layer_types", None)
+    return (getattr(text, "sliding_window", None) or None) if kinds is None or "sliding_attention" in kinds else None
+
+
+def has_active_dropout(model) -> bool:
+    """Whether a forward pass would now draw dropout, or router noise."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    idle: set[nn.Module] = set()
+    for module in model.modules():
+        if not module.training or module in idle:
+            continue
+        if isinstance(module, BaseTunerLayer):
+            # Of several adapters only the active ones draw, and none while they are disabled.
+            active = () if module.disable_adapters else module.active_adapters
+            idle |= {own for name, own in getattr(module, "lora_dropout", {}).items() if name not in active}
+        # Models store functional rates as numbers: `attention_dropout`, `residual_dropout`, `router_jitter_noise`.
+        # Most modules are torch's, which have none, and this runs at every call.
+        own = {} if type(module).__module__.startswith("torch.") else vars(module)
+        rates = [module.p] if isinstance(module, _DropoutNd) else []
+        rates += [r for name, r in own.items() if ("drop" in name or "jitter" in name) and isinstance(r, float)]
+        if any(rate > 0 for rate in rates):
+            return True
+    return False
