@@ -89,6 +89,23 @@ def test_a_row_does_not_depend_on_the_rows_beside_it():
     assert not torch.equal(together[0], together[4])
 
 
+def test_prompts_leave_when_their_rows_have_ended():
+    """Six prompts with two rows each. The next logits of five rows of the second, fifth and sixth prompt are plain."""
+    model, generator = decoder(), torch.Generator().manual_seed(0)
+    prompts = [torch.randint(VOCABULARY, (length,), generator=generator).tolist() for length in (13, 12, 11, 10, 9, 8)]
+    tokens = torch.randint(VOCABULARY, (2, 12), generator=generator)
+    alive = torch.tensor([False, False, True, True, False, False, False, False, True, False, True, True])
+    with torch.inference_mode():
+        own = loop.Decoder(weights.prepared(model, None, 12), prompts * 2, 4)
+        own.encode()
+        own.step(tokens[0])
+        own.keep(alive)
+        found = own.step(tokens[1, alive])
+        rows = [(prompts[number % 6], tokens[:, row]) for row, number in enumerate(own.order) if alive[row]]
+        expected = [model(torch.tensor([[*prompt, *more]])).logits[0, -1] for prompt, more in rows]
+    torch.testing.assert_close(found, torch.stack(expected))
+
+
 def test_frequencies_are_the_softmax():
     """Chi-square of 20,000 first tokens at temperature 1.3; its 99.9% quantile at 96 degrees of freedom is 144.6."""
     model = decoder(dtype=torch.float32)
