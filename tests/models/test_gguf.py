@@ -87,7 +87,7 @@ def test_the_folder_is_an_ordinary_one_and_made_once(file, cache, monkeypatch):
     assert "quantization_config" not in json.loads((Path(folder) / "config.json").read_text())
     AutoModelForCausalLM.from_pretrained(folder).save_pretrained(cache / "again")
     assert AutoTokenizer.from_pretrained(folder).eos_token == "<|im_end|>"
-    monkeypatch.setattr(module, "_convert", lambda *_: pytest.fail("it was converted already"))
+    monkeypatch.setattr(module, "_read", lambda *_: pytest.fail("it was converted already"))
     (file.parent / "deeper").mkdir()
     assert resolve_model_path(str(file.rename(file.parent / "deeper" / file.name))) == folder
     assert {path.name for path in cache.iterdir() if path.is_dir()} == {"again", Path(folder).name}

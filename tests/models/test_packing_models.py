@@ -112,11 +112,15 @@ def test_head_on_a_cpu(monkeypatch):
     assert own == (utils._CHUNKED_LOGPROB_CHUNK_SIZE, utils._use_triton)
     assert_same_outputs(got, expected)
     assert relative(got_gradient, expected_gradient) < 1e-5
-    # Also where the pass fails.
-    model.base_model.register_forward_hook(lambda *_: 1 / 0)
+    # Also where the pass fails, after which the next one is of its own batch.
+    inputs = {"input_ids": batch["input_ids"][:, -9:], "use_cache": False}
+    logits = model(**inputs).logits
+    fails = model.model.layers[0].register_forward_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         forward(model, batch)
+    fails.remove()
     assert own == (utils._CHUNKED_LOGPROB_CHUNK_SIZE, utils._use_triton)
+    assert model(**inputs).logits.equal(logits)
 
 
 def test_temperature_and_scaled_logits_stay_the_heads():

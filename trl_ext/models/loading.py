@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ from trl_ext.toy import MODEL_DIR
 
 # Files that change a model's answers. Pickled files are never read.
 HASHED = ("*.safetensors", "config.json", "adapter_config.json", "tokenizer.json", "*.jinja", "tokenizer_config.json")
-
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -32,22 +32,22 @@ def resolve_model_path(name_or_path: str) -> str:
             the package of smollm2 is not installed.
         ImportError, ValueError: a GGUF file cannot be read.
     """
+    path = Path(name_or_path)
     if name_or_path == "toy":
         return str(MODEL_DIR)
-    if name_or_path == "smollm2":
+    if name_or_path == "smollm2" or (is_smollm2(path) and not path.is_dir()):
         return str(gguf_folder(smollm2_file()))
-    path = Path(name_or_path)
     if path.suffix == ".gguf" and path.is_file():
         return str(gguf_folder(path))
     if path.is_dir():
         if not (path / "config.json").is_file() and not (path / "adapter_config.json").is_file():
             raise FileNotFoundError(f"the folder {name_or_path!r} holds no config.json: it is not a saved model")
         return name_or_path
-    if is_smollm2(path):
-        return str(gguf_folder(smollm2_file()))
     if "/" not in name_or_path and (meant := nearest(name_or_path, ["toy", "smollm2"])) != ".":
         raise FileNotFoundError(f"no model {name_or_path!r}{meant}")
-    if _looks_like_path(name_or_path):
+    no_hub_name = name_or_path.startswith((".", "/", "~", "runs/")) or name_or_path.endswith(("/", ".gguf"))
+    beside_others = path.exists() or ("/" in name_or_path and path.parent.is_dir())
+    if no_hub_name or name_or_path.count("/") > 1 or beside_others:
         raise FileNotFoundError(
             f"no model folder {name_or_path!r}: give a folder, a GGUF file, a hub name such as "
             "Qwen/Qwen2.5-1.5B-Instruct, toy or smollm2"
@@ -72,10 +72,25 @@ def portable_name(name_or_path: str) -> str:
     return name_or_path
 
 
-def _looks_like_path(name: str) -> bool:
-    path = Path(name)
-    is_no_hub_name = name.startswith((".", "/", "~", "runs/")) or name.endswith(("/", ".gguf")) or name.count("/") > 1
-    return is_no_hub_name or path.exists() or ("/" in name and path.parent.is_dir())
+def find_policy(name_or_path: str | Path, *, dtype: str = "auto") -> tuple[str, str, bool]:
+    """Locate a policy and its base without loading them, and say whether it is an adapter.
+
+    Raises:
+        FileNotFoundError: no such model.
+        ValueError: a reward model, or an unknown dtype.
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    path = resolve_model_path(str(name_or_path))
+    adapter = _read(Path(path) / "adapter_config.json")
+    base = resolve_model_path(adapter["base_model_name_or_path"]) if adapter else path
+    architecture = (_read(Path(base) / "config.json").get("architectures") or [""])[0]
+    # Its missing language-model head would be random, with only a warning.
+    if adapter.get("task_type") == "SEQ_CLS" or architecture.endswith("ForSequenceClassification"):
+        raise ValueError(f"{name_or_path} is a reward model, which cannot generate: name a policy")
+    if not Path(base).is_dir():
+        require_on_hub(base)
+    return path, base, bool(adapter)
 
 
 def load_policy(name_or_path: str | Path, *, dtype: str = "auto", device: str | None = None) -> tuple[Any, Any]:
@@ -114,13 +129,27 @@ def load_policy(name_or_path: str | Path, *, dtype: str = "auto", device: str | 
     return model.requires_grad_(False).eval().to(device), tokenizer
 
 
-def check_vocabulary(model, tokenizer) -> None:
-    """Reject special tokens for which a model has no embedding.
+def with_adapter(model, path: str | Path):
+    """The model with a saved adapter, all of whose weights are in the file.
 
-    Args:
-        model: a model with input embeddings.
-        tokenizer: its begin, end and padding tokens are checked. It may have others that the model lacks and that no
-            text contains, as Gemma 3 has a token of images.
+    Raises:
+        ValueError: the adapter does not fit the model.
+    """
+    from peft import PeftModel
+    from safetensors import SafetensorError
+
+    with warnings.catch_warnings():
+        # PEFT only warns, and keeps missing weights at their initial value: the answers would be the base's.
+        warnings.filterwarnings("error", message="Found missing adapter keys")
+        try:
+            return PeftModel.from_pretrained(model, str(path))
+        except (UserWarning, RuntimeError, SafetensorError) as error:
+            problem = " ".join(line.strip() for line in str(error).splitlines()[:2])
+            raise ValueError(f"{path}: the adapter does not fit its base {model.name_or_path}: {problem}") from error
+
+
+def check_vocabulary(model, tokenizer) -> None:
+    """Reject begin, end and padding tokens for which a model has no embedding; others, as of images, only warn.
 
     Raises:
         ValueError: the message names the largest token and what to do.
@@ -131,68 +160,16 @@ def check_vocabulary(model, tokenizer) -> None:
         return
     special = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
     largest = max((token for token in special if token is not None), default=0)
+    resize = f"model.resize_token_embeddings({len(tokenizer)})"
     if largest >= size:
         raise ValueError(
             f"the tokenizer's token {tokenizer.convert_ids_to_tokens(largest)!r} is number {largest}, and the model "
-            f"has embeddings for {size} tokens: use the tokenizer that was saved with the model, or call "
-            f"model.resize_token_embeddings({len(tokenizer)}) first"
+            f"has embeddings for {size} tokens: use the tokenizer that was saved with the model, or call {resize} first"
         )
     warn_once_per_run(
         f"the tokenizer has {len(tokenizer)} tokens, and the model has embeddings for {size}: training fails "
-        f"at a token beyond them; model.resize_token_embeddings({len(tokenizer)}) adds the missing ones"
+        f"at a token beyond them; {resize} adds the missing ones"
     )
-
-
-def find_policy(name_or_path: str | Path, *, dtype: str = "auto") -> tuple[str, str, bool]:
-    """Locate a policy and its base without loading them, and say whether it is an adapter.
-
-    Raises:
-        FileNotFoundError: no such model.
-        ValueError: a reward model, or an unknown dtype.
-    """
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
-    path = resolve_model_path(str(name_or_path))
-    adapter = _read(Path(path) / "adapter_config.json")
-    base = resolve_model_path(adapter["base_model_name_or_path"]) if adapter else path
-    _refuse_reward_models(name_or_path, adapter, _read(Path(base) / "config.json"))
-    if not Path(base).is_dir():
-        require_on_hub(base)
-    return path, base, bool(adapter)
-
-
-def model_sha256(name_or_path: str | Path) -> str:
-    """A hash of a saved model's weights, configuration and tokenizer; for a model on the hub, of its name alone.
-
-    The hash of an adapter includes its base.
-
-    Raises:
-        FileNotFoundError: no such folder.
-    """
-    path = Path(resolve_model_path(str(name_or_path)))
-    digest = hashlib.sha256()
-    if not path.is_dir():
-        digest.update(str(name_or_path).encode())
-        return digest.hexdigest()
-    adapter = _read(path / "adapter_config.json")
-    if adapter:
-        digest.update(model_sha256(adapter["base_model_name_or_path"]).encode())
-    for file in sorted({file for pattern in HASHED for file in path.glob(pattern)}):
-        digest.update(file.name.encode())
-        with open(file, "rb") as stream:
-            digest.update(hashlib.file_digest(stream, "sha256").digest())
-    return digest.hexdigest()
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
-
-
-def _refuse_reward_models(name: str | Path, adapter: dict[str, Any] | None, config: dict[str, Any] | None) -> None:
-    """Reject reward models: a missing language-model head would be random, with only a warning."""
-    architecture = ((config or {}).get("architectures") or [""])[0]
-    if (adapter or {}).get("task_type") == "SEQ_CLS" or architecture.endswith("ForSequenceClassification"):
-        raise ValueError(f"{name} is a reward model, which cannot generate: name a policy")
 
 
 def require_on_hub(name: str) -> None:
@@ -211,22 +188,26 @@ def require_on_hub(name: str) -> None:
         ) from error
 
 
-def with_adapter(model, path: str | Path):
-    """The model with a saved adapter, all of whose weights are in the file.
+def model_sha256(name_or_path: str | Path) -> str:
+    """A hash of a saved model's weights, configuration and tokenizer; for a model on the hub, of its name alone.
+
+    The hash of an adapter includes its base.
 
     Raises:
-        ValueError: the adapter does not fit the model.
+        FileNotFoundError: no such folder.
     """
-    import warnings
+    path = Path(resolve_model_path(str(name_or_path)))
+    if not path.is_dir():
+        return hashlib.sha256(str(name_or_path).encode()).hexdigest()
+    digest = hashlib.sha256()
+    if adapter := _read(path / "adapter_config.json"):
+        digest.update(model_sha256(adapter["base_model_name_or_path"]).encode())
+    for file in sorted({file for pattern in HASHED for file in path.glob(pattern)}):
+        digest.update(file.name.encode())
+        with open(file, "rb") as stream:
+            digest.update(hashlib.file_digest(stream, "sha256").digest())
+    return digest.hexdigest()
 
-    from peft import PeftModel
-    from safetensors import SafetensorError
 
-    with warnings.catch_warnings():
-        # PEFT only warns, and keeps missing weights at their initial value: the answers would be the base's.
-        warnings.filterwarnings("error", message="Found missing adapter keys")
-        try:
-            return PeftModel.from_pretrained(model, str(path))
-        except (UserWarning, RuntimeError, SafetensorError) as error:
-            problem = " ".join(line.strip() for line in str(error).splitlines()[:2])
-            raise ValueError(f"{path}: the adapter does not fit its base {model.name_or_path}: {problem}") from error
+def _read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
