@@ -331,7 +331,8 @@ def test_trainers(policy_path, tmp_path, own):
 
 def test_evaluation_follows_autocast_and_keeps_the_trainers_sampler():
     model, given = decoder(dtype=torch.float32), batch()
-    own = fast_rollouts(model)
+    earlier, own = fast_rollouts(model), fast_rollouts(model)
+    assert own is not earlier and sampler_of(model) is own
     for dtype, enabled in ((torch.bfloat16, True), (torch.float32, False)):
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
             sampler = evaluation_sampler(model)

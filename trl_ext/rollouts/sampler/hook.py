@@ -207,6 +207,8 @@ def fast_rollouts(model, *, dtype: torch.dtype | None = None, quiet: bool = Fals
     inner = unwrapped(model)
     if not hasattr(inner, "generate"):
         raise TypeError(f"fast_rollouts takes a causal language model or a trainer, got {given}")
+    if (previous := sampler_of(inner)) is not None:
+        previous.remove()
     sampler = Sampler(inner, dtype, _obstacle(model), quiet)
     if not _is_replaced(inner):
         inner.generate = sampler.generate
