@@ -72,15 +72,6 @@ def test_equal_to_the_padded_pass(architecture):
     assert expected.log_probs[expected.label_mask].std() > 0.1
 
 
-def test_loss_is_divided_by_what_the_trainer_counted():
-    model, batch = tiny_model("qwen2"), ragged()
-    expected = forward(model, batch, num_items_in_batch=torch.tensor(7))
-    share_prefixes(model)
-    got = forward(model, batch, num_items_in_batch=torch.tensor(7))
-    assert got.loss.item() == pytest.approx(expected.loss.item(), rel=1e-6)
-    assert got.loss.item() == pytest.approx(-got.log_probs.sum().item() / 7, rel=1e-6)
-
-
 def test_places_without_a_label_are_zero():
     """Though they lead to a packed position that has one: a row's padding to the first token, whose label counts, and
     a prefix in which only the other row has labels."""
@@ -121,13 +112,6 @@ def test_head_on_a_cpu(monkeypatch):
     fails.remove()
     assert own == (utils._CHUNKED_LOGPROB_CHUNK_SIZE, utils._use_triton)
     assert model(**inputs).logits.equal(logits)
-
-
-def test_temperature_and_scaled_logits_stay_the_heads():
-    """What stands over the hidden states is TRL's head, whatever it does to the logits."""
-    model = tiny_model("llama", head=False)
-    add_fused_lm_head(model, temperature=0.7, cast_lm_head_to_fp32=True, outputs=OUTPUTS)
-    assert compare(model)[1] < 1e-4
 
 
 def test_duplicates_nested_rows_and_rows_without_labels():
@@ -191,50 +175,6 @@ def test_equal_in_float64(architecture):
         assert packing.packed_tokens == 96 and packing.backend == "sdpa"
     assert largest(got, expected) < 1e-12
     assert relative(got_gradient, expected_gradient) < 1e-12
-
-
-# ---- Negative controls: each part of the plan is needed ----
-
-
-def _positions_not_restarted(plan):
-    plan.position_ids[0] = torch.arange(plan.tokens)
-
-
-def _prompt_hidden(plan):
-    """Every segment attends to itself only."""
-    paths = zip(plan.key_index.split(plan.key_lengths), plan.query_lengths, strict=True)
-    own = [path[-added:] for path, added in paths]
-    object.__setattr__(plan, "key_index", torch.cat(own))
-    object.__setattr__(plan, "key_lengths", plan.query_lengths)
-
-
-def _completions_leak(plan):
-    """Every segment attends to all that was laid before it."""
-    ends = torch.tensor(plan.query_lengths).cumsum(0).tolist()
-    object.__setattr__(plan, "key_index", torch.cat([torch.arange(end) for end in ends]))
-    object.__setattr__(plan, "key_lengths", tuple(ends))
-
-
-@pytest.mark.parametrize(
-    ("corrupt", "margin"), [(_positions_not_restarted, 0.1), (_prompt_hidden, 0.5), (_completions_leak, 0.5)]
-)
-def test_corrupted_plans_are_far_off(corrupt, margin):
-    """At least a thousand times the tolerance of 1e-4."""
-    model, batch = tiny_model("llama"), ragged()
-    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
-    mask = batch["labels"] != -100
-    share_prefixes(model)
-
-    def log_probs(plan):
-        hidden = plan.unpack(model.base_model(**packed_inputs(plan)).last_hidden_state)
-        logits = model.get_output_embeddings()(hidden)[:, :-1].log_softmax(-1)
-        return logits.gather(2, batch["input_ids"][:, 1:, None])[..., 0][mask[:, 1:]]
-
-    plan, spoiled = plan_batch(**inputs), plan_batch(**inputs)
-    expected = forward(model, batch).log_probs[mask[:, 1:]]
-    assert largest(log_probs(plan), expected) < 1e-4
-    corrupt(spoiled)
-    assert largest(log_probs(spoiled), expected) > margin
 
 
 def test_a_window_that_is_off_by_one_is_far_off(monkeypatch):

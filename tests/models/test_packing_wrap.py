@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import re
+import weakref
 
 import pytest
 import torch
@@ -15,7 +16,17 @@ from transformers.integrations.neftune import activate_neftune
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from trl.trainer.utils import add_fused_lm_head
 
-from tests.support.packing import HOOK, attention_named, close, forward, padded, ragged, said, tiny_model
+from tests.support.packing import (
+    HOOK,
+    attention_named,
+    close,
+    forward,
+    padded,
+    ragged,
+    said,
+    tiny_classifier,
+    tiny_model,
+)
 from tests.support.train_once import build
 from tests.support.trl_private import attention_of, forget_accelerator
 from trl_ext.models.packing import packing_of, share_prefixes
@@ -132,7 +143,19 @@ def test_copy_packs_by_itself():
     assert close(log_probs, forward(fresh, batch).log_probs)
     assert (log_probs - forward(model, batch).log_probs).abs().max() > 0.1
     packing_of(twin).remove()
-    assert packing.active and not packing_of(twin).active
+    assert packing.active and packing_of(twin) is None
+
+
+def test_a_model_that_is_dropped_is_freed():
+    """At once, as memory on a GPU has to be. TRL's head would keep a language model until the next collection."""
+    model = tiny_classifier()
+    packing, reference = share_prefixes(model), weakref.ref(model)
+    with torch.no_grad():
+        model(input_ids=torch.tensor([[5, 6], [7, 8]]), attention_mask=torch.ones(2, 2))
+    assert packing.packed_tokens == 4
+    packing.remove()
+    del model, packing
+    assert reference() is None
 
 
 # ---- What it must not touch ----

@@ -164,7 +164,8 @@ def check_vocabulary(model, tokenizer) -> None:
     if largest >= size:
         raise ValueError(
             f"the tokenizer's token {tokenizer.convert_ids_to_tokens(largest)!r} is number {largest}, and the model "
-            f"has embeddings for {size} tokens: use the tokenizer that was saved with the model, or call {resize} first"
+            f"has embeddings for {size} tokens: use the tokenizer that was saved with the model, or call {resize} "
+            "first"
         )
     warn_once_per_run(
         f"the tokenizer has {len(tokenizer)} tokens, and the model has embeddings for {size}: training fails "

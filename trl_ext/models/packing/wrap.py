@@ -99,6 +99,8 @@ class Packing:
         for hook in self.hooks:
             hook.remove()
         self.hooks = []
+        # Also ends a reference cycle, so that the model is freed when it is dropped.
+        vars(self.model.base_model).pop(_ATTRIBUTE, None)
 
     # ---- Batches ----
 
@@ -112,8 +114,8 @@ class Packing:
         """
         if not self.active or torch.compiler.is_compiling():
             return None
-        reason, plan = self._obstacle(input_ids.shape[1], kwargs), None
-        # Before looking at the rows, which differ between processes: if parameters are sharded, all processes must
+        reason, plan = self._obstacle(kwargs), None
+        # Before looking at the batch, which differs between processes: if parameters are sharded, all processes must
         # run the check at the same call.
         if reason is None and self.backend is None:
             self._settle()
@@ -132,7 +134,7 @@ class Packing:
         self.packed_tokens += plan.tokens
         return plan
 
-    def _obstacle(self, width: int, kwargs: dict[str, Any]) -> str | None:
+    def _obstacle(self, kwargs: dict[str, Any]) -> str | None:
         """Why a call of the backbone cannot be packed, whatever its rows."""
         if not takes_plans(self.model.config._attn_implementation):
             return "its attention was exchanged"
@@ -143,9 +145,6 @@ class Packing:
         embedding = self.model.get_input_embeddings()
         if embedding.training and getattr(embedding, "neftune_noise_alpha", None):
             return "adds noise to its embeddings"
-        window = sliding_window(self.model.config)
-        if window is not None and _LONGEST - 16 < window < width:
-            return "is longer than a sliding window that the first batch's check does not reach"
         return None
 
     @torch.no_grad()
@@ -229,9 +228,11 @@ def packed_inputs(plan: Plan) -> dict[str, Any]:
 
 
 def _misfit(model, plan: Plan | None, input_ids: Tensor, labels: Tensor | None) -> str | None:
-    """Why the head cannot do with the tokens of a plan; None if it can."""
+    """Why a plan does not do for a batch and the head that follows; None if it does."""
     if plan is None or (labels is not None and ((labels[:, 1:] != -100) & ~plan.present[:, :-1]).any()):
         return "has a mask or labels of another form"
+    if _LONGEST - 16 < (sliding_window(model.config) or 0) < input_ids.shape[1]:
+        return "is longer than a sliding window that the first batch's check does not reach"
     if is_classifier(model):
         padding = model.config.get_text_config().pad_token_id
         # Without a padding token, the model itself reports that it cannot find the ends of rows.
