@@ -15,6 +15,7 @@ import torch
 import trl
 from accelerate.data_loader import prepare_data_loader
 from packaging.version import Version
+from peft.tuners.tuners_utils import BaseTuner
 from transformers import AutoModelForSequenceClassification, Trainer
 from trl.trainer import kto_trainer
 from trl.trainer.utils import add_fused_lm_head
@@ -218,6 +219,7 @@ STOP = "trl_ext.trainers.policy.generation.PolicyGeneration"
 KTO = "trl_ext.KTOTrainer"
 GUARD = "trl_ext.resilience.guards.UpdateGuard"
 CARD = "trl_ext.trainers.model_card"
+PACKING = "trl_ext.models.packing.wrap.Packing"
 ROLLOUT = "trl_ext.trainers.policy.rollout_metrics.latest_rollout, from which the doctor reads responses and rewards,"
 ONLINE, LOG_KEYS = (trl.GRPOTrainer, trl.RLOOTrainer), ('["prompt"]', '["completion"]', '["rewards"][name]')
 TRAINERS = (trl.DPOTrainer, trl.GRPOTrainer, trl.RewardTrainer, trl.SFTTrainer, trl.KTOTrainer)
@@ -275,6 +277,12 @@ SOURCES = [
     (trl.GRPOTrainer._generate_single_turn, "generation_config=self.generation_config", GREEDY),
     (kto_trainer, '"KL_completion_ids"', f"{KTO}._prepare_dataset"),
     (trl.KTOTrainer._prepare_dataset, "args.dataset_num_proc", f"{KTO}._prepare_dataset"),
+    (add_fused_lm_head, "compact = _use_triton(", PACKING),
+    (add_fused_lm_head, "_CHUNKED_LOGPROB_CHUNK_SIZE,", PACKING),
+    (add_fused_lm_head, 'kwargs["use_cache"] = False', PACKING),
+    (add_fused_lm_head, "getattr(self, backbone_attr)(*args, **kwargs)", PACKING),
+    # Hooks of the model inside are called.
+    (BaseTuner.forward, "self.model(*args, **kwargs)", PACKING),
     *((kind._save_checkpoint, "create_model_card(", CARD) for kind in TRAINERS),
     (peft.PeftModel.save_pretrained, "create_or_update_model_card(", CARD),
     *(
