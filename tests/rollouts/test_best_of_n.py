@@ -15,7 +15,7 @@ from tests.support.files import assistant, user
 from tests.support.recipes import read
 from trl_ext.evaluation import best_of_n_curve, diagnose_generations
 from trl_ext.rewards import ShapedReward
-from trl_ext.rollouts import BestOfN, Generation, best_of_n, demonstrations, kl_bound, pick_best
+from trl_ext.rollouts import Generation, best_of_n, demonstrations, kl_bound, pick_best
 from trl_ext.rollouts.diagnostics import distinct_ngram_ratio
 
 ROWS = [
@@ -130,23 +130,20 @@ def test_prompts_without_enough_rewards_are_left_out_of_every_n():
 
 def test_samples_are_scored_and_picked():
     result = best_of_n(ROWS, Engine(), reward, 4, seed=1)
-    assert [[(row["row_id"], row["sample"]) for row in group] for group in result.samples] == [
+    assert [[(row["row_id"], row["sample"]) for row in group] for group in result] == [
         [(name, sample) for sample in range(4)] for name in "ab"
     ]
-    for row in result.rows:
+    for row in itertools.chain(*result):
         assert row["reward"] == random.Random(row["response_text"]).random()
         assert row["generated_num_tokens"] == len(row["response_text"])
-    assert result.samples[1][0]["prompt_text"] == "second"
-    for n in (1, 2, 3, 4):
-        best = [max(group[:n], key=lambda row: row["reward"]) for group in result.samples]
-        assert result.picks(n) == best
+    assert result[1][0]["prompt_text"] == "second"
 
 
 @pytest.mark.parametrize("cut", [0, 5])
 def test_an_interrupted_sampling_goes_on(cut, tmp_path):
     """Parts of 3 of 8 responses: after a break in the third, or a cut within the second, the rest is done."""
     straight = best_of_n(ROWS, Engine(), reward, 4, seed=1, path=tmp_path / "straight.jsonl", save_every=3)
-    seeds = [row["response_text"].split()[-2] for row in straight.rows]
+    seeds = [row["response_text"].split()[-2] for row in itertools.chain(*straight)]
     assert len(set(seeds)) == 3, "equal prompts of two parts must differ"
     path = tmp_path / "broken.jsonl"
     with pytest.raises(KeyboardInterrupt):
@@ -156,7 +153,7 @@ def test_an_interrupted_sampling_goes_on(cut, tmp_path):
     engine = Engine()
     result = best_of_n(ROWS, engine, reward, 4, seed=1, path=path, save_every=3)
     assert engine.calls == (2 if cut else 1)
-    assert result.samples == straight.samples
+    assert result == straight
     assert path.read_bytes() == (tmp_path / "straight.jsonl").read_bytes()
     other = [{**row, "row_id": row["row_id"] * 2} for row in ROWS]
     with pytest.raises(ValueError, match="line 1 is row_id a, sample 0, and not"):
@@ -171,31 +168,26 @@ def test_empty_responses():
         return [float(len(completion[0]["content"])) for completion in completions]
 
     rewards = {
-        choice: [row["reward"] for row in best_of_n(ROWS[:1], Engine(texts=texts), lengths, 4, empty=choice).rows]
+        choice: [row["reward"] for row in best_of_n(ROWS[:1], Engine(texts=texts), lengths, 4, empty=choice)[0]]
         for choice in ("score", "leave_out")
     }
     assert rewards == {"score": [0, 4, 2, 4], "leave_out": [None, 4, None, 4]}
     nothing = best_of_n(ROWS[:1], Engine(texts=[""]), lengths, 1, empty="leave_out")
-    assert nothing.picks() == [None] and nothing.unscorable == 1
+    assert nothing[0][0]["reward"] is None and pick_best(nothing[0]) is None
 
 
 def test_the_penalty_for_cut_responses():
     """By hand: 3 - 1 < 2.5, so that the whole response is picked; what has no reward gets none."""
-    result = best_of_n(
-        ROWS[:1],
-        Engine(texts=["cut", "whole", "cut again"]),
-        lambda **columns: [3.0, 2.5, None],
-        3,
-        missing_eos_penalty=1.0,
-    )
-    assert [row["reward"] for row in result.rows] == [2.0, 2.5, None]
-    assert result.picks()[0]["response_text"] == "whole"
+    engine = Engine(texts=["cut", "whole", "cut again"])
+    [rows] = best_of_n(ROWS[:1], engine, lambda **columns: [3.0, 2.5, None], 3, missing_eos_penalty=1.0)
+    assert [row["reward"] for row in rows] == [2.0, 2.5, None]
+    assert pick_best(rows)["response_text"] == "whole"
 
 
 def test_rewards_that_are_no_numbers():
-    result = best_of_n(ROWS[:1], Engine(), lambda **columns: [1.0, math.nan, None, math.inf], 4)
-    assert [row["reward"] for row in result.rows] == [1.0, None, None, None]
-    assert result.picks()[0]["sample"] == 0
+    [rows] = best_of_n(ROWS[:1], Engine(), lambda **columns: [1.0, math.nan, None, math.inf], 4)
+    assert [row["reward"] for row in rows] == [1.0, None, None, None]
+    assert pick_best(rows)["sample"] == 0
 
 
 # ---- Data to fine-tune on ----
@@ -210,12 +202,10 @@ def sampled(texts, rewards) -> list[dict]:
 
 def test_what_is_kept():
     """Of a: d is the best whole one, then b, of which the first counts; cut, empty and unscored are left out."""
-    result = BestOfN(
-        [
-            sampled(["b", "cut off", "b", "d", " ", "e"], [2.0, 9.0, 3.0, 4.0, 8.0, None]),
-            sampled(["x", "y", "z", "cut", "cut", "cut"], [1.0, 1.0, 0.5, 2, 2, 2]),
-        ]
-    )
+    result = [
+        sampled(["b", "cut off", "b", "d", " ", "e"], [2.0, 9.0, 3.0, 4.0, 8.0, None]),
+        sampled(["x", "y", "z", "cut", "cut", "cut"], [1.0, 1.0, 0.5, 2, 2, 2]),
+    ]
 
     def kept(**choice):
         rows = demonstrations(result, ROWS, **choice)
@@ -224,8 +214,8 @@ def test_what_is_kept():
     assert kept() == [("a", "d", 1, 3), ("b", "x", 1, 0)]
     assert kept(keep="top_k", count=2) == [("a", "d", 1, 3), ("a:2", "b", 2, 2), ("b", "x", 1, 0), ("b:2", "y", 2, 1)]
     assert kept(keep="threshold", threshold=3.0) == [("a", "d", 1, 3), ("a:2", "b", 2, 2)]
-    row = demonstrations(result, ROWS, provenance={"sampled_from": "toy"})[0]
-    placed = {"reward": 4.0, "rank": 1, "sample": 3, "best_of": 6, "sampled_from": "toy"}
+    row = demonstrations(result, ROWS)[0]
+    placed = {"reward": 4.0, "rank": 1, "sample": 3, "best_of": 6}
     assert row == {"row_id": "a", "prompt": ROWS[0]["prompt"], "completion": [assistant("d")], **placed}
     plain = [{**prompt, "prompt": "text"} for prompt in ROWS]
     assert demonstrations(result, plain)[0]["completion"] == "d"
@@ -307,7 +297,7 @@ def test_win_rate_is_the_function_whatever_was_imported_first():
 
 # ---- Refusals ----
 
-PICKED, NONE = [{"reward": 1.0}, {"reward": 2.0}], (BestOfN([]), ROWS)
+PICKED, NONE = [{"reward": 1.0}, {"reward": 2.0}], ([], ROWS)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ import torch
 import trl
 from datasets import Dataset
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
-from torch import nn
 from transformers import AutoTokenizer, GenerationConfig, LogitsProcessorList
 
 from tests.support.packing import VOCABULARY, tiny_model
@@ -18,7 +17,7 @@ from tests.support.sampling import END, batch, decoder, settings
 from tests.support.tiny import pairs
 from tests.support.trl_private import attention_of
 from trl_ext import ReMaxConfig, ReMaxTrainer
-from trl_ext.rollouts.sampler import fast_rollouts, loop, rows, sampled_fast, weights
+from trl_ext.rollouts.sampler import evaluation_sampler, fast_rollouts, loop, rows, sampler_of, weights
 from trl_ext.rollouts.sampler.draw import draw
 
 
@@ -27,8 +26,9 @@ def seeded(model, seed: int, given: dict, **options):
     return model.generate(**given, generation_config=settings(do_sample=True, **options))
 
 
-def greedy(model, given: dict, *, logits_processor=None, **options):
-    return model.generate(**given, generation_config=settings(**options), logits_processor=logits_processor)
+def greedy(model, given: dict, *, logits_processor=None, stopping_criteria=None, **options):
+    own = {"logits_processor": logits_processor, "stopping_criteria": stopping_criteria}
+    return model.generate(**given, generation_config=settings(**options), **own)
 
 
 @pytest.mark.parametrize(
@@ -89,6 +89,23 @@ def test_a_row_does_not_depend_on_the_rows_beside_it():
     assert not torch.equal(together[0], together[4])
 
 
+def test_prompts_leave_when_their_rows_have_ended():
+    """Six prompts with two rows each. The next logits of five rows of the second, fifth and sixth prompt are plain."""
+    model, generator = decoder(), torch.Generator().manual_seed(0)
+    prompts = [torch.randint(VOCABULARY, (length,), generator=generator).tolist() for length in (13, 12, 11, 10, 9, 8)]
+    tokens = torch.randint(VOCABULARY, (2, 12), generator=generator)
+    alive = torch.tensor([False, False, True, True, False, False, False, False, True, False, True, True])
+    with torch.inference_mode():
+        own = loop.Decoder(weights.prepared(model, None, 12), prompts * 2, 4)
+        own.encode()
+        own.step(tokens[0])
+        own.keep(alive)
+        found = own.step(tokens[1, alive])
+        rows = [(prompts[number % 6], tokens[:, row]) for row, number in enumerate(own.order) if alive[row]]
+        expected = [model(torch.tensor([[*prompt, *more]])).logits[0, -1] for prompt, more in rows]
+    torch.testing.assert_close(found, torch.stack(expected))
+
+
 def test_frequencies_are_the_softmax():
     """Chi-square of 20,000 first tokens at temperature 1.3; its 99.9% quantile at 96 degrees of freedom is 144.6."""
     model = decoder(dtype=torch.float32)
@@ -112,7 +129,7 @@ def test_draw_by_hand():
     """Masses 1, 2, 4, 1 over 8: cumulative 1/8, 3/8, 7/8, 1."""
     scores = torch.tensor([1.0, 2.0, 4.0, 1.0]).log().repeat(6, 1)
     uniform = torch.tensor([0.0, 0.124, 0.126, 0.38, 0.874, 0.9], dtype=torch.float64)
-    tokens, log_probs = draw(scores, uniform)
+    tokens, log_probs = draw(scores.clone(), uniform)
     assert tokens.tolist() == [0, 0, 1, 2, 2, 3]
     torch.testing.assert_close(log_probs.exp(), torch.tensor([1, 1, 2, 4, 4, 1]) / 8)
     tokens, log_probs = draw(scores[:1], None)
@@ -175,28 +192,27 @@ def test_without_private_operators(monkeypatch):
     assert torch.equal(seeded(model, 0, given), expected)
 
 
-def test_a_model_is_as_before_afterwards(monkeypatch):
+def test_the_model_stays_as_it_is(monkeypatch):
+    """Its parameters too, to which DistributedDataParallel's hooks belong, and after an error."""
     model, given = tiny_model("qwen2", head=False), batch()
     model.generation_config = GenerationConfig()
-    state = {name: value.clone() for name, value in model.state_dict().items()}
+    parameters, state = list(model.parameters()), {name: value.clone() for name, value in model.state_dict().items()}
     model.model.layers[0].eval()
-    training = [module.training for module in model.modules()]
     forward = model.forward
     # As accelerate does, whose functions keep the signature.
     model.forward = replaced = functools.wraps(forward)(lambda *args, **kwargs: forward(*args, **kwargs))
-    attention = attention_of(model)
+    before, attention = [dict(vars(module)) for module in model.modules()], attention_of(model)
     sampler = fast_rollouts(model, dtype=torch.bfloat16)
     greedy(model, given)
     monkeypatch.setattr(loop, "draw", lambda *given, **more: {}["no such entry"])
     with pytest.raises(KeyError):
         greedy(model, given)
     assert sampler.reason is None and not sampler.left
-    assert model.forward is replaced and attention_of(model) == attention
-    assert [module.training for module in model.modules()] == training
-    assert not any("forward" in module.__dict__ for module in model.modules() if isinstance(module, nn.Linear))
-    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert model.forward is replaced and "generate" in vars(model)
     sampler.remove()
-    assert "generate" not in model.__dict__
+    assert [dict(vars(module)) for module in model.modules()] == before and attention_of(model) == attention
+    assert all(one is other for one, other in zip(model.parameters(), parameters, strict=True))
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
 
 
 def test_updates_are_seen():
@@ -247,6 +263,10 @@ def place_in_the_batch(ids, scores):
     return torch.full_like(scores, -torch.inf).scatter(1, 5 + place, 0.0)
 
 
+def first_in_the_batch(ids, scores):
+    return torch.arange(len(ids)) == 0
+
+
 def with_a_learned_prompt():
     config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
     return get_peft_model(decoder(dtype=torch.float32), config)
@@ -258,9 +278,10 @@ def with_a_learned_prompt():
         ("gpt2", {}, "its positions are not rotary"),
         ("mistral", {}, "responses can exceed the sliding window"),
         (with_a_learned_prompt, {}, "its adapter learns a prompt"),
-        ("llama", {"num_beams": 2}, "the call sets num_beams"),
-        ("llama", {"use_cache": False}, "the call sets use_cache"),
-        ("llama", {"logits_processor": LogitsProcessorList([place_in_the_batch])}, "depend on a row's position"),
+        ("llama", {"num_beams": 2}, "the call asks for beam_search"),
+        ("llama", {"guidance_scale": 1.5}, "the call sets guidance_scale"),
+        ("llama", {"logits_processor": LogitsProcessorList([place_in_the_batch])}, "the call takes logits_processor"),
+        ("llama", {"stopping_criteria": [first_in_the_batch]}, "the call takes stopping_criteria"),
     ],
 )
 def test_what_is_left_to_transformers(caplog, model, given, reason):
@@ -310,40 +331,22 @@ def test_trainers(policy_path, tmp_path, own):
 
 def test_evaluation_follows_autocast_and_keeps_the_trainers_sampler():
     model, given = decoder(dtype=torch.float32), batch()
-    own = fast_rollouts(model)
-    with torch.autocast("cpu", dtype=torch.bfloat16), sampled_fast(model) as sampler:
-        greedy(model, given)
-    assert sampler.dtype == torch.bfloat16 and sampler.log_probs is not None and not sampler.left
-    assert model.generate == own.generate and own.log_probs is None
-    with sampled_fast(model) as sampler:
-        greedy(model, given)
-    assert sampler.dtype == torch.float32 and sampler.log_probs is not None
-
-
-def test_gradients_keep_their_hooks():
-    """As DistributedDataParallel puts them on the nodes that accumulate gradients."""
-    model, given = decoder(dtype=torch.float32), batch()
-    fast_rollouts(model, dtype=torch.bfloat16)
-    norm, seen = model.model.norm.weight, []
-    node = norm.view_as(norm).grad_fn.next_functions[0][0]
-    node.register_hook(lambda *gradients: seen.append(gradients))
-    greedy(model, given)
-    assert model.model.norm.weight is norm
-    model(input_ids=given["input_ids"]).logits.sum().backward()
-    assert seen
+    earlier, own = fast_rollouts(model), fast_rollouts(model)
+    assert own is not earlier and sampler_of(model) is own
+    for dtype, enabled in ((torch.bfloat16, True), (torch.float32, False)):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            sampler = evaluation_sampler(model)
+            sampler.generate(**given, generation_config=settings())
+            assert evaluation_sampler(model) is sampler, "it is checked once"
+        assert sampler.dtype == dtype and sampler.log_probs is not None and not sampler.left
+    assert sampler_of(model) is own and model.generate == own.generate and own.log_probs is None
 
 
 def test_a_replaced_generate_stays():
     model = decoder()
     model.generate = replaced = model.generate
-    with sampled_fast(model) as sampler:
-        assert sampler.reason == "its generate method has been replaced"
-    assert vars(model)["generate"] is replaced
-    del model.generate
-    fast_rollouts(model).remove()
-    with sampled_fast(model):
-        pass
-    assert "generate" not in vars(model)
+    assert fast_rollouts(model).reason == "its generate method has been replaced"
+    assert vars(model)["generate"] is replaced and evaluation_sampler(model) is None
 
 
 def test_refusals():

@@ -14,7 +14,7 @@ from tests.support.trl_private import rollout_batches
 from trl_ext import GRPOConfig, GRPOTrainer
 from trl_ext.rollouts import generate_responses
 from trl_ext.rollouts.sampler import fast_rollouts
-from trl_ext.rollouts.stopping import cut_at_stop
+from trl_ext.rollouts.stopping import StopInResponse, cut_at_stop
 
 LIMIT = 12
 
@@ -37,7 +37,8 @@ def test_stop_strings_end_a_response():
     stop = [tokenizer.decode(plain[0, 3:5]), tokenizer.decode(plain[1, 6:7])]
     expected = model.generate(**given, generation_config=settings(stop_strings=stop), tokenizer=tokenizer)
     sampler = fast_rollouts(model)
-    found = model.generate(**given, generation_config=settings(stop_strings=stop), tokenizer=tokenizer)
+    criteria = [StopInResponse(tokenizer, stop, 17)]
+    found = model.generate(**given, generation_config=settings(), stopping_criteria=criteria)
     assert torch.equal(found, expected) and not torch.equal(found[:, 17:], plain) and not sampler.left
 
 

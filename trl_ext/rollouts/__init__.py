@@ -1,7 +1,7 @@
 """Rollouts: responses sampled from a model."""
 
 from trl_ext.processes import end_processes, map_over_ranks
-from trl_ext.rollouts.best_of_n import BestOfN, best_of_n, demonstrations, kl_bound, pick_best
+from trl_ext.rollouts.best_of_n import best_of_n, demonstrations, kl_bound, pick_best
 from trl_ext.rollouts.generation import (
     Generation,
     SamplingSettings,
@@ -13,7 +13,6 @@ from trl_ext.rollouts.generation import (
 from trl_ext.rollouts.sampler import fast_rollouts
 
 __all__ = [
-    "BestOfN",
     "Generation",
     "SamplingSettings",
     "TransformersEngine",

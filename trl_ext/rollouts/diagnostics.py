@@ -7,6 +7,7 @@ import zlib
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 REPETITION_NGRAM = 4
@@ -18,10 +19,11 @@ Tokens = Sequence[Hashable]
 
 @dataclass(frozen=True)
 class GenerationDiagnostics:
-    """Statistics of a set of responses.
+    """Statistics of a set of responses; None where no response has one.
 
     "Per text" is the unweighted mean over the responses that have the statistic; "pooled" counts over all responses
-    together. A statistic that no response has is None.
+    together. Every statistic except the empty and truncated fractions depends on length, so compare systems at the
+    same token limit.
 
     Attributes:
         n: number of responses.
@@ -31,15 +33,11 @@ class GenerationDiagnostics:
         dominant_token_fraction: per text; count of the most frequent token / tokens, over the responses with tokens.
         repetition: per text; 1 - distinct n-grams / n-grams, n = `repetition_ngram`, over the responses with at least
             n tokens (seq-rep-n of Welleck et al., 2020).
-        repetition_ngram: the n of `repetition`.
         empty_fraction: share of the responses whose text is empty or whitespace.
         truncated_fraction: share of the responses cut at the token limit; None if not known.
         compression_ratio: pooled; UTF-8 bytes of the concatenated texts / their bytes under zlib level 9.
         collapsed: True if there is a collapse reason.
         collapse_reasons: one sentence for each threshold that was crossed.
-
-    Every statistic except the empty and truncated fractions depends on length, so compare systems at the same token
-    limit.
     """
 
     n: int
@@ -93,11 +91,11 @@ def diagnose_generations(
     else:
         # Convert to integers: elements of a tensor hash by identity, so equal tokens would count as distinct.
         tokens = [[int(token) for token in ids] for ids in token_ids]
+        if finished is None and max_new_tokens is not None:
+            finished = [len(ids) < max_new_tokens for ids in tokens]
     unique = _mean([distinct_ngram_ratio([text], 1) for text in tokens])
     dominant = _mean([max(Counter(text).values()) / len(text) if text else None for text in tokens])
     distinct = [distinct_ngram_ratio([text], REPETITION_NGRAM) for text in tokens]
-    if finished is None and token_ids is not None and max_new_tokens is not None:
-        finished = [len(ids) < max_new_tokens for ids in tokens]
     data = "".join(responses).encode("utf-8", errors="replace")
     reasons = ["no response has a token"] if unique is None else []
     if unique is not None and unique < MIN_UNIQUE_TOKEN_RATIO:
@@ -106,15 +104,15 @@ def diagnose_generations(
         reasons.append(f"mean dominant-token fraction {dominant:.3f} is above {MAX_DOMINANT_TOKEN_FRACTION}")
     return GenerationDiagnostics(
         n=len(responses),
-        mean_tokens=sum(map(len, tokens)) / len(tokens),
+        mean_tokens=fmean(map(len, tokens)),
         distinct_1=distinct_ngram_ratio(tokens, 1),
         distinct_2=distinct_ngram_ratio(tokens, 2),
         unique_token_ratio=unique,
         dominant_token_fraction=dominant,
         repetition=_mean([None if ratio is None else 1 - ratio for ratio in distinct]),
         repetition_ngram=REPETITION_NGRAM,
-        empty_fraction=sum(not text.strip() for text in responses) / len(responses),
-        truncated_fraction=None if finished is None else sum(not ended for ended in finished) / len(finished),
+        empty_fraction=fmean(not text.strip() for text in responses),
+        truncated_fraction=None if finished is None else fmean(not ended for ended in finished),
         compression_ratio=len(data) / len(zlib.compress(data, level=9)) if data else None,
         collapsed=bool(reasons),
         collapse_reasons=reasons,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,13 +18,16 @@ from trl_ext.models import score_responses
 from trl_ext.models.batches import in_batches, pad_rows, temporarily
 from trl_ext.models.packing import unwrapped
 from trl_ext.processes import warn_once_per_run
-from trl_ext.rollouts.sampler import sampled_fast
+from trl_ext.rollouts.sampler import evaluation_sampler
 from trl_ext.rollouts.stopping import StopInResponse, check_stop, cut_at_stop
 
 # Settings saved with a model that are no part of the distribution of its responses.
 _NOT_OF_THE_DISTRIBUTION = frozenset(
     {"do_sample", "max_length", "max_new_tokens", "use_cache", "cache_implementation", "transformers_version"}
 )
+
+
+ANSWER_END = "</answer>"
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,37 @@ def recorded_log_probs(generations: Sequence[Generation]) -> list[Tensor] | None
     if any(generation.log_probs is None for generation in generations):
         return None
     return [torch.tensor(generation.log_probs) for generation in generations]
+
+
+@dataclass(frozen=True)
+class SamplingSettings:
+    """Sampling settings as for `generate_responses`; the defaults are those of the reasoning course.
+
+    vLLM forms its own batches, whatever `batch_size` is, and does not support `no_repeat_ngram_size`.
+    """
+
+    max_new_tokens: int = 1024
+    temperature: float = 1.0
+    top_p: float = 1.0
+    stop: tuple[str, ...] = (ANSWER_END,)
+    max_prompt_tokens: int | None = None
+    batch_size: int = 32
+    top_k: int = 0
+    repetition_penalty: float = 1.0
+    no_repeat_ngram_size: int = 0
+
+    def __post_init__(self):
+        check_stop(self.stop)
+        for name in ("max_new_tokens", "max_prompt_tokens", "batch_size", "top_k", "no_repeat_ngram_size"):
+            value, least = getattr(self, name), 0 if name in ("top_k", "no_repeat_ngram_size") else 1
+            if value is not None and value < least:
+                raise ValueError(f"{name} must be at least {least}, got {value}")
+        if not self.repetition_penalty > 0:
+            raise ValueError(f"repetition_penalty must be above 0, got {self.repetition_penalty}; 1 is none")
+        if self.temperature < 0:
+            raise ValueError(f"temperature must not be negative, got {self.temperature}; 0 is greedy decoding")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
 
 
 def generate_responses(
@@ -99,58 +133,56 @@ def generate_responses(
         One `Generation` per prompt, in order.
 
     Raises:
-        ValueError: the temperature is negative, a limit is below one token, a prompt or stop string is empty, a stop
-            string is a special token, or there is one prompt instead of a list.
+        ValueError: a setting that `SamplingSettings` refuses, an empty prompt, a stop string that is a special token,
+            or one prompt instead of a list.
     """
     if isinstance(prompts, str) or any(isinstance(prompt, dict) for prompt in prompts):
         raise ValueError("prompts is one prompt, and must be a list of prompts: give [prompt]")
-    if temperature < 0:
-        raise ValueError(f"temperature must not be negative, got {temperature}; 0 is greedy decoding")
-    if max_new_tokens < 1 or (max_prompt_tokens is not None and max_prompt_tokens < 1):
-        raise ValueError("max_new_tokens and max_prompt_tokens must be at least 1")
     stop = check_stop(stop, tokenizer)
-    sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k} if temperature > 0 else {}
-    repetition = {"repetition_penalty": repetition_penalty, "no_repeat_ngram_size": no_repeat_ngram_size}
+    limits = {"max_prompt_tokens": max_prompt_tokens, "batch_size": batch_size, "stop": stop}
+    sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
+    common = {"max_new_tokens": max_new_tokens, "repetition_penalty": repetition_penalty}
+    common["no_repeat_ngram_size"] = no_repeat_ngram_size
+    SamplingSettings(**limits, **sampling, **common)
     end_ids = end_token_ids(model, tokenizer)
     config = GenerationConfig(
-        max_new_tokens=max_new_tokens,
         eos_token_id=sorted(end_ids),
         pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(end_ids, default=0),
         do_sample=temperature > 0,
-        **sampling,
-        **repetition,
+        **(sampling if temperature > 0 else {}),
+        **common,
     )
     prompt_ids = [prompt_tokens(tokenizer, prompt, max_prompt_tokens) for prompt in prompts]
-    for index, ids in enumerate(prompt_ids):
-        if not ids:
-            raise ValueError(f"prompt {index} is empty: there is nothing to continue")
+    if not all(prompt_ids):
+        raise ValueError(f"prompt {prompt_ids.index([])} is empty: there is nothing to continue")
+    sampler = evaluation_sampler(model) if fast else None
+    generate = model.generate if sampler is None else sampler.generate
 
     def generated(rows: list[int]) -> list[Generation]:
         ids, mask = pad_rows([prompt_ids[i] for i in rows], config.pad_token_id, "left")
         width = ids.size(1)
-        criteria = StoppingCriteriaList([StopInResponse(tokenizer, stop, width)] if stop else [])
-        output = model.generate(
+        output = generate(
             input_ids=ids.to(model.device),
             attention_mask=mask.to(model.device),
             generation_config=config,
-            stopping_criteria=criteria,
+            stopping_criteria=StoppingCriteriaList([StopInResponse(tokenizer, stop, width)] if stop else []),
         )
         # Half precision rounds them differently from a pass for scores, with which they would be compared.
-        sampled = sampler is not None and sampler.log_probs is not None and sampler.dtype.itemsize >= 4
-        log_probs = sampler.log_probs.tolist() if sampled else [None] * len(rows)
-        return [
-            _finish(tokenizer, prompt_ids[row], tokens, own, end_ids, stop)
-            for row, tokens, own in zip(rows, output[:, width:].tolist(), log_probs, strict=True)
-        ]
+        recorded = sampler is not None and sampler.log_probs is not None and sampler.dtype.itemsize >= 4
+        log_probs = sampler.log_probs.tolist() if recorded else [None] * len(rows)
+        found = []
+        for row, tokens, own in zip(rows, output[:, width:].tolist(), log_probs, strict=True):
+            end = next((i for i, token in enumerate(tokens) if token in end_ids), None)
+            response = tokens if end is None else tokens[: end + 1]
+            stopped = cut_at_stop(tokenizer, response, stop)
+            finished = end is not None or stopped is not None
+            response, text = stopped or (response, tokenizer.decode(response, skip_special_tokens=True))
+            found.append(Generation(prompt_ids[row], response, text, finished, own and own[: len(response)]))
+        return found
 
     order = sorted(range(len(prompts)), key=lambda i: -len(prompt_ids[i]))
     devices = [model.device] if model.device.type == "cuda" else []
-    with (
-        torch.random.fork_rng(devices=devices),
-        torch.no_grad(),
-        without_own_settings(model),
-        sampled_fast(model) if fast else nullcontext() as sampler,
-    ):
+    with torch.random.fork_rng(devices=devices), torch.no_grad(), without_own_settings(model):
         torch.manual_seed(seed)
         return in_batches(model, generated, order, batch_size=batch_size, progress=progress)
 
@@ -172,12 +204,11 @@ def warn_of_ignored_settings(model, used: Mapping[str, Any]) -> None:
     ignored = [
         f"{name} {value}"
         for name, value in sorted(saved.items())
-        if value is not None
-        and value is not False
+        if value is not False
+        and value not in (None, used.get(name))
         and name not in _NOT_OF_THE_DISTRIBUTION
         and not name.startswith("_")
         and (not name.endswith("_token_id") or name.startswith("forced_"))
-        and value != used.get(name)
     ]
     if ignored:
         warn_once_per_run(
@@ -211,11 +242,9 @@ def without_template(tokenizer, prompts: Sequence[list[dict] | str]) -> str | No
     The template is not applied to texts. Those that hold its special tokens, or end with a colon or a tag as a text to
     continue does, are taken to be intended.
     """
-    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     special = tokenizer.all_special_tokens
-    plain = [
-        text for text in texts if not text.rstrip().endswith((":", ">")) and not any(one in text for one in special)
-    ]
+    texts = (prompt for prompt in prompts if isinstance(prompt, str))
+    plain = [text for text in texts if not text.rstrip().endswith((":", ">")) and not any(s in text for s in special)]
     if not tokenizer.chat_template or len(plain) <= len(prompts) / 2:
         return None
     return (
@@ -224,56 +253,7 @@ def without_template(tokenizer, prompts: Sequence[list[dict] | str]) -> str | No
     )
 
 
-def _finish(
-    tokenizer,
-    prompt_ids: list[int],
-    tokens: list[int],
-    log_probs: list[float] | None,
-    end_ids: set[int],
-    stop: tuple[str, ...],
-) -> Generation:
-    end = next((i for i, token in enumerate(tokens) if token in end_ids), None)
-    response = tokens if end is None else tokens[: end + 1]
-    stopped = cut_at_stop(tokenizer, response, stop)
-    finished = end is not None or stopped is not None
-    response, text = stopped or (response, tokenizer.decode(response, skip_special_tokens=True))
-    return Generation(prompt_ids, response, text, finished, log_probs and log_probs[: len(response)])
-
-
 # ---- Engines with fixed settings ----
-
-
-ANSWER_END = "</answer>"
-
-
-@dataclass(frozen=True)
-class SamplingSettings:
-    """Sampling settings as for `generate_responses`; the defaults are those of the reasoning course.
-
-    vLLM forms its own batches, whatever `batch_size` is, and does not support `no_repeat_ngram_size`.
-    """
-
-    max_new_tokens: int = 1024
-    temperature: float = 1.0
-    top_p: float = 1.0
-    stop: tuple[str, ...] = (ANSWER_END,)
-    max_prompt_tokens: int | None = None
-    batch_size: int = 32
-    top_k: int = 0
-    repetition_penalty: float = 1.0
-    no_repeat_ngram_size: int = 0
-
-    def __post_init__(self):
-        check_stop(self.stop)
-        for name, least in (("max_new_tokens", 1), ("batch_size", 1), ("top_k", 0), ("no_repeat_ngram_size", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
-        if not self.repetition_penalty > 0:
-            raise ValueError(f"repetition_penalty must be above 0, got {self.repetition_penalty}; 1 is none")
-        if self.temperature < 0:
-            raise ValueError(f"temperature must not be negative, got {self.temperature}; 0 is greedy decoding")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
 
 
 class TransformersEngine:
@@ -342,11 +322,11 @@ class VLLMEngine:
         # With a disabled bar, vLLM divides by the time that it does not measure.
         shown = progress is not None and not os.environ.get("TQDM_DISABLE")
         outputs = self._model.generate(requests, sampling, use_tqdm=shown)
-        results = []
-        for ids, output in zip(prompt_ids, outputs, strict=True):
-            sample = output.outputs[0]
-            results.append(Generation(ids, list(sample.token_ids), sample.text, sample.finish_reason == "stop"))
-        return results
+        samples = [output.outputs[0] for output in outputs]
+        return [
+            Generation(ids, list(sample.token_ids), sample.text, sample.finish_reason == "stop")
+            for ids, sample in zip(prompt_ids, samples, strict=True)
+        ]
 
 
 # ---- Entropy ----

@@ -29,39 +29,55 @@ def sample_rows(
     engine: Engine,
     finish: Callable[[list[Item], list[Generation]], list[Row]],
     *,
-    seed: int,
-    path: str | Path | None,
-    save_every: int,
-    accelerator: Accelerator | None,
-    progress: str | None,
+    seed: int = 0,
+    path: str | Path | None = None,
+    save_every: int = SAVE_EVERY,
+    accelerator: Accelerator | None = None,
+    progress: str | None = None,
 ) -> list[Row]:
-    """Sample a response for each item; each part of `save_every` responses is appended to a file.
+    """Sample a response for each item, in parts of `save_every` responses.
 
-    `finish` turns items and their generations into rows with `row_id` and `sample`. Rows of an earlier call are kept,
-    up to the last complete part. The other arguments are those of `evaluate_reasoning`.
+    With a `path`, each part is appended to the file and synchronized to disk. A call that finds rows there continues
+    after the last complete part and returns the same rows as an uninterrupted call. The file must come from the same
+    call: only `row_id` and `sample` are checked, so the caller must check everything else.
+
+    Args:
+        items: rows with their prompt and the number of the response.
+        engine: called with a list of prompts, `seed` and `progress`; returns one `Generation` for each.
+        finish: turns items and their generations into JSON-ready rows with `row_id` and `sample`.
+        seed: seed of the samples.
+        path: a JSON Lines file; None to keep the rows in memory alone.
+        save_every: responses of a part. A call that continues a file needs the same number.
+        accelerator: for a run with several processes, which divide the work. Each must call this function and gets
+            all rows.
+        progress: label of the progress bar; None for no bar.
 
     Raises:
         ValueError: a line of the file is damaged, or its rows are not in this order.
     """
-    done = [] if path is None else _kept_on_all_ranks(Path(path), items, save_every, accelerator)
-    for start in range(len(done), len(items), save_every):
-        label = None if progress is None else f"{progress}, {start} of {len(items)} done"
+    is_main = accelerator is None or accelerator.is_main_process
+    # The first process reads the saved rows for all.
+    kept = [_kept(Path(path), items, save_every) if path is not None and is_main else []]
+    if accelerator is not None and accelerator.num_processes > 1:
+        from accelerate.utils import broadcast_object_list
 
-        def sample_part(part: list[Item], start=start, label=label) -> list[Row]:
-            prompts = [prompt for _, prompt, _ in part]
-            return finish(part, engine(prompts, seed=_part_seed(seed, start, accelerator), progress=label))
+        broadcast_object_list(kept)
+    done = kept[0]
+    # Under FSDP all processes do the same work, and must sample alike.
+    alike = accelerator is None or str(accelerator.distributed_type).endswith("FSDP")
+    rank = 0 if alike else accelerator.process_index
+    for start in range(len(done), len(items), save_every):
+        options = {"seed": seed + 1_000_003 * (start + rank)}
+        options["progress"] = None if progress is None else f"{progress}, {start} of {len(items)} done"
+
+        def sample_part(part: list[Item], options=options) -> list[Row]:
+            return finish(part, engine([prompt for _, prompt, _ in part], **options))
 
         rows = map_over_ranks(sample_part, items[start : start + save_every], accelerator)
-        if path is not None and (accelerator is None or accelerator.is_main_process):
+        if path is not None and is_main:
             _append(Path(path), rows)
         done += rows
     return done
-
-
-def _part_seed(seed: int, start: int, accelerator: Accelerator | None) -> int:
-    """The seed of one part of the work on one process. Under FSDP all processes share it, as they do the same work."""
-    alone = accelerator is None or str(accelerator.distributed_type).endswith("FSDP")
-    return seed + 1_000_003 * (start + (0 if alone else accelerator.process_index))
 
 
 def _append(path: Path, rows: Sequence[Row]) -> None:
@@ -73,16 +89,6 @@ def _append(path: Path, rows: Sequence[Row]) -> None:
         os.fsync(file.fileno())
 
 
-def _kept_on_all_ranks(path: Path, items: Sequence[Item], save_every: int, accelerator) -> list[Row]:
-    """The saved rows, which the first process reads."""
-    kept = [_kept(path, items, save_every) if accelerator is None or accelerator.is_main_process else None]
-    if accelerator is not None and accelerator.num_processes > 1:
-        from accelerate.utils import broadcast_object_list
-
-        broadcast_object_list(kept)
-    return kept[0]
-
-
 def _kept(path: Path, items: Sequence[Item], save_every: int) -> list[Row]:
     """The saved rows up to the last complete part; what follows is cut off from the file."""
     if not path.is_file():
@@ -92,15 +98,18 @@ def _kept(path: Path, items: Sequence[Item], save_every: int) -> list[Row]:
     whole = len(lines) if len(lines) == len(items) else len(lines) // save_every * save_every
     order = [(item["row_id"], sample) for item, _, sample in items]
     rows = []
-    for number, line in enumerate(lines[:whole], start=1):
+    for number, line in enumerate(lines[:whole]):
         try:
             row = json.loads(line)
         except ValueError as error:
-            raise ValueError(f"{path}: line {number} is damaged ({error}): remove the file to begin again") from error
-        if number > len(order) or (row.get("row_id"), row.get("sample")) != order[number - 1]:
             raise ValueError(
-                f"{path}: line {number} is row_id {row.get('row_id')}, sample {row.get('sample')}, and not "
-                "what this evaluation has in its place: the file is of another one; remove it or choose another"
+                f"{path}: line {number + 1} is damaged ({error}): remove the file to begin again"
+            ) from error
+        found = (row.get("row_id"), row.get("sample"))
+        if order[number : number + 1] != [found]:
+            raise ValueError(
+                f"{path}: line {number + 1} is row_id {found[0]}, sample {found[1]}, and not what this evaluation has "
+                "in its place: the file is of another one; remove it or choose another"
             )
         rows.append(row)
     write_text(path, "".join(line.decode() + "\n" for line in lines[:whole]))
@@ -114,31 +123,20 @@ def evaluate_reasoning(
     grade: Grader,
     *,
     samples: int = 1,
-    seed: int = 0,
-    path: str | Path | None = None,
-    save_every: int = SAVE_EVERY,
     entropies: Callable[[list[Generation]], list[float | None]] | None = None,
-    accelerator: Accelerator | None = None,
-    progress: str | None = None,
-) -> list[dict[str, Any]]:
+    **options: Any,
+) -> list[Row]:
     """Sample responses to problems and grade them.
-
-    With a `path`, responses are appended to the file and synchronized to disk every `save_every` responses. A call
-    that finds rows there continues after them and returns the same rows as an uninterrupted call. The file must come
-    from the same call: only the problems are checked, so the caller must check everything else.
 
     Args:
         rows: problems with `row_id`, `prompt_text`, `answer` and the fields that the grader reads.
         prompts: the model's input for each problem, messages or text.
-        engine: `f(prompts, seed=..., progress=...)`, which returns a `Generation` for each prompt:
-            `TransformersEngine` or `VLLMEngine`.
+        engine: `TransformersEngine`, `VLLMEngine`, or a function that is called like them.
         grade: `f(response, row)`, such as a function created by `grader`. If it has a method
             `parsed_answer(response)`, rows include the answer.
-        path: JSON lines file to append to; None keeps all rows in memory.
+        samples: responses to each problem.
         entropies: computes the mean entropy of each response, for the field `entropy`; None to leave it out.
-        accelerator: for a run with several processes, which divide the work. Each must call this function and gets
-            all rows.
-        progress: label of the progress bar; None for no bar.
+        options: `seed`, `path`, `save_every`, `accelerator` and `progress` of `sample_rows`.
 
     Returns:
         One row per response, grouped by problem in order: `row_id`, `sample`, `prompt_text`, `answer`,
@@ -154,20 +152,17 @@ def evaluate_reasoning(
         raise ValueError(f"samples must be at least 1, got {samples}")
     items = [(row, prompt, sample) for row, prompt in zip(rows, prompts, strict=True) for sample in range(samples)]
 
-    def graded(part: list, generations: list[Generation]) -> list[dict[str, Any]]:
+    def graded(part: list[Item], generations: list[Generation]) -> list[Row]:
         known = [None] * len(part) if entropies is None else entropies(generations)
         return [
-            _graded(row, sample, generation, entropy, grade)
+            _graded(row, sample, generation, grade) | ({} if entropy is None else {"entropy": entropy})
             for (row, _, sample), generation, entropy in zip(part, generations, known, strict=True)
         ]
 
-    options = {"seed": seed, "path": path, "save_every": save_every, "accelerator": accelerator, "progress": progress}
     return sample_rows(items, engine, graded, **options)
 
 
-def _graded(
-    row: Mapping[str, Any], sample: int, generation: Generation, entropy: float | None, grade: Grader
-) -> dict[str, Any]:
+def _graded(row: Mapping[str, Any], sample: int, generation: Generation, grade: Grader) -> Row:
     try:
         rewards = grade(generation.text, row)
         category = category_of(rewards["format_reward"], rewards["answer_reward"])
@@ -178,11 +173,17 @@ def _graded(
         "sample": sample,
         "prompt_text": row["prompt_text"],
         "answer": row["answer"],
-        "response_text": generation.text,
-        "generated_num_tokens": len(generation.response_ids),
-        "finished": generation.finished,
+        **response_fields(generation),
         "category": category,
         **{name: rewards[name] for name in ("reward", "format_reward", "answer_reward")},
         **({"parsed_answer": grade.parsed_answer(generation.text)} if hasattr(grade, "parsed_answer") else {}),
-        **({} if entropy is None else {"entropy": entropy}),
+    }
+
+
+def response_fields(generation: Generation) -> Row:
+    """What a saved row holds of a response."""
+    return {
+        "response_text": generation.text,
+        "generated_num_tokens": len(generation.response_ids),
+        "finished": generation.finished,
     }

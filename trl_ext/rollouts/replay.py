@@ -33,7 +33,7 @@ class SampledPair:
         chosen_log_prob, rejected_log_prob: under the policy that sampled them; NaN if unused.
         ref_chosen, ref_rejected: log-probabilities under the loss's reference; NaN for a reference-free loss.
         chosen_reward, rejected_reward: the rewards that labelled them.
-        version: version of the policy that sampled them: the number of optimizer updates so far.
+        version: number of optimizer updates of the policy that sampled them.
         reward_version: version of the reward that labelled them.
     """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 
 import torch
@@ -29,16 +30,13 @@ class StopInResponse(StoppingCriteria):
         self._tail = max(len(one.encode()) for one in stop) + _FURTHER_TOKENS
 
     def __call__(self, input_ids: Tensor, scores: Tensor | None, **kwargs) -> Tensor:
-        ended = [self.has_ended(row[self.width :]) for row in input_ids.tolist()]
+        responses = input_ids[:, self.width :].tolist()
+        # Few rows end in a step, so that most are decided by their last tokens.
+        ended = [self._has_stop(row[-self._tail :]) and self._has_stop(row) for row in responses]
         return torch.tensor(ended, device=input_ids.device)
 
-    def has_ended(self, tokens: list[int]) -> bool:
-        """Whether the tokens of a response contain a stop string, given that those before the last did not."""
-        # Few rows end in a step, so that most are decided by their last tokens.
-        return all(
-            end_of_stop(self.tokenizer.decode(part, skip_special_tokens=True), self.stop) is not None
-            for part in (tokens[-self._tail :], tokens)
-        )
+    def _has_stop(self, tokens: list[int]) -> bool:
+        return end_of_stop(self.tokenizer.decode(tokens, skip_special_tokens=True), self.stop) is not None
 
 
 def end_of_stop(text: str, stop: Sequence[str]) -> int | None:
@@ -50,26 +48,18 @@ def end_of_stop(text: str, stop: Sequence[str]) -> int | None:
 def cut_at_stop(tokenizer, tokens: list[int], stop: Sequence[str]) -> tuple[list[int], str] | None:
     """The tokens up to the one that completes a stop string, and their text up to the string's end.
 
-    The text is shorter than the tokens if the last token extends beyond the string.
-
-    Padding may follow the tokens of the response. None if it contains no stop string.
+    The text is shorter than the tokens if the last token extends beyond the string. Padding may follow the tokens of
+    the response. None if it contains no stop string.
     """
 
-    def decoded(count: int) -> str:
-        return tokenizer.decode(tokens[:count], skip_special_tokens=True)
+    def end(count: int) -> int | None:
+        return end_of_stop(tokenizer.decode(tokens[:count], skip_special_tokens=True), stop)
 
-    if not stop or end_of_stop(decoded(len(tokens)), stop) is None:
+    if not stop or end(len(tokens)) is None:
         return None
-    # If a prefix contains a stop string, so does every longer prefix: search by bisection.
-    low, high = 1, len(tokens)
-    while low < high:
-        middle = (low + high) // 2
-        if end_of_stop(decoded(middle), stop) is None:
-            low = middle + 1
-        else:
-            high = middle
-    text = decoded(low)
-    return tokens[:low], text[: end_of_stop(text, stop)]
+    # If a prefix contains a stop string, so does every longer prefix.
+    count = bisect_left(range(len(tokens)), True, key=lambda count: end(count) is not None)
+    return tokens[:count], tokenizer.decode(tokens[:count], skip_special_tokens=True)[: end(count)]
 
 
 def check_stop(stop: Sequence[str], tokenizer=None) -> tuple[str, ...]:

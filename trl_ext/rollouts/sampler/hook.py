@@ -2,66 +2,38 @@
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import StoppingCriteriaList
-from transformers.generation import StopStringCriteria
+from transformers import GenerationConfig
+from transformers.generation import GenerationMode
 
-from trl_ext.models.batches import evaluating
 from trl_ext.models.packing import packing_obstacle, sliding_window, unwrapped
 from trl_ext.processes import warn_once_per_run
 from trl_ext.rollouts.sampler.loop import Decoder, sample
 from trl_ext.rollouts.sampler.rows import CannotSample
-from trl_ext.rollouts.sampler.weights import prepared, without_wrappers
+from trl_ext.rollouts.sampler.weights import prepared, shared_copy
+from trl_ext.rollouts.stopping import StopInResponse
 
-# Where a model keeps its samplers, which have checked it: the one of its trainer, and the one of `sampled_fast`.
-_ATTRIBUTE, _OF_EVALUATION = "_trl_ext_sampler", "_trl_ext_evaluation_sampler"
+# Where a model keeps the sampler of `generate_responses`, which has checked it.
+_OF_EVALUATION = "_trl_ext_evaluation_sampler"
 # Largest difference of the canary's log-probabilities, in float32 and relative to their spread in half precision.
 FLOAT32_TOLERANCE, HALF_TOLERANCE = 1e-4, 0.1
-# Generation settings that this sampler does not have, with the values at which they change nothing.
-_WITHOUT_EFFECT = {
-    "num_beams": (None, 1),
-    "use_cache": (None, True),
+# Settings that return something else, or whose logits processors depend on a row's place in the batch, with the values
+# at which they change nothing.
+_OTHER_SETTINGS = {
     "return_dict_in_generate": (None, False),
-    "guidance_scale": (None, 1, 1.0),
-    "penalty_alpha": (None, 0, 0.0),
-    "dola_layers": (None,),
-    "prompt_lookup_num_tokens": (None,),
-    "cache_implementation": (None, "dynamic", "hybrid"),
-    "token_healing": (None, False),
-    "use_mtp": (None, False),
+    "guidance_scale": (None, 1),
+    "watermarking_config": (None,),
+    "encoder_repetition_penalty": (None, 1),
+    "encoder_no_repeat_ngram_size": (None, 0),
 }
-_ARGUMENTS = frozenset(
-    {
-        "input_ids",
-        "inputs",
-        "attention_mask",
-        "generation_config",
-        "logits_processor",
-        "stopping_criteria",
-        "synced_gpus",
-    }
-)
-
-# Processors and criteria that treat a row alike wherever it is in the batch.
-_ROW_BY_ROW = {
-    "EosTokenCriteria", "EpsilonLogitsWarper", "EtaLogitsWarper", "ForcedBOSTokenLogitsProcessor",
-    "ForcedEOSTokenLogitsProcessor", "InfNanRemoveLogitsProcessor", "MaxLengthCriteria", "MaxTimeCriteria",
-    "MinLengthLogitsProcessor", "MinNewTokensLengthLogitsProcessor", "MinPLogitsWarper", "NoBadWordsLogitsProcessor",
-    "NoRepeatNGramLogitsProcessor", "RepetitionPenaltyLogitsProcessor", "SequenceBiasLogitsProcessor",
-    "StopInResponse", "StopStringCriteria", "SuppressTokensAtBeginLogitsProcessor", "SuppressTokensLogitsProcessor",
-    "TemperatureLogitsWarper", "TopHLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "TypicalLogitsWarper",
-}  # fmt: skip
 
 
 class Sampler:
-    """Sampling of one model, which `fast_rollouts` puts in place of its `generate`.
+    """Sampling of one model, whose `generate` takes the place of the model's own.
 
     Attributes:
         model: the transformers model, without wrappers.
@@ -73,33 +45,21 @@ class Sampler:
         left: number of calls that were left to transformers, by reason.
     """
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype | None, quiet: bool):
-        self.model = model
+    def __init__(self, model: nn.Module, dtype: torch.dtype | None, reason: str | None, quiet: bool):
+        self.model, self.reason, self.quiet = model, reason, quiet
         self.dtype = model.dtype if dtype is None else dtype
-        self.quiet = quiet
-        self.reason = _obstacle(model) if "generate" not in vars(model) else "its generate method has been replaced"
         self.largest_difference: float | None = None
         self.log_probs: Tensor | None = None
         self.left: Counter[str] = Counter()
-        self._generate = model.generate
         self._asked = dtype
-
-    def install(self) -> None:
-        """Replace the model's own generation, unless something else has replaced it."""
-        if self.reason is None and "generate" not in vars(self.model):
-            self.model.generate = self.generate
-
-    def uninstall(self) -> None:
-        """Restore the model's own generation until the next `install`."""
-        if vars(self.model).get("generate") == self.generate:
-            del self.model.generate
+        if reason is not None:
+            warn_once_per_run(self.describe())
 
     def remove(self) -> None:
         """Restore the model's own generation."""
-        self.uninstall()
         self.log_probs = None
         if sampler_of(self.model) is self:
-            delattr(self.model, _ATTRIBUTE)
+            del self.model.generate
 
     def describe(self) -> str:
         """One line: how responses are sampled, or why transformers samples them."""
@@ -116,43 +76,28 @@ class Sampler:
     def generate(self, *args: Any, **kwargs: Any):
         """The model's `generate`, sampled here where that is possible."""
         self.log_probs = None
+        generate = type(self.model).generate
         try:
-            return self._sampled(*args, **kwargs)
+            self._check_call(*args, **kwargs)
+            return generate(self.model, *args, custom_generate=self._loop, **kwargs)
         except CannotSample as obstacle:
             self.left[str(obstacle)] += 1
-            if self.left[str(obstacle)] == 1:
+            if self.reason is None:
                 warn_once_per_run(f"fast rollouts: transformers generates: {obstacle}")
-            return self._generate(*args, **kwargs)
+            return generate(self.model, *args, **kwargs)
 
-    def _sampled(self, *args: Any, tokenizer=None, **kwargs: Any) -> Tensor:
+    def _check_call(self, inputs=None, generation_config=None, *others, stopping_criteria=None, **kwargs: Any) -> None:
+        """Leave a call to transformers whose arguments do not reach the loop or depend on a row's place."""
         if self.reason is not None:
             raise CannotSample(self.reason)
-        if args:
-            kwargs = {**dict(zip(("inputs", "generation_config"), args, strict=False)), **kwargs}
-        extra = sorted(name for name, value in kwargs.items() if value is not None and name not in _ARGUMENTS)
-        settings = copy.deepcopy(kwargs.get("generation_config") or self.model.generation_config)
-        extra = [name for name in extra if not hasattr(settings, name)]
-        if len(args) > 2 or extra or kwargs.get("synced_gpus"):
-            raise CannotSample(f"the call takes {', '.join(extra) or 'further arguments'}")
-        for name, harmless in _WITHOUT_EFFECT.items():
-            own = getattr(self.model.generation_config, name, None)
-            value = next(
-                (one for one in (kwargs.get(name), getattr(settings, name, None), own) if one is not None), None
-            )
-            if value not in harmless:
-                raise CannotSample(f"the call sets {name}")
-        # transformers drops the tokenizer of a call with a loop of its own, so it cannot make this criterion.
-        stop = kwargs.pop("stop_strings", None) or settings.stop_strings or self.model.generation_config.stop_strings
-        criteria = StoppingCriteriaList(kwargs.pop("stopping_criteria", None) or [])
-        criteria += [StopStringCriteria(tokenizer, stop)] if stop else []
-        if stop and self.model.generation_config.stop_strings:
-            raise CannotSample("the model's own settings have stop strings")
-        settings.stop_strings = None
-        # Given beside a generation_config, transformers calls them deprecated.
-        own = [name for name in kwargs if name not in _ARGUMENTS and hasattr(settings, name)]
-        settings.update(**{name: kwargs.pop(name) for name in own})
-        kwargs["generation_config"] = settings
-        return self._generate(**kwargs, stopping_criteria=criteria, custom_generate=self._loop)
+        settings, known = GenerationConfig(), ("input_ids", "attention_mask")
+        given = (name for name, value in kwargs.items() if value is not None and value is not False)
+        other = [name for name in given if name not in known and not hasattr(settings, name)]
+        other += ["further arguments"] if others else []
+        if any(not isinstance(criterion, StopInResponse) for criterion in stopping_criteria or ()):
+            other.append("stopping_criteria")
+        if other:
+            raise CannotSample(f"the call takes {', '.join(sorted(other))}")
 
     def _loop(
         self,
@@ -163,68 +108,61 @@ class Sampler:
         generation_config=None,
         **model_kwargs: Any,
     ) -> Tensor:
+        mode = generation_config.get_generation_mode()
+        if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+            raise CannotSample(f"the call asks for {mode.value}")
+        for name, neutral in _OTHER_SETTINGS.items():
+            if getattr(generation_config, name, None) not in neutral:
+                raise CannotSample(f"the call sets {name}")
+        if input_ids.device.type != "cpu":
+            raise CannotSample("the model is not on a CPU")
         # transformers from 5.18 on drops a mask that hides nothing.
         attended = model_kwargs.get("attention_mask")
         attended = torch.ones_like(input_ids) if attended is None else attended
         limit = generation_config.max_length - input_ids.shape[1]
         prompts = [row[mask != 0].tolist() for row, mask in zip(input_ids, attended, strict=True)]
-        self._check_lengths(max(map(len, prompts)) + limit)
         if not all(prompts):
             raise CannotSample("a prompt is empty")
-        if self.model.device.type != "cpu":
-            raise CannotSample("the model is not on a CPU")
-        for name in (type(one).__name__ for one in (*logits_processor, *stopping_criteria)):
-            if name not in _ROW_BY_ROW:
-                raise CannotSample(f"{name} may depend on a row's position in the batch")
+        window = sliding_window(self.model.config)
+        if window is not None and max(map(len, prompts)) + limit > window:
+            raise CannotSample("responses can exceed the sliding window")
         if self.largest_difference is None:
             self._try()
         padding = generation_config.pad_token_id
-        decoder = Decoder(self.model, prompts, limit)
-        with self._computing(len(prompts)):
-            sequences, self.log_probs = sample(
-                decoder,
+        # Autocast would cast some products, and not those with blocked weights.
+        with torch.inference_mode(), torch.autocast("cpu", enabled=False):
+            sequences, log_probs = sample(
+                Decoder(prepared(self.model, self._asked, len(prompts)), prompts, limit),
                 input_ids,
                 logits_processor,
                 stopping_criteria,
+                limit=limit,
                 do_sample=bool(generation_config.do_sample),
                 padding=0 if padding is None else padding,
             )
         # The tensors of inference mode could not take part in a loss.
-        self.log_probs = self.log_probs.clone()
+        self.log_probs = log_probs.clone()
         return sequences.clone()
-
-    @contextmanager
-    def _computing(self, rows: int) -> Iterator[None]:
-        # Autocast would cast some products, and not those with blocked weights.
-        with prepared(self.model, self._asked, rows), torch.inference_mode(), torch.autocast("cpu", enabled=False):
-            yield
-
-    def _check_lengths(self, longest: int) -> None:
-        window = sliding_window(self.model.config)
-        if window is not None and longest > window:
-            raise CannotSample("responses can exceed the sliding window")
 
     def _try(self) -> None:
         """Compare the log-probabilities of a few tokens with those of plain forward passes, or turn sampling off."""
         generator = torch.Generator().manual_seed(0)
         vocabulary = self.model.config.get_text_config().vocab_size
-        prompts = [torch.randint(vocabulary, (length,), generator=generator).tolist() for length in (12, 9)]
-        steps = torch.randint(vocabulary, (3, 3), generator=generator)
-        decoder = Decoder(self.model, [prompts[0], prompts[0], prompts[1]], 4)
+        long, short = (torch.randint(vocabulary, (length,), generator=generator).tolist() for length in (12, 9))
+        prompts, steps = [long, long, short], torch.randint(vocabulary, (3, 3), generator=generator)
         try:
-            with self._computing(3):
-                logits = [decoder.encode(), *(decoder.step(tokens).clone() for tokens in steps)]
-        except CannotSample as obstacle:
-            self.reason = str(obstacle)
-        except (RuntimeError, TypeError, KeyError, ValueError) as error:
+            with torch.inference_mode(), torch.autocast("cpu", enabled=False):
+                decoder = Decoder(prepared(self.model, self._asked, 3), prompts, 4)
+                logits = torch.stack([decoder.encode(), *map(decoder.step, steps)], dim=1)
+                plain, rows = shared_copy(self.model), zip(prompts, steps.T.tolist(), strict=True)
+                expected = [plain(input_ids=torch.tensor([[*row, *more]])).logits[0, -4:] for row, more in rows]
+            found, expected = (part.to(logits.dtype).log_softmax(-1) for part in (logits, torch.stack(expected)))
+        except Exception as error:
             # Whatever a model or a private operator raises, transformers still generates.
             self.reason = (str(error).splitlines() or [type(error).__name__])[0]
         else:
-            given = torch.stack(logits, dim=1).log_softmax(-1)
-            expected = torch.stack([self._plain(prompts[row == 2] + steps[:, row].tolist()) for row in range(3)])
-            apart = (given - expected).abs()
+            apart, half = (found - expected).abs(), self.dtype.itemsize < 4
             self.largest_difference = apart.max().item()
-            half = self.dtype.itemsize < 4
             allowed = HALF_TOLERANCE * expected.std().item() if half else FLOAT32_TOLERANCE * max(1, -expected.min())
             if not (apart.mean().item() if half else self.largest_difference) <= allowed:
                 self.reason = f"its log-probabilities are {self.largest_difference:.1e} off a plain forward pass"
@@ -233,43 +171,14 @@ class Sampler:
         if self.reason is not None:
             raise CannotSample(self.reason)
 
-    @torch.no_grad()
-    def _plain(self, tokens: list[int]) -> Tensor:
-        with evaluating(self.model), without_wrappers(self.model):
-            logits = self.model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -4:]
-        return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
-
-
-def _learns_prompts(model: nn.Module) -> bool:
-    """Whether an adapter puts vectors before the prompt, which the model inside it does not see."""
-    while not hasattr(model, "peft_config") and isinstance(getattr(model, "module", None), nn.Module):
-        model = model.module
-    return any(getattr(config, "is_prompt_learning", False) for config in getattr(model, "peft_config", {}).values())
-
-
-def _obstacle(model: nn.Module) -> str | None:
-    obstacle = packing_obstacle(model)
-    if obstacle is not None:
-        return obstacle
-    if model.device.type != "cpu":
-        return "the model is not on a CPU; vLLM is the way there"
-    if not model._supports_logits_to_keep():
-        return "it scores every position"
-    if getattr(model, "is_quantized", False):
-        return "its weights are quantized"
-    if any(hasattr(parameter, "ds_id") or hasattr(parameter, "device_mesh") for parameter in model.parameters()):
-        return "its weights are sharded"
-    return None
-
 
 def fast_rollouts(model, *, dtype: torch.dtype | None = None, quiet: bool = False) -> Sampler:
     """Make `generate` sample several times as fast on a CPU.
 
     The prompt of a group of samples is encoded once, rows have their own lengths without padding, rows that have ended
     leave the batch, and products use weights in oneDNN's layout, which are made again at every call. Settings are
-    transformers': temperature, top-p, top-k, penalties and stop strings. Greedy responses are the same; sampled ones
-    have the same distribution and other random numbers, which depend on torch's seed and on a row's place in the
-    batch.
+    transformers': temperature, top-p, top-k and penalties. Greedy responses are the same; sampled ones have the same
+    distribution and other random numbers, which depend on torch's seed and on a row's place in the batch.
 
     Call it once, after creating the trainer and before training:
 
@@ -298,47 +207,55 @@ def fast_rollouts(model, *, dtype: torch.dtype | None = None, quiet: bool = Fals
     inner = unwrapped(model)
     if not hasattr(inner, "generate"):
         raise TypeError(f"fast_rollouts takes a causal language model or a trainer, got {given}")
-    previous = sampler_of(inner)
-    if previous is not None:
+    if (previous := sampler_of(inner)) is not None:
         previous.remove()
-    sampler = Sampler(inner, dtype, quiet)
-    if _learns_prompts(model):
-        sampler.reason = "its adapter learns a prompt"
-    inner.__dict__[_ATTRIBUTE] = sampler
-    sampler.install()
-    if sampler.reason is not None:
-        warn_once_per_run(sampler.describe())
+    sampler = Sampler(inner, dtype, _obstacle(model), quiet)
+    if not _is_replaced(inner):
+        inner.generate = sampler.generate
     return sampler
 
 
 def sampler_of(model: nn.Module) -> Sampler | None:
     """The sampler that `fast_rollouts` last gave a model, with adapters or without."""
-    return unwrapped(model).__dict__.get(_ATTRIBUTE)
+    sampler = getattr(vars(unwrapped(model)).get("generate"), "__self__", None)
+    return sampler if isinstance(sampler, Sampler) else None
 
 
-@contextmanager
-def sampled_fast(model: nn.Module) -> Iterator[Sampler | None]:
-    """Within the block, a model samples as by `fast_rollouts`, in the precision of its weights or of autocast.
+def evaluation_sampler(model: nn.Module) -> Sampler | None:
+    """A sampler beside that of a trainer, in the precision of the weights or of autocast; None if it cannot be used.
 
-    The value is None for GPUs. A sampler that the model had, such as a trainer's, is there again afterwards.
+    The model keeps it, so that it is checked once.
     """
     inner = unwrapped(model)
-    if inner.device.type != "cpu" or _learns_prompts(model):
-        yield None
-        return
-    earlier = sampler_of(inner)
-    sampler = inner.__dict__.get(_OF_EVALUATION)
-    if earlier is not None:
-        earlier.uninstall()
+    if inner.device.type != "cpu" or _learns_prompts(model) or _is_replaced(inner):
+        return None
     dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+    sampler = inner.__dict__.get(_OF_EVALUATION)
     if sampler is None or sampler.dtype != (dtype or inner.dtype):
-        sampler = inner.__dict__[_OF_EVALUATION] = Sampler(inner, dtype, quiet=True)
-        if sampler.reason is not None:
-            warn_once_per_run(sampler.describe())
-    sampler.install()
-    try:
-        yield sampler
-    finally:
-        sampler.uninstall()
-        if earlier is not None:
-            earlier.install()
+        sampler = inner.__dict__[_OF_EVALUATION] = Sampler(inner, dtype, _obstacle(model), quiet=True)
+    return sampler
+
+
+def _is_replaced(model: nn.Module) -> bool:
+    """Whether something else has taken the place of a model's own `generate`."""
+    return "generate" in vars(model) and sampler_of(model) is None
+
+
+def _learns_prompts(model: nn.Module) -> bool:
+    """Whether an adapter puts vectors before the prompt, which the model inside it does not see."""
+    adapters = (getattr(module, "peft_config", {}) for module in model.modules())
+    return any(config.is_prompt_learning for configs in adapters for config in configs.values())
+
+
+def _obstacle(model: nn.Module) -> str | None:
+    """Why the responses of a model are left to transformers, as far as its class and configuration show."""
+    inner = unwrapped(model)
+    reasons = {
+        "its generate method has been replaced": _is_replaced(inner),
+        "its adapter learns a prompt": _learns_prompts(model),
+        "the model is not on a CPU; vLLM is the way there": inner.device.type != "cpu",
+        "its weights are sharded": any(
+            hasattr(one, "ds_id") or hasattr(one, "device_mesh") for one in inner.parameters()
+        ),
+    }
+    return packing_obstacle(inner) or next((reason for reason, holds in reasons.items() if holds), None)

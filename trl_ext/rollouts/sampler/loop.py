@@ -2,83 +2,105 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import groupby
 
 import torch
 from torch import Tensor
-from transformers import StoppingCriteriaList
-from transformers.generation import MaxLengthCriteria
 
 from trl_ext.rollouts.sampler.draw import draw, uniform_numbers
-from trl_ext.rollouts.sampler.rows import KEYWORD, Rows
-from trl_ext.rollouts.stopping import StopInResponse
+from trl_ext.rollouts.sampler.rows import KEYWORD, Prompts
 
 # Tokens of prompts that are encoded in one pass; their activations are held at once.
 PREFILL_TOKENS = 4096
-# Rows that have ended stay until they are this share of all, since removing rows moves the keys of others.
-LEAVING_SHARE = 8
 
 
 class Decoder:
-    """The rows of a batch, in a model that is `prepared` while its methods run.
+    """The rows of a batch that have not ended.
 
     Args:
-        model: a causal language model of transformers.
+        model: a causal language model of transformers, as `prepared` returns it.
         prompts: token ids of each prompt; equal ones are encoded once.
         limit: the largest number of response tokens.
+
+    Attributes:
+        order: numbers of the rows in the batch, those of a prompt side by side.
     """
 
     def __init__(self, model, prompts: Sequence[Sequence[int]], limit: int):
-        self.model, self.limit = model, limit
-        # By length, so that prompts that are encoded or padded together differ little.
-        self.prompts = sorted(dict.fromkeys(map(tuple, prompts)), key=len, reverse=True)
-        self._lengths = torch.tensor([len(prompt) for prompt in self.prompts])
-        index = {prompt: position for position, prompt in enumerate(self.prompts)}
+        self.model, self.age = model, 0
+        distinct = sorted(dict.fromkeys(map(tuple, prompts)), key=len, reverse=True)
+        index = {prompt: position for position, prompt in enumerate(distinct)}
         owner = torch.tensor([index[tuple(prompt)] for prompt in prompts])
-        # Row numbers of the batch, those of a prompt side by side.
         self.order = owner.argsort(stable=True)
-        self.rows = Rows(owner[self.order], limit)
-        # The logits of a step, which the next step overwrites: the system takes long to give fresh memory.
-        self._logits: Tensor | None = None
+        self._lengths = torch.tensor([len(prompts[row]) for row in self.order])
+        # By the number of bits of their length, so that padding never doubles a prompt.
+        self._groups: list[Prompts] = []
+        start = 0
+        for _, group in groupby(distinct, key=lambda prompt: len(prompt).bit_length()):
+            tokens = list(group)
+            own = owner[self.order] - start
+            self._groups.append(Prompts(tokens, own[(own >= 0) & (own < len(tokens))], limit))
+            start += len(tokens)
 
     def encode(self) -> Tensor:
         """Encode the prompts. Returns the first logits of every row, [n, V]."""
-        first, start = [], 0
-        while start < len(self.prompts):
-            count = max(1, int((self._lengths[start:].cumsum(0) <= PREFILL_TOKENS).sum()))
-            chunk, lengths = range(start, start + count), self._lengths[start : start + count]
-            self.rows.begin_prompts(chunk, lengths.tolist())
-            tokens = torch.tensor([token for index in chunk for token in self.prompts[index]])
-            positions = torch.cat([torch.arange(length) for length in lengths])
-            first.append(self._forward(tokens[None], positions[None], lengths.cumsum(0) - 1)[0])
-            start += count
-        self.rows.end_prompts()
-        logits = torch.cat(first)
-        return logits.to(_at_least_float32(logits.dtype))[self.rows.prompt]
+        found = []
+        for group in self._groups:
+            count = max(1, PREFILL_TOKENS // int(group.lengths.max()))
+            logits = []
+            for start in range(0, len(group.tokens), count):
+                prompts = group.tokens[start : start + count]
+                attend = partial(group.encode, range(start, start + len(prompts)))
+                tokens = torch.tensor([token for prompt in prompts for token in prompt])
+                positions = torch.cat([torch.arange(len(prompt)) for prompt in prompts])
+                ends = group.lengths[start : start + count].cumsum(0) - 1
+                logits.append(self._forward(attend, tokens[None], positions[None], ends)[0])
+            found.append(torch.cat(logits)[group.prompt])
+        return torch.cat(found)
 
     def step(self, tokens: Tensor) -> Tensor:
-        """Advance every row by a token, [n]. Returns the next logits, [n, V], which the next step overwrites."""
-        self.rows.begin_step()
-        positions = self._lengths[self.rows.prompt] + self.rows.age
-        logits = self._forward(tokens[:, None], positions[:, None], 1)[:, -1]
-        if self._logits is None:
-            self._logits = torch.empty(logits.shape, dtype=_at_least_float32(logits.dtype))
-        self.rows.age += 1
-        return self._logits[: len(logits)].copy_(logits)
+        """Advance every row by a token, [n]. Returns the next logits, [n, V]."""
+        for group in self._groups:
+            group.begin_step(self.age)
+        positions = self._lengths + self.age
+        self.age += 1
+        return self._forward(self._attend, tokens[:, None], positions[:, None], 1)[:, -1]
 
-    def _forward(self, tokens: Tensor, positions: Tensor, keep) -> Tensor:
-        output = self.model(
-            input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=keep, **{KEYWORD: self.rows}
+    def keep(self, alive: Tensor) -> None:
+        """Remove the rows that are not alive, [n]."""
+        self._lengths = self._lengths[alive]
+        parts = alive.split([len(group.prompt) for group in self._groups])
+        kept = [(group, part) for group, part in zip(self._groups, parts, strict=True) if part.any()]
+        for group, part in kept:
+            group.keep(part)
+        self._groups = [group for group, _ in kept]
+
+    def _attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        sizes = [len(group.prompt) for group in self._groups]
+        parts = zip(*(state.split(sizes) for state in (query, key, value)), strict=True)
+        return torch.cat(
+            [group.attend(layer, *part, scaling) for group, part in zip(self._groups, parts, strict=True)]
         )
-        return output.logits
 
-
-def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
+    def _forward(self, attend: Callable, tokens: Tensor, positions: Tensor, keep: int | Tensor) -> Tensor:
+        """Logits of at least single precision."""
+        logits = self.model(
+            input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=keep, **{KEYWORD: attend}
+        ).logits
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def sample(
-    decoder: Decoder, input_ids: Tensor, logits_processor, stopping_criteria, *, do_sample: bool, padding: int
+    decoder: Decoder,
+    input_ids: Tensor,
+    logits_processor,
+    stopping_criteria,
+    *,
+    limit: int,
+    do_sample: bool,
+    padding: int,
 ) -> tuple[Tensor, Tensor]:
     """Sample a response to every prompt of a left-padded batch.
 
@@ -88,6 +110,7 @@ def sample(
         decoder: made for the batch's prompts.
         input_ids: [B, L].
         logits_processor, stopping_criteria: as transformers prepares them for `generate`.
+        limit: the largest number of response tokens.
         do_sample: False for the most likely tokens.
         padding: the id that fills ended rows.
 
@@ -96,46 +119,28 @@ def sample(
         distribution from which it was drawn, 0 after a row's end, [B, longest response].
     """
     count, width = input_ids.shape
-    limit = decoder.limit
     sequences = torch.full((count, width + limit), padding)
     sequences[:, :width] = input_ids
     log_probs = torch.zeros(count, limit)
-    numbers = None
-    if do_sample:
-        numbers = uniform_numbers(int(torch.randint(2**31, ())), count, limit)
-    # The loop itself counts tokens.
-    stops = [criterion for criterion in stopping_criteria if isinstance(criterion, StopInResponse)]
-    criteria = StoppingCriteriaList(
-        criterion for criterion in stopping_criteria if not isinstance(criterion, (MaxLengthCriteria, StopInResponse))
-    )
+    numbers = uniform_numbers(int(torch.randint(2**31, ())), count, limit) if do_sample else None
     # Since transformers 5.23, a repetition penalty knows the padding of each row of the batch.
     ignored = [(one, getattr(one, "prompt_ignore_length", None)) for one in logits_processor]
     ignored = [(one, leading) for one, leading in ignored if isinstance(leading, Tensor)]
-    # The decoder's rows by their numbers in the batch, and those of them that have not ended.
-    rows, alive = decoder.order, torch.arange(count)
-    tokens = torch.zeros(count, dtype=torch.long)
+    # Numbers in the batch of the rows that have not ended.
+    rows = decoder.order
     logits = decoder.encode()
     for age in range(limit):
-        which = rows[alive]
         for processor, leading in ignored:
-            processor.prompt_ignore_length = leading[which]
-        scores = logits_processor(sequences[which, : width + age], logits)
-        chosen, scores = draw(scores, None if numbers is None else numbers[which, age], work=logits)
-        sequences[which, width + age] = chosen
-        log_probs[which, age] = scores
-        tokens[alive] = chosen
-        done = torch.full((len(which),), age + 1 == limit)
-        if criteria:
-            done = done | criteria(sequences[which, : width + age + 1], None)
-        for criterion in stops:
-            responses = sequences[which, width : width + age + 1].tolist()
-            done = done | torch.tensor(list(map(criterion.has_ended, responses)))
-        alive = alive[~done]
-        if not len(alive):
+            processor.prompt_ignore_length = leading[rows]
+        scores = logits_processor(sequences[rows, : width + age], logits)
+        tokens, drawn = draw(scores, None if numbers is None else numbers[rows, age])
+        sequences[rows, width + age] = tokens
+        log_probs[rows, age] = drawn
+        alive = ~stopping_criteria(sequences[rows, : width + age + 1], None)
+        if not alive.any():
             break
-        if len(alive) < len(rows) and (len(rows) - len(alive)) * LEAVING_SHARE >= len(rows):
-            decoder.rows.keep(alive)
-            rows, tokens, alive = rows[alive], tokens[alive], torch.arange(len(alive))
+        if not alive.all():
+            rows, tokens = rows[alive], tokens[alive]
+            decoder.keep(alive)
         logits = decoder.step(tokens)
-        logits = logits[alive] if len(alive) < len(rows) else logits
     return sequences[:, : width + age + 1], log_probs[:, : age + 1]

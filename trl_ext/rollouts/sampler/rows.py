@@ -1,4 +1,4 @@
-"""Keys and values of the rows of a batch: a prompt's are stored once, each response's own beside them."""
+"""Keys and values of prompts and of the rows that respond to them, and the attention of the rows to both."""
 
 from __future__ import annotations
 
@@ -7,99 +7,109 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
-from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface, AttentionMaskInterface
 
 ATTENTION = "trl_ext_rows"
-# The keyword that carries the rows through the layers of a model to its attention.
-KEYWORD = "rollout_rows"
+# The keyword that carries an attention function through a model to its layers.
+KEYWORD = "rollout_attention"
 _FIRST_ROOM = 32
 
 
-class Rows:
-    """The rows of a batch, in which the rows of a prompt are neighbours.
-
-    A forward pass either encodes prompts or advances every row by one token.
+class Prompts:
+    """Prompts of similar length, whose keys and values are stored once, and the rows that respond to them.
 
     Args:
+        tokens: token ids of each prompt, P in all.
         prompt: index of each row's prompt, ascending, [n].
         limit: the largest number of response tokens.
 
     Attributes:
         prompt: as above, for the rows that are left.
-        age: response tokens of each row whose keys are stored.
     """
 
-    def __init__(self, prompt: Tensor, limit: int):
-        self.prompt, self.limit = prompt, limit
+    def __init__(self, tokens: Sequence[Sequence[int]], prompt: Tensor, limit: int):
+        self.tokens, self.prompt, self.limit = tokens, prompt, limit
+        self.lengths = torch.tensor([len(prompt) for prompt in tokens])
         self.age = 0
-        # Keys and values by layer: of each prompt, [key heads, L, head size]; and of the responses,
+        # Keys and values by layer: of the prompts, [P, key heads, L, head size]; and of the responses,
         # [rows, key heads, room, head size].
-        self._encoded: dict[int, dict[int, tuple[Tensor, Tensor]]] = {}
+        self._states: dict[int, list[Tensor]] = {}
         self._own: dict[int, list[Tensor]] = {}
-        self._lengths: dict[int, int] = {}
-        # By the number of bits of their length, so that padding never doubles a prompt.
-        self._prompts: dict[int, _Prompts] = {}
-        self._arriving: Sequence[int] = ()
+        self._arrange()
 
     # ---- The set of rows ----
 
-    def begin_prompts(self, prompts: Sequence[int], lengths: list[int]) -> None:
-        """The next forward pass encodes these prompts, one after another in one row."""
-        self._arriving = prompts
-        self._lengths.update(zip(prompts, lengths, strict=True))
-
-    def end_prompts(self) -> None:
-        """All prompts are encoded."""
-        self._arriving = ()
-        self._arrange()
-
-    def keep(self, kept: Tensor) -> None:
-        """Remove all rows but these, given by ascending indices."""
+    def keep(self, alive: Tensor) -> None:
+        """Remove the rows that are not alive, [n]."""
+        kept = alive.nonzero()[:, 0]
         moved = (kept != torch.arange(len(kept))).nonzero()[:, 0]
         for buffers in self._own.values():
             for buffer in buffers:
-                buffer[moved, :, : self.age] = buffer[kept[moved], :, : self.age]
+                buffer[moved, :, : self.age + 1] = buffer[kept[moved], :, : self.age + 1]
         self.prompt = self.prompt[kept]
+        used = self.prompt.unique()
+        if 2 * len(used) <= len(self.lengths):
+            # Prompts without rows leave as well.
+            self.lengths, self.prompt = self.lengths[used], torch.searchsorted(used, self.prompt)
+            longest = int(self.lengths.max())
+            for layer, states in self._states.items():
+                self._states[layer] = [state[used, :, :longest].contiguous() for state in states]
         self._arrange()
 
     def _arrange(self) -> None:
-        """Prepare the layout of the rows."""
-        shown = self.prompt.tolist()
-        for encoded in self._encoded.values():
-            for index in encoded.keys() - set(shown):
-                del encoded[index]
-        bits = [self._lengths[index].bit_length() for index in shown]
-        self._prompts = {size: self._prompts.get(size) or _Prompts() for size in dict.fromkeys(bits)}
-        for size, prompts in self._prompts.items():
-            start = bits.index(size)
-            prompts.rows = slice(start, start + bits.count(size))
-            prompts.arrange(self.prompt[prompts.rows], self._encoded, self._lengths)
+        """Lay the rows out in a grid of prompts by rows, in which the rows of a prompt attend to it together."""
+        counts = self.prompt.bincount(minlength=len(self.lengths))
+        first = counts.cumsum(0) - counts
+        self._width = int(counts.max())
+        grid = self.prompt * self._width + torch.arange(len(self.prompt)) - first[self.prompt]
+        # Where each row is in the grid; None if the grid is full.
+        self._grid = None if len(self.prompt) == len(self.lengths) * self._width else grid
+        self._mask = _mask(torch.arange(int(self.lengths.max())) >= self.lengths[:, None])[self.prompt]
 
-    def begin_step(self) -> None:
-        """The next forward pass advances every row by a token."""
-        for prompts in self._prompts.values():
-            prompts.bias = pad(prompts.mask, (0, self.age + 1))
+    def begin_step(self, age: int) -> None:
+        """The next forward pass advances every row, whose response has `age` tokens with stored keys."""
+        self.age = age
+        # Of the prompts' and the responses' keys, [n, 1, 1, L + age + 1].
+        self._bias = pad(self._mask, (0, age + 1))
 
     # ---- Attention ----
 
+    def encode(
+        self, indices: Sequence[int], layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
+    ) -> Tensor:
+        """Attention of the prompts of these indices, one after another in one row; stores their keys and values."""
+        if layer not in self._states:
+            shape = (len(self.lengths), key.shape[1], int(self.lengths.max()))
+            self._states[layer] = [state.new_zeros(*shape, state.shape[-1]) for state in (key, value)]
+        outputs, start = [], 0
+        grouped = query.shape[1] != key.shape[1]
+        for index in indices:
+            length = int(self.lengths[index])
+            states = [state[:, :, start : start + length] for state in (query, key, value)]
+            outputs.append(scaled_dot_product_attention(*states, is_causal=True, scale=scaling, enable_gqa=grouped))
+            for stored, state in zip(self._states[layer], states[1:], strict=True):
+                stored[index, :, :length] = state[0]
+            start += length
+        return torch.cat(outputs, dim=2).transpose(1, 2)
+
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        """Attention of the tokens of this pass; stores their keys and values."""
-        if self._arriving:
-            return self._encode(layer, query, key, value, scaling)
+        """Attention of the next token of each row to its prompt and response; stores its key and value."""
         count, heads, _, size = query.shape
-        key_heads = key.shape[1]
-        per = heads // key_heads
         keys, values = self._room(layer, key, value)
         keys[:count, :, self.age], values[:count, :, self.age] = key[:, :, 0], value[:, :, 0]
         keys, values = keys[:count, :, : self.age + 1], values[:count, :, : self.age + 1]
+        prompt_keys, prompt_values = self._states[layer]
+        length = prompt_keys.shape[2]
         # The query heads of a key head are taken as its queries, so that no key is repeated.
-        query = query.view(count, key_heads, per, size)
-        output = [
-            prompts.attend(layer, query[prompts.rows], keys[prompts.rows], values[prompts.rows], scaling)
-            for prompts in self._prompts.values()
-        ]
-        return torch.cat(output).view(count, 1, heads, -1)
+        query = query.view(count, key.shape[1], -1, size)
+        # Keys times queries, and not the transpose, leaves the keys as they lie in memory.
+        own = (keys @ query.transpose(-1, -2)).transpose(-1, -2)
+        shared = (prompt_keys @ self._by_prompt(query).transpose(-1, -2)).transpose(-1, -2)
+        scores = torch.cat([self._by_row(shared, query.shape[2]), own], dim=-1)
+        weights = torch.softmax(torch.add(self._bias, scores, alpha=scaling), dim=-1).to(values.dtype)
+        output = weights[..., length:] @ values
+        output += self._by_row(self._by_prompt(weights[..., :length]) @ prompt_values, query.shape[2])
+        return output.view(count, 1, heads, -1)
 
     def _room(self, layer: int, key: Tensor, value: Tensor) -> list[Tensor]:
         """The layer's buffers of responses, doubled in length when they are full."""
@@ -112,86 +122,19 @@ class Rows:
             self._own[layer] = buffers = grown
         return buffers
 
-    def _encode(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        outputs, start = [], 0
-        grouped = query.shape[1] != key.shape[1]
-        for index in self._arriving:
-            end = start + self._lengths[index]
-            states = [state[:, :, start:end] for state in (query, key, value)]
-            outputs.append(scaled_dot_product_attention(*states, is_causal=True, scale=scaling, enable_gqa=grouped))
-            self._encoded.setdefault(layer, {})[index] = (states[1][0].clone(), states[2][0].clone())
-            start = end
-        return torch.cat(outputs, dim=2).transpose(1, 2)
-
-
-class _Prompts:
-    """Prompts of similar length, padded to one length, and the rows that respond to them.
-
-    Attributes:
-        rows: the rows' indices.
-        mask: of the prompts' keys for each row, [n, 1, 1, L].
-        bias: of the prompts' and the responses' keys in this step, [n, 1, 1, L + end].
-    """
-
-    def __init__(self):
-        self.rows = slice(0, 0)
-        self._shown: tuple[int, ...] = ()
-        # Keys and values by layer, [P, key heads, L, head size].
-        self._states: dict[int, list[Tensor]] = {}
-
-    def arrange(self, prompt: Tensor, encoded: dict[int, dict[int, tuple[Tensor, Tensor]]], lengths: dict) -> None:
-        """Prepare for rows that respond to these prompts, given by ascending indices."""
-        used, place, counts = prompt.unique(return_inverse=True, return_counts=True)
-        shown = tuple(used.tolist())
-        # Padded again when prompts arrive, or when half of them have left.
-        if not set(shown) <= set(self._shown) or 2 * len(shown) <= len(self._shown):
-            self._shown = shown
-            for layer, by_prompt in encoded.items():
-                pairs = [by_prompt[index] for index in shown]
-                self._states[layer] = [
-                    pad_sequence([pair[kind].transpose(0, 1) for pair in pairs], batch_first=True)
-                    .transpose(1, 2)
-                    .contiguous()
-                    for kind in (0, 1)
-                ]
-            sizes = torch.tensor([lengths[index] for index in shown])
-            self._outside = torch.arange(int(sizes.max())) >= sizes[:, None]
-        where = {index: position for position, index in enumerate(self._shown)}
-        place = torch.tensor([where[index] for index in shown])[place]
-        self._groups, self._width = len(self._shown), int(counts.max())
-        first = torch.zeros(self._groups, dtype=torch.long)
-        first[place.unique()] = counts.cumsum(0) - counts
-        grid = place * self._width + torch.arange(len(prompt)) - first[place]
-        # Where each row is in a grid of prompts by rows; None if the grid is full.
-        self._grid = None if self._groups * self._width == len(prompt) else grid
-        self.mask = _mask(self._outside[place])
-
-    def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
-        """Attention of each row to its prompt and to its response, whose keys and values are given."""
-        prompt_keys, prompt_values = self._states[layer]
-        per, length = query.shape[2], prompt_keys.shape[2]
-        # Keys times queries, and not the transpose, leaves the keys as they lie in memory.
-        own = (keys @ query.transpose(-1, -2)).transpose(-1, -2)
-        shared = (prompt_keys @ self._by_prompt(query).transpose(-1, -2)).transpose(-1, -2)
-        scores = torch.cat([self._by_row(shared, per), own], dim=-1)
-        weights = torch.softmax(torch.add(self.bias, scores, alpha=scaling), dim=-1).to(values.dtype)
-        output = weights[..., length:] @ values
-        output += self._by_row(self._by_prompt(weights[..., :length]) @ prompt_values, per)
-        return output
-
     def _by_prompt(self, states: Tensor) -> Tensor:
         """[n, key heads, queries, d] to [P, key heads, rows of a prompt times queries, d]."""
         _, key_heads, per, size = states.shape
         if self._grid is not None:
-            padded = states.new_zeros(self._groups * self._width, key_heads, per, size)
+            padded = states.new_zeros(len(self.lengths) * self._width, key_heads, per, size)
             states = padded.index_copy_(0, self._grid, states)
-        states = states.reshape(self._groups, self._width, key_heads, per, size).transpose(1, 2)
-        return states.reshape(self._groups, key_heads, self._width * per, size)
+        states = states.reshape(len(self.lengths), self._width, key_heads, per, size).transpose(1, 2)
+        return states.reshape(len(self.lengths), key_heads, self._width * per, size)
 
     def _by_row(self, states: Tensor, per: int) -> Tensor:
         """The inverse of `_by_prompt`."""
-        states = states.reshape(self._groups, states.shape[1], self._width, per, -1).transpose(1, 2)
-        states = states.reshape(self._groups * self._width, *states.shape[2:])
+        states = states.reshape(len(states), states.shape[1], self._width, per, -1).transpose(1, 2)
+        states = states.flatten(0, 1)
         return states if self._grid is None else states[self._grid]
 
 
@@ -209,14 +152,12 @@ _HARMLESS = frozenset({"position_ids", "use_cache", "cache_position", "dropout",
 
 
 def _attention(module, query, key, value, attention_mask, scaling=None, **kwargs):
-    rows = kwargs.pop(KEYWORD)
-    unknown = [
-        name for name, given in kwargs.items() if name not in _HARMLESS and given is not None and given is not False
-    ]
+    attend = kwargs.pop(KEYWORD)
+    unknown = [name for name, given in kwargs.items() if name not in _HARMLESS and given not in (None, False)]
     if unknown:
         raise CannotSample(f"its attention takes {', '.join(unknown)}")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return rows.attend(module.layer_idx, query, key, value, scaling), None
+    return attend(module.layer_idx, query, key, value, scaling), None
 
 
 AttentionInterface.register(ATTENTION, _attention)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +26,16 @@ from trl_ext.evaluation.command_line import format_table
 from trl_ext.evaluation.methods.generations import compare_generations
 from trl_ext.files import write_json_lines
 from trl_ext.rollouts import (
-    BestOfN,
     Generation,
     SamplingSettings,
     best_of_n,
     demonstrations,
     end_processes,
     map_over_ranks,
+    pick_best,
 )
 from trl_ext.rollouts.best_of_n import EMPTY_CHOICES
+from trl_ext.rollouts.graded import Row
 from trl_ext.runs.online import RewardSources, only_reward
 from trl_ext.runs.results import drawing, estimate
 from trl_ext.runs.studies.sampling import EngineArguments, SamplingRun, sampling_errors
@@ -110,7 +112,7 @@ class BestOfNArguments(EngineArguments, RewardSources):
             if getattr(self, name) is not None and self.keep != choice:
                 kept = "nothing is kept" if self.keep is None else f"--keep is {self.keep}"
                 raise ValueError(f"{name} is for --keep {choice}, and {kept}: leave it out, or give --keep {choice}")
-        demonstrations(BestOfN([]), [], **self.kept())
+        demonstrations([], [], **self.kept())
         if self.keep_count is not None and self.keep_count > self.num_samples:
             raise ValueError(f"keep_count {self.keep_count} is more than the {self.num_samples} responses to a prompt")
 
@@ -154,7 +156,7 @@ def main() -> None:
         if run.is_main_process and arguments.keep and arguments.prompt_split.startswith("test"):
             print(f"{arguments.prompt_split} is held out: to fine-tune on, give --prompt_split train_gen")
         engine, tokenizer = run.load_engine(settings)
-        result = best_of_n(
+        samples = best_of_n(
             prompts,
             engine,
             reward,
@@ -173,11 +175,11 @@ def main() -> None:
         )
         if run.is_main_process:
             if score := arguments.score_function:
-                for row in result.rows:
+                for row in chain(*samples):
                     row["score"] = score(row["prompt_text"], row["response_text"], finished=row["finished"])
                 # The same rows as before, now with the score.
-                write_json_lines(folder / SAMPLES, result.rows)
-            results = _compare(arguments, result, prompts, base, judge, tokenizer, folder)
+                write_json_lines(folder / SAMPLES, chain(*samples))
+            results = _compare(arguments, samples, prompts, base, judge, tokenizer, folder)
             model, reward_name = run.model.model_name_or_path, getattr(reward, "__name__", type(reward).__name__)
             penalty = arguments.missing_eos_penalty
             penalized = f", missing_eos_penalty {penalty:g}" if penalty else ""
@@ -185,7 +187,7 @@ def main() -> None:
             results["run"] = run.describe(objective, settings, reward=reward_name, judge=arguments.judge)
             if arguments.keep:
                 provenance = {"sampled_from": model, "rewarded_by": reward_name}
-                results["sft"] = _write_sft(arguments, result, prompts, provenance, folder)
+                results["sft"] = _write_sft(arguments, samples, prompts, provenance, folder)
             title = f"{objective} by {reward_name}, model {model}, data {arguments.dataset_name}"
             with drawing("best_of_n.png"):
                 plot_best_of_n(results["best_of_n"]["curve"], folder / "best_of_n.png", title=title)
@@ -194,13 +196,20 @@ def main() -> None:
 
 
 def _compare(
-    arguments: BestOfNArguments, result: BestOfN, prompts, base: list[Generation], judge, tokenizer, folder: Path
+    arguments: BestOfNArguments,
+    samples: list[list[Row]],
+    prompts,
+    base: list[Generation],
+    judge,
+    tokenizer,
+    folder: Path,
 ) -> dict[str, Any]:
     """The curve over n, and the picks of the largest n beside the base's responses; writes generations.jsonl."""
-    found = {**best_of_n_curve(result.samples, arguments.n), "unscorable": result.unscorable}
+    unscorable = sum(row["reward"] is None for row in chain(*samples))
+    found = {**best_of_n_curve(samples, arguments.n), "unscorable": unscorable}
     outcomes: list[str | None] = []
     for row in found["curve"]:
-        picks = result.picks(row["n"])
+        picks = [pick_best(group, row["n"]) for group in samples]
         kept = [index for index, pick in enumerate(picks) if pick is not None]
         own, asked, other = ([values[index] for index in kept] for values in (picks, prompts, base))
         row["mean_tokens"] = sum(pick["generated_num_tokens"] for pick in own) / len(own)
@@ -227,9 +236,11 @@ def _compare(
     return {**results, "win_rate": found["curve"][-1]["win_rate"], "best_of_n": found}
 
 
-def _write_sft(arguments, result: BestOfN, prompts, provenance: dict[str, Any], folder: Path) -> dict[str, Any]:
+def _write_sft(
+    arguments, samples: list[list[Row]], prompts, provenance: dict[str, Any], folder: Path
+) -> dict[str, Any]:
     provenance = {**provenance, "temperature": arguments.temperature, "keep": arguments.keep}
-    rows = demonstrations(result, prompts, provenance=provenance, **arguments.kept())
+    rows = [{**row, **provenance} for row in demonstrations(samples, prompts, **arguments.kept())]
     write_json_lines(folder / "sft.jsonl", rows)
     if not rows:
         print("warning: sft.jsonl is empty: no response that ended has a reward to keep it for")
