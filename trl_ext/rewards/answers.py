@@ -10,14 +10,16 @@ from fractions import Fraction
 from numbers import Real
 
 from trl_ext.data.math import last_boxed
-from trl_ext.rewards.expression import FUNCTIONS, depths, nesting, values_agree, values_differ
-from trl_ext.rewards.math_worker import require_math_verify, verify_in_worker
+from trl_ext.rewards.math_worker import verify_in_worker
 from trl_ext.rewards.normalization import Answer, clean, without_exponent
 
 MAX_CHARACTERS = 1000
 MAX_NESTING = 30
+# math-verify takes a second to parse eighteen brackets around a sum.
+MAX_FORMULA_NESTING = 12
 INTEGER = re.compile(r"[+-]?[0-9]+")
 DECIMAL = re.compile(r"[+-]?(?=\.?[0-9])[0-9]*\.?[0-9]*")
+DECIMALS = re.compile(r"[0-9]*\.[0-9]+")
 FRACTION = re.compile(r"([+-]?)(?:\\frac\{([+-]?[0-9]+)\}\{([+-]?[0-9]+)\}|([0-9]+)/([0-9]+))")
 MIXED = re.compile(r"(-?)([0-9]+)\s*(?:\\frac\{([0-9]+)\}\{([0-9]+)\}|(?<=\s)([0-9]+)/([0-9]+))")
 # Repeating decimals: the digits under a bar.
@@ -32,56 +34,55 @@ SPACES = re.compile(
 )
 SUBSCRIPT = re.compile(r"(?<!log)_\s*([0-9]+|[a-z](?![a-z]))")
 PAIRS = {"(": ")", "[": "]", "⦃": "⦄"}
-# One symbol, though its letters look like factors: a derivative, `y'`, any letter before a lone number in brackets,
-# and `f(x+1)` or `P(A)` where both texts have that letter before a bracket: `h(a+b)` beside `(a+b)h` is a product.
-# Commands and words are matched after them, so that their last letters are not read as functions.
-DIFFERENTIAL = r"(?:d|\\partial) ?(?:\^\{?[0-9]\}? ?)?[A-Za-z]?"
-VARIABLES = r"(?:(?:d|\\partial) ?[A-Za-z](?:\^\{?[0-9]\}?)?)+"
-DERIVATIVE = re.compile(rf"\\frac\{{({DIFFERENTIAL})\}}\{{({VARIABLES})\}}")
-INDEX, LONE = r"(?:_(?:\w|\{\w+\}))?", "[+-]?(?:[0-9.]+|[A-Za-z])"
-ARGUMENT = r"\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)"
 GREEK = (
     r"\\(?:var)?(?:[aA]lpha|[bB]eta|[gG]amma|[dD]elta|epsilon|zeta|eta|[tT]heta|[lL]ambda|mu|nu|[xX]i|rho|[sS]igma|tau"
     r"|[pP]hi|chi|[pP]si|[oO]mega)"
 )
-SYMBOL = re.compile(
-    rf"(?P<symbol>(?<![A-Za-z]){DIFFERENTIAL}/{VARIABLES}(?![A-Za-z])|[A-Za-z]{INDEX}'+(?:{ARGUMENT})?"
-    rf"|[fg]{INDEX}(?:\^\{{-1\}})?{ARGUMENT}|\\?(?:log|ln|lg)\^\{{-1\}}"
-    rf"|(?:[A-Za-z]|{GREEK}){INDEX}\({LONE}(?:,{LONE})*\))|\\[A-Za-z]+|[A-Za-z]{{3,}}|ln"
+LONE = r"\((?=[^()]*\))[+-]?(?:[0-9.]+|[A-Za-z])(?:,[+-]?(?:[0-9.]+|[A-Za-z]))*\)"
+# A letter before a bracket, with its power: a function or a factor.
+CALL = re.compile(rf"((?<![\\A-Za-z])[A-Za-z]{{1,2}}|{GREEK}|\\pi)(\^(?:\{{[^{{}}]*\}}|[0-9]))?({LONE}|\()")
+# Derivatives, inverse functions and functions of sums, which math-verify reads as products and quotients.
+DERIVATIVE = r"(?<![A-Za-z])(?:d|\\partial) ?(?:\^\{?[0-9]\}? ?)?[A-Za-z]?"
+UNREAD = re.compile(
+    rf"'|\\partial|\\frac\{{{DERIVATIVE}\}}\{{(?:(?:d|\\partial) ?[A-Za-z](?:\^\{{?[0-9]\}}?)?)+\}}|{GREEK}{LONE}"
+    rf"|(?<![A-Za-z\\])[eE]{LONE}|(?:[fg](?=\^\{{-1\}}\()|\\?(?:log|ln|lg)\^\{{-1\}})|(?<!log)_(?:\w|\{{\w+\}})\("
 )
-CALLED = re.compile(rf"((?:[A-Za-z]|{GREEK}){INDEX})(?:\^\{{-1\}})?\((?!\(*[+-]?[0-9.]+(?:,[+-]?[0-9.]+)*\)+$).*\)")
+CALL_OF_FORMULA = re.compile(rf"(?<![A-Za-z\\])[fg](?!{LONE})\(")
 # Towers of powers, long exponents, and factorials of large numbers, of powers or of factorials would keep a computer
 # algebra system busy until the time limit.
 EXPLOSIVE = re.compile(
-    r"(?:\^|\*\*)[\s{(]*[0-9.]+[\s})]*(?:\^|\*\*)|(?:\^|\*\*)[\s{(]*[0-9,\s]{4,}|[)}]\s*(?:\^|\*\*)[\s{(]*[0-9]{3}"
-    r"|[0-9]{4}[\s)}]*!|(?:\^|\*\*|!).*!"
+    r"\^[\s{(]*[0-9.]+\s*\^[\s{(]*[0-9]|\^[\s{]*\([0-9.\s]+\)\s*\^|\^[\s{(]*[0-9,\s]{5,}|[)}]\s*\^[\s{(]*[0-9]{3}"
+    r"|\^[\s{(]*[0-9]+!|[0-9]{4}[\s)}]*!|[)}!]\s*!"
 )
+FUNCTIONS = "sin|cos|tan|exp|log|ln|arcsin|arccos|arctan"
+FUNCTION = re.compile(rf"(?<![\\A-Za-z])({FUNCTIONS})(?![A-Za-z])")
+# A formula that has a value: no relations, integrals, accents or subscripts, which are compared as text.
+COMMANDS = rf"\\(?:frac|sqrt|binom|pi|cdot|times|div|ast|{FUNCTIONS})(?![A-Za-z])"
+VALUE = re.compile(rf"(?:[A-Za-z0-9.+\-*/^!(){{}}\[\]\s×·÷]|(?<=log)\s*_|{COMMANDS}|{GREEK}(?![A-Za-z]))+")
+# A fraction of whole numbers, which LaTeX would read as 1/(2x) in `1/2x`.
+QUOTIENT = re.compile(r"(?<![0-9.^/_])([0-9]+)/([0-9]+)(?![0-9.!^])")
 
 
 def is_correct(answer: str, truth: str | float | Iterable[str | float], *, fast: bool = True) -> bool:
     """Whether an answer is correct: equal to the truth, or to one of several truths.
 
     Notation is normalised, and answers are first compared as text. Lists, tuples and intervals are compared part by
-    part in order, explicit sets in any order. Parts whose texts differ are compared by value: `1/2` equals `0.5`, and
-    `2\\sqrt{2}` equals `\\sqrt{8}`. An integer must be written as an integer and a fraction in the truth's terms:
-    `14/2` is not `7`, and `2/4` is not `1/2`. A unit may be omitted, but a different unit is wrong.
+    part in order, explicit sets in any order. Parts whose texts differ are compared as rational numbers, `1/2` and
+    `0.5`; other formulas, such as `2\\sqrt{2}` and `\\sqrt{8}`, by math-verify, in a process with a time and a memory
+    limit. An integer must be written as an integer and a fraction in the truth's terms: `14/2` is not `7`, and
+    `2/4` is not `1/2`. A unit may be omitted, but a different unit is wrong.
 
     Args:
         answer: at most 1,000 characters, unless it matches the truth letter for letter.
         truth: text, a number, `\\boxed{...}`, or a list of alternatives.
-        fast: False to ask math-verify as well, in a process with a time and a memory limit. It accepts unreduced
-            fractions, lists in any order, equivalent equations and matrices. It also accepts expressions that evaluate
-            to the truth, such as `\\int_0^1 x dx` for `1/2`, and rounded decimals, such as `1.41421356` for `\\sqrt2`.
+        fast: False to give math-verify the whole answers as well. It accepts unreduced fractions, lists in any order,
+            equivalent equations and matrices. It also accepts expressions that evaluate to the truth, such as
+            `\\int_0^1 x dx` for `1/2`, and rounded decimals, such as `1.41421356` for `\\sqrt2`.
 
     Raises:
-        ValueError: the truth is not an answer, or math-verify is required and not installed.
+        ValueError: the truth is not an answer.
     """
-    if not fast:
-        require_math_verify()
-    truths = truth_texts(truth)
-    return any(_matches(answer, text) for text in truths) or (
-        not fast and any(_verified(answer, text) for text in truths)
-    )
+    return any(_matches(answer, text, fast) for text in truth_texts(truth))
 
 
 def truth_texts(truth: str | float | Iterable[str | float]) -> list[str]:
@@ -108,19 +109,21 @@ def truth_texts(truth: str | float | Iterable[str | float]) -> list[str]:
 
 def _readable(text: str) -> bool:
     """Whether a text is short and shallow enough to parse."""
-    return 0 < len(text) <= MAX_CHARACTERS and nesting(text) <= MAX_NESTING
+    return 0 < len(text) <= MAX_CHARACTERS and _nesting(text) <= MAX_NESTING
 
 
-def _matches(answer: str, truth: str) -> bool:
+def _matches(answer: str, truth: str, fast: bool) -> bool:
     answer = answer.strip()
     if answer == truth:
         return True
     if not (_readable(answer) and _readable(truth)):
         return False
     given, true = clean(answer), clean(truth)
-    if not given.contradicts(true) and _bodies_match(given.body, true.body):
+    if given.contradicts(true):
+        return False
+    if _bodies_match(given.body, true.body) or _same_numbers(answer, truth):
         return True
-    return _same_numbers(answer, truth)
+    return not fast and _equivalent(given, true, written=answer + truth)
 
 
 def _same_numbers(answer: str, truth: str) -> bool:
@@ -131,83 +134,73 @@ def _same_numbers(answer: str, truth: str) -> bool:
     return "".join(answer.split()) == "".join(truth.split())
 
 
-def _verified(answer: str, truth: str) -> bool:
-    """Ask math-verify, but only about formulas of bounded size without words, for which it is not too lenient."""
-    if not (_readable(answer.strip()) and _readable(truth)):
+def _equivalent(given: Answer, true: Answer, written: str) -> bool:
+    """Whether math-verify accepts the whole answer; of whole numbers and names, it is too lenient to be asked."""
+    bodies = given.body, true.body
+    if _are_names(*bodies, written) or _bases(given.body) != _bases(true.body):
         return False
-    given, true = clean(answer), clean(truth)
-    if (
-        given.contradicts(true)
-        or not (_is_formula(given) and _is_formula(true))
-        or (INTEGER.fullmatch(given.body) and INTEGER.fullmatch(true.body))
-        or _are_names(given.body, true.body, answer + truth)
-        or _hides_a_unit(given, true)
-        or _hides_a_unit(true, given)
-        or _bases(given) != _bases(true)
+    if any(map(INTEGER.fullmatch, bodies)) and all(
+        INTEGER.fullmatch(body) or NUMBERS.fullmatch(body) for body in bodies
     ):
         return False
+    if "percent" not in (given.unit, true.unit):
+        one, other = (rational(_canonical(body)) for body in bodies)
+        if None not in (one, other) and abs(one - other) > max(abs(one), abs(other)) / 1_000_000:
+            return False
     equations = "=" in given.body + true.body
-    formulas = _with_letters(*(one.formula(with_variable=equations) for one in (given, true)))
-    return formulas is not None and not _numbers_differ(*formulas) and verify_in_worker(*formulas)
+    return _verified(*(one.formula(with_variable=equations) for one in (given, true)), by_value=False)
 
 
-def _with_letters(answer: str, truth: str) -> tuple[str, str] | None:
-    """Both formulas with a letter of its own for each `f(0)`, `y'` and `\\frac{dy}{dx}`, which are no products.
-
-    Returns:
-        The formulas; None if there are not enough letters.
-    """
-    # In neither case, since the comparison may not distinguish cases.
-    used = set((answer + truth).lower() + (answer + truth).upper())
-    letters = iter(sorted(set("ABCFGHJKLMPQRTUVWXYZabcfghjklmnpqrstuvwxyz") - used))
-    names: dict[str, str] = {}
-
-    def letter(match: re.Match) -> str:
-        symbol = match["symbol"]
-        called = CALLED.fullmatch(symbol or "")
-        if not symbol or called and not all(f"{called[1]}(" in text for text in (answer, truth)):
-            return match[0]
-        if symbol not in names:
-            names[symbol] = next(letters, "")
-        return f" {names[symbol]} "
-
-    def replaced(text: str) -> str:
-        text = DERIVATIVE.sub(r" \1/\2 ", re.sub(r"\s+(?![A-Za-z0-9])|(?<![A-Za-z0-9])\s+", "", text))
-        return SYMBOL.sub(letter, text)
-
-    while (replacement := (replaced(answer), replaced(truth))) != (answer, truth):
-        answer, truth = replacement
-    return None if "" in names.values() else (answer, truth)
-
-
-def _numbers_differ(answer: str, truth: str) -> bool:
-    """Whether a part of the truth has a value that no part of the answer has.
-
-    math-verify rounds to six decimals, so that `2^{-98}` would be `2^{-99}`.
-    """
-    given, true = (
-        [_canonical(part) for part in _brackets_and_parts(text.replace(r"\{", "⦃").replace(r"\}", "⦄"))[1]]
-        for text in (answer, truth)
-    )
-    return any(all(values_differ(one, part) for one in given) for part in true)
-
-
-def _is_formula(answer: Answer) -> bool:
-    if nesting(answer.body.replace("[", "(").replace("]", ")")) < 0 or EXPLOSIVE.search(answer.body):
-        return False
-    # math-verify reads a word as the product of its letters, so `act` would equal `cat`.
-    words = re.findall(r"[A-Za-z]{3,}", re.sub(r"\\[A-Za-z]+", " ", answer.body))
-    return bool(answer.body) and all(word.lower() in FUNCTIONS for word in words if "matrix" not in word)
-
-
-def _hides_a_unit(one: Answer, other: Answer) -> bool:
-    """Whether math-verify would ignore a unit: it drops the letter of `5 m`, so `5 cm` would be equal."""
-    return bool(one.unit and not other.unit and re.search(r"[0-9]\s*[A-Za-z]$", other.body))
-
-
-def _bases(answer: Answer) -> list[str]:
+def _bases(text: str) -> list[str]:
     """The `2` of `1011_2`, which math-verify drops."""
-    return re.findall(r"[0-9]\s*_\s*\{?\s*([0-9]+)", answer.body)
+    return re.findall(r"[0-9]\s*_\s*\{?\s*([0-9]+)", text)
+
+
+def _verified(answer: str, truth: str, *, by_value: bool) -> bool:
+    """Ask math-verify, but only about formulas of bounded size without words, which it reads as products of letters.
+
+    Args:
+        by_value: whether both must have a value, with decimals taken as exact.
+    """
+    formulas = tuple(re.sub(r"\s+(?![A-Za-z0-9])|(?<![A-Za-z0-9])\s+", "", text) for text in (answer, truth))
+    if any(map(UNREAD.search, formulas)) or all(map(CALL_OF_FORMULA.search, formulas)):
+        return False
+    if by_value and not all(map(VALUE.fullmatch, formulas)):
+        return False
+    if by_value:
+        formulas = tuple(DECIMALS.sub(_as_fraction, text) for text in formulas)
+    formulas = _latex(formulas[0], formulas[1]), _latex(formulas[1], formulas[0])
+    return all(map(_is_formula, formulas)) and verify_in_worker(*formulas)
+
+
+def _as_fraction(decimal: re.Match) -> str:
+    return r"{{\frac{{{}}}{{{}}}}}".format(*Fraction(decimal[0]).as_integer_ratio())
+
+
+def _is_formula(text: str) -> bool:
+    """Whether a text is a formula of bounded size without words, which math-verify reads as products of letters."""
+    depth = _nesting(text.replace("[", "(").replace("]", ")"))
+    if not text or not 0 <= depth <= MAX_FORMULA_NESTING or EXPLOSIVE.search(text):
+        return False
+    letters = FUNCTION.sub("", re.sub(r"\\[A-Za-z]+", r"\\", text))
+    return not re.search(r"(?!\w*matrix)(?<![A-Za-z])[A-Za-z]{3,}|[A-Za-z0-9]\s+[0-9]|[A-Za-z][0-9]", letters)
+
+
+def _latex(text: str, other: str) -> str:
+    """A formula as math-verify reads it: commands for functions, `\\frac` for quotients, and `\\cdot` for products."""
+
+    def called(match: re.Match) -> str:
+        name, power, brackets = match.groups(default="")
+        # `f(0)` is a function, `a(b+c)` a product, and `h(a)` a function if the other text has it as well.
+        is_call = brackets != "(" and not power and (not brackets.upper().isupper() or f"{name}(" in other)
+        return match[0] if is_call and name != r"\pi" else rf"{name}{power} \cdot {brackets}"
+
+    for sign, latex in (("**", "^"), ("×", r"\times "), ("·", r"\cdot "), ("÷", r"\div ")):
+        text = text.replace(sign, latex)
+    text = re.sub(r"\\log(?!\s*_|[A-Za-z])", r"\\ln ", FUNCTION.sub(r"\\\1 ", text))
+    text = re.sub(r"(\\log\s*_)\s*([0-9]+|[A-Za-z])", r"\1{\2}", QUOTIENT.sub(r"\\frac{\1}{\2}", text))
+    text = CALL.sub(called, re.sub(r"\^\s*([+-]\s*(?:[0-9]+|[A-Za-z]))", r"^{\1}", text))
+    return re.sub(r"(\)|(?<![\^0-9.])[0-9]+)\s*(?=\(|(?<=\))(?:[0-9{]|\\frac))", r"\1 \\cdot ", text)
 
 
 def _bodies_match(answer: str, truth: str) -> bool:
@@ -235,7 +228,7 @@ def _brackets_and_parts(text: str) -> tuple[str, list[str]]:
     """The brackets around a list and its parts; brackets that only group, as in `(B)` or `(x+1)`, are dropped."""
     text = text.strip()
     # Whether the first bracket is closed by the last character.
-    *before, last = depths(text, "([⦃", ")]⦄") or [-1]
+    *before, last = _depths(text, "([⦃", ")]⦄") or [-1]
     if text and text[0] in PAIRS and text[-1] in PAIRS.values() and last == 0 and 0 not in before:
         inside = _split(text[1:-1])
         if len(inside) > 1 or text[0] != "(":
@@ -245,9 +238,20 @@ def _brackets_and_parts(text: str) -> tuple[str, list[str]]:
     return "", _split(text)
 
 
+def _depths(text: str, opening: str = "([{", closing: str = ")]}") -> list[int]:
+    """How many brackets are open after each character."""
+    return list(itertools.accumulate((character in opening) - (character in closing) for character in text))
+
+
+def _nesting(text: str) -> int:
+    """The maximum nesting depth of brackets of any kind; -1 if their numbers do not balance."""
+    found = [0, *_depths(text)]
+    return max(found) if found[-1] == 0 else -1
+
+
 def _split(text: str) -> list[str]:
     """Split at commas outside brackets."""
-    places = enumerate(depths(text, "([{⦃", ")]}⦄"))
+    places = enumerate(_depths(text, "([{⦃", ")]}⦄"))
     cuts = [-1, *(place for place, depth in places if depth == 0 and text[place] == ","), len(text)]
     return [text[start + 1 : end].strip() for start, end in itertools.pairwise(cuts)]
 
@@ -262,8 +266,10 @@ def _elements_match(answer: str, truth: str) -> bool:
         return False
     if INTEGER.fullmatch(given) or INTEGER.fullmatch(true) or _are_names(given, true, answer + truth):
         return False
-    formulas = _with_letters(given, true)
-    return formulas is not None and values_agree(*formulas)
+    numbers = rational(given), rational(true)
+    if None not in numbers:
+        return numbers[0] == numbers[1]
+    return _verified(given, true, by_value=True)
 
 
 def _are_names(given: str, true: str, written: str) -> bool:
@@ -288,7 +294,7 @@ def _canonical(text: str) -> str:
     if mixed := MIXED.fullmatch(text):
         sign, whole, *parts = (part for part in mixed.groups() if part is not None)
         return f"{sign}({whole}+{parts[0]}/{parts[1]})"
-    text = SUBSCRIPT.sub(r"_{\1}", text)
+    text = re.sub(r"(?<![a-z])(d[a-z])/(d[a-z])(?![a-z])", r"\\frac{\1}{\2}", SUBSCRIPT.sub(r"_{\1}", text))
     text = text[1:] if text.startswith(r"+\infty") else text
     text = SPACES.sub(lambda match: f"{kept} " if (kept := match[1] or match[2] or match[3]) else "", text)
     while text.startswith("{") and text.endswith("}") and "{" not in text[1:-1]:
@@ -315,3 +321,13 @@ def _number(text: str) -> str:
         value = Fraction(int(f"{start}{digits}") - start, (10 ** len(digits) - 1) * 10 ** len(before))
         return _number(f"{sign}{value}")
     return text
+
+
+def rational(text: str) -> Fraction | None:
+    """The value of a whole number, a decimal, a fraction or a mixed number in canonical spelling; None for others."""
+    if mixed := re.fullmatch(r"(-?)\(([0-9]+)\+([0-9]+)/([0-9]+)\)", text):
+        whole, numerator, denominator = map(int, mixed.groups()[1:])
+        value = Fraction(whole * denominator + numerator, denominator) if denominator else None
+        return -value if mixed[1] and value else value
+    is_number = DECIMAL.fullmatch(text) or FRACTION.fullmatch(text)
+    return Fraction(text) if is_number and not re.search("/0+$", text) else None

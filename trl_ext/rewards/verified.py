@@ -9,7 +9,6 @@ from typing import Any
 
 from trl_ext.registry import nearest
 from trl_ext.rewards.answers import is_correct, last_boxed, truth_texts
-from trl_ext.rewards.math_worker import require_math_verify
 from trl_ext.rewards.parsers import countdown_is_solved, parse_gsm8k_response
 
 Truth = str | float | Iterable[str | float]
@@ -24,14 +23,14 @@ def r1_zero_reward(response: str, ground_truth: Truth, fast: bool = True) -> dic
     Args:
         response: the text after the prompt, which ends with `<think>`.
         ground_truth: text, a number, `\\boxed{...}`, or a list of alternatives.
-        fast: False to ask math-verify about answers that `is_correct` cannot confirm by itself.
+        fast: False to give math-verify whole answers as well, as for `is_correct`.
 
     Returns:
         `format_reward`, `answer_reward` and `reward`, each 0 or 1; the reward is that of the answer, and an answer in
         the wrong form earns nothing.
 
     Raises:
-        ValueError: the truth is not an answer, or math-verify is asked for and not installed.
+        ValueError: the truth is not an answer.
     """
     answer = _tagged_answer(response)
     return _graded(answer is not None, _unboxed(answer), ground_truth, fast)
@@ -83,10 +82,10 @@ class VerifiedGrader:
     Attributes:
         kind: `r1_zero` (tags), `question_only` (a box), `gsm8k` (the last number), or `countdown` (tags around an
             expression of given numbers).
-        fast: False to ask math-verify about answers that `is_correct` cannot confirm by itself.
+        fast: False to give math-verify whole answers as well, as for `is_correct`.
 
     Raises:
-        ValueError: there is no such kind, or math-verify is asked for and not installed.
+        ValueError: there is no such kind.
     """
 
     kind: str = "r1_zero"
@@ -97,8 +96,6 @@ class VerifiedGrader:
             raise ValueError(
                 f"the reward must be one of {', '.join(KINDS)}, got {self.kind!r}{nearest(str(self.kind), [*KINDS])}"
             )
-        if not self.fast:
-            require_math_verify()
 
     def __call__(self, response: str, row: Mapping[str, Any]) -> dict[str, float]:
         """`reward`, `format_reward` and `answer_reward` of a response, each 0 or 1."""
@@ -129,11 +126,11 @@ class VerifiedReward:
             `countdown` for `countdown_reward`, which reads its target from the truth's column.
         truth_column: the dataset's column with the truth of each row: a text, a number or a list of those.
         name: the name that TRL logs it under; None for the kind.
-        fast: False to ask math-verify about answers that `is_correct` cannot confirm by itself.
+        fast: False to give math-verify whole answers as well, as for `is_correct`.
         numbers_column: for `countdown`, the column with the numbers to use.
 
     Raises:
-        ValueError: there is no such kind, or math-verify is asked for and not installed.
+        ValueError: there is no such kind.
     """
 
     def __init__(
