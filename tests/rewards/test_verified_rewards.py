@@ -122,7 +122,7 @@ def test_plain_numbers_never_reach_the_process(monkeypatch):
     def fails(*_):
         raise AssertionError("asked")
 
-    monkeypatch.setattr("trl_ext.rewards.answers.verify_in_worker", fails)
+    monkeypatch.setattr("trl_ext.rewards.formulas.verify_in_worker", fails)
     numbers = [
         "7",
         "-3",
