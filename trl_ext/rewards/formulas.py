@@ -35,7 +35,8 @@ FUNCTION = re.compile(rf"(?<![\\A-Za-z])({FUNCTIONS})(?![A-Za-z])")
 # A formula that has a value: no relations, integrals, accents or subscripts, which are compared as text.
 COMMANDS = rf"\\(?:frac|sqrt|binom|pi|cdot|times|div|ast|{FUNCTIONS})(?![A-Za-z])"
 VALUE = re.compile(rf"(?:[A-Za-z0-9.+\-*/^!(){{}}\[\]\s×·÷]|(?<=log)\s*_|{COMMANDS}|{GREEK}(?![A-Za-z]))+")
-# Signs, names of functions, logarithms, the quotient that would be 1/(2x) in `1/2x`, and signs in exponents.
+APPLIED = rf"\\(?:{FUNCTIONS})(?![A-Za-z])(?:[_^](?:\{{[^{{}}]*\}}|[0-9]))?(?![({{])"
+# Signs, names of functions and logarithms. From left to right, `\ln x/2` is half of `\ln x`, and `x/2y` half of `xy`.
 LATEX_RULES = [
     (re.compile(r"\*\*"), "^"),
     (re.compile("×"), r"\\times "),
@@ -44,7 +45,8 @@ LATEX_RULES = [
     (FUNCTION, r"\\\1 "),
     (re.compile(r"\\log(?!\s*_|[A-Za-z])"), r"\\ln "),
     (re.compile(r"(\\log\s*_)\s*([0-9]+|[A-Za-z])"), r"\1{\2}"),
-    (re.compile(r"(?<![0-9.^/_])([0-9]+)/([0-9]+)(?![0-9.!^])"), r"\\frac{\1}{\2}"),
+    (re.compile(rf"({APPLIED})\s*([0-9.]*(?:[A-Za-z]|\\pi)*)(?=[*/]|\\cdot|\\times|\\div)"), r"\1(\2)"),
+    (re.compile(r"/([0-9]+)(?![0-9.!^])"), r"\\cdot \\frac{1}{\1}"),
     (re.compile(r"\^\s*([+-]\s*(?:[0-9]+|[A-Za-z]))"), r"^{\1}"),
 ]
 

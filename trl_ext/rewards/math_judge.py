@@ -127,7 +127,7 @@ def _close(one, other, tolerance: float) -> bool:
         return False
     if one.is_Rational and other.is_Rational:
         return one == other
-    return bool(abs(one - other) <= tolerance * (max(abs(one), abs(other)) + tolerance))
+    return bool(abs(one - other) <= tolerance * max(abs(one), abs(other)) + 10.0 ** (40 - 2 * DIGITS))
 
 
 if __name__ == "__main__":
