@@ -77,6 +77,7 @@ QUESTION_ONLY = [
 GSM8K = [
     # The last number counts, whatever stands around it.
     ("So 3 x 400 = $1,200.", "1200", (1, 1, 1)),
+    ("It is 1200, or 12.", "1200", (1, 0, 0)),
     ("</think> <answer> 72 </answer>", 72, (1, 1, 1)),
     ("None.", "5", (0, 0, 0)),
     ("", "5", (0, 0, 0)),
@@ -89,17 +90,6 @@ FORMS = [(r1_zero_reward, R1_ZERO), (question_only_reward, QUESTION_ONLY), (gsm8
 )
 def test_forms(function, response, truth, expected):
     assert parts(function(response, truth)) == expected
-
-
-def test_gsm8k_as_a_reward_function():
-    """Of three responses two have a number, and one of them is right."""
-    reward, logged = verified_reward("gsm8k"), {}
-    completions = ["So 3 x 400 = $1,200.", [{"role": "assistant", "content": "It is 1200, or 12."}], "None."]
-    hook = logged.__setitem__
-    rewards = reward(prompts=["p"] * 3, completions=completions, answer=["1200"] * 3, log_metric=hook)
-    assert rewards == [1.0, 0.0, 0.0]
-    assert logged == {"rewards/gsm8k/format": 2 / 3, "rewards/gsm8k/answer": 1 / 3}
-    assert reward.__name__ == "gsm8k" and pickle.loads(pickle.dumps(reward)).grade.kind == "gsm8k"
 
 
 def test_box_with_escaped_braces():
@@ -119,27 +109,12 @@ def test_corpus(fast):
 
 
 def test_plain_numbers_never_reach_the_process(monkeypatch):
-    def fails(*_):
-        raise AssertionError("asked")
-
-    monkeypatch.setattr("trl_ext.rewards.formulas.verify_in_worker", fails)
-    numbers = [
-        "7",
-        "-3",
-        "7.5",
-        "1,234",
-        "3/4",
-        r"\frac{3}{4}",
-        r"2\frac{1}{2}",
-        "0.75",
-        r"5\text{ cm}",
-        "$12",
-        r"0.\bar{3}",
-    ]
-    for answer, truth in itertools.product(numbers, numbers):
-        assert is_correct(answer, truth) is (
-            answer == truth or {answer, truth} in [{"3/4", r"\frac{3}{4}"}, {"0.75", "3/4"}, {"0.75", r"\frac{3}{4}"}]
-        )
+    monkeypatch.setattr("trl_ext.rewards.formulas.verify_in_worker", lambda *_: pytest.fail("asked"))
+    same = [["7"], ["-3"], ["7.5"], ["1,234"], ["5\\text{ cm}"], ["$12"], ["2\\frac{1}{2}"], ["0.\\bar{3}"], ["75\\%"]]
+    same += [["3/4", "\\frac{3}{4}", "0.75"]]
+    for one, other in itertools.product(same, same):
+        for answer, truth in itertools.product(one, other):
+            assert is_correct(answer, truth) is (one is other)
 
 
 @pytest.mark.parametrize("spelling", ["{}", " {} ", "${}$", "${}$.", r"\({}\).", "{}."])
@@ -187,12 +162,12 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("answer", HOSTILE.values(), ids=HOSTILE)
-@pytest.mark.parametrize("fast", [True, False])
-def test_hostile_answers_are_refused_quickly(answer, fast):
+def test_hostile_answers_are_refused_quickly(answer):
     """Some milliseconds each in this process; a second leaves room for a machine under load."""
     started, begin = _worker.started, time.process_time()
-    assert not r1_zero_reward(TAGGED.format(answer), "77", fast=fast)["reward"]
-    assert not question_only_reward(f"\\boxed{{{answer}}}", r"\frac{77}{5}", fast=fast)["reward"]
+    for fast in (True, False):
+        assert not r1_zero_reward(TAGGED.format(answer), "77", fast=fast)["reward"]
+        assert not question_only_reward(f"\\boxed{{{answer}}}", r"\frac{77}{5}", fast=fast)["reward"]
     assert time.process_time() - begin < 1
     assert _worker.started - started <= 1
 
@@ -321,14 +296,29 @@ def test_formulas_against_fractions():
         assert not is_correct(rf"{formula}+\pi", rf"\frac{{{numerator + 1}}}{{{denominator}}}+\pi"), formula
 
 
-@pytest.mark.parametrize(
-    "formula",
-    ["", "1+", "5 6", "x2", "(1", "1)", "1/0", "abc", "0^{-1}", "1..2", "²"]
-    + [r"\ln 0", r"-\log 0", r"\frac{1}{2}+\frac{1}{\ln 0}", r"2^{\ln 0}", r"\ln 0-\ln 0"],
-)
+NO_FORMULAS = [
+    "",
+    "1+",
+    "5 6",
+    "x2",
+    "(1",
+    "1)",
+    "1/0",
+    "abc",
+    "0^{-1}",
+    "1..2",
+    "²",
+    r"\ln 0",
+    r"-\log 0",
+    r"2^{\ln 0}",
+]
+NO_FORMULAS += [r"\frac{1}{2}+\frac{1}{\ln 0}", r"\ln 0-\ln 0"]
+
+
+@pytest.mark.parametrize("formula", NO_FORMULAS)
 def test_what_is_no_formula(formula):
     for truth in ("30", "2x", r"\frac12", r"\infty", r"2^{-\infty}"):
-        assert not is_correct(formula, truth) and not is_correct(f"{formula}+\\pi", f"{truth}+\\pi")
+        assert not is_correct(formula, truth) and not is_correct(rf"{formula}+\pi", rf"{truth}+\pi")
 
 
 # ---- GSM8K's labelled solutions ----

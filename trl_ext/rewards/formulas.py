@@ -24,11 +24,11 @@ UNREAD = re.compile(
     rf"|(?<![A-Za-z\\])[eE]{LONE}|(?:[fg](?=\^\{{-1\}}\()|\\?(?:log|ln|lg)\^\{{-1\}})|(?<!log)_(?:\w|\{{\w+\}})\("
 )
 CALL_OF_FORMULA = re.compile(rf"(?<![A-Za-z\\])[fg](?!{LONE})\(")
-# Towers of powers, long exponents, and factorials of large numbers, of powers or of factorials would keep a computer
-# algebra system busy until the time limit.
+# Towers of powers and of exponentials, long exponents, and factorials of large numbers, of powers or of factorials
+# would keep a computer algebra system busy until the time limit.
 EXPLOSIVE = re.compile(
     r"\^[\s{(]*[0-9.]+\s*\^[\s{(]*[0-9]|\^[\s{]*\([0-9.\s]+\)\s*\^|\^[\s{(]*[0-9,\s]{5,}|[)}]\s*\^[\s{(]*[0-9]{3}"
-    r"|\^[\s{(]*[0-9]+!|[0-9]{4}[\s)}]*!|[)}!]\s*!"
+    r"|\^[\s{(]*[0-9]+!|[0-9]{4}[\s)}]*!|[)}!]\s*!|(?:(?:exp|e\^)\W*){3}"
 )
 FUNCTIONS = "sin|cos|tan|exp|log|ln|arcsin|arccos|arctan"
 FUNCTION = re.compile(rf"(?<![\\A-Za-z])({FUNCTIONS})(?![A-Za-z])")

@@ -29,7 +29,7 @@ class MathWorker:
     """A process that answers one question at a time; threads wait for each other.
 
     Args:
-        seconds: the limit on one question.
+        seconds: the limit on one question, in processor time.
 
     Attributes:
         started: how many processes have been started.
