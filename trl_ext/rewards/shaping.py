@@ -312,12 +312,10 @@ def build_step(entry: Any, where: str = "reward_shaping") -> Step:
     try:
         return STEPS[kind](**{name: value for name, value in entry.items() if name != "kind"})
     except ValidationError as error:
-        # Report a misspelled setting first, because it explains a missing one.
-        fault = max(error.errors(include_url=False), key=lambda fault: fault["type"] == "unexpected_keyword_argument")
-        setting = "".join(f"{name}: " for name in fault["loc"][:1])
+        # A misspelled setting comes last, and explains a missing one.
+        fault = error.errors(include_url=False)[-1]
         takes = ", ".join(field.name for field in dataclasses.fields(STEPS[kind]) if field.init) or "no settings"
-        message = fault["msg"].removeprefix("Value error, ")
-        raise ValueError(f"{where}: {kind}: {brief(setting + message, 160)} (it takes {takes})") from None
+        raise ValueError(f"{where}: {kind}: {fault['loc'][0]}: {brief(fault['msg'])} (it takes {takes})") from None
 
 
 def _of_all_ranks(numbers: list[float]) -> list[list[float]]:
