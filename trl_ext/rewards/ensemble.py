@@ -57,7 +57,7 @@ def combine(
 
 
 def _coefficient(aggregate: str, given: float | None, quantile: float, ddof: int, members: int) -> float | None:
-    """The coefficient to use; raises ValueError if a setting is out of range or of another aggregate."""
+    """Check the settings of an aggregate, and return the coefficient to use."""
     if aggregate not in AGGREGATES:
         raise ValueError(f"aggregate must be one of {', '.join(AGGREGATES)}, got {aggregate!r}")
     default = DEFAULT_COEFFICIENTS.get(aggregate)
@@ -132,15 +132,13 @@ class RewardEnsemble:
                     f"member {name}: no finite score for {len(bad)} of {len(scores)} calibration completions, the "
                     f"first of them number {bad[0]}; leave those out"
                 )
-        shifts, scales = raw.mean(dim=1), raw.std(dim=1, correction=0)
-        for name, scores, spread in zip(self.names, raw, scales.tolist(), strict=True):
             # Scores that should be equal can differ in the last bits of float32.
-            if spread <= 1e-6 * max(1.0, scores.abs().max().item()):
+            if scores.std(correction=0) <= 1e-6 * max(1.0, scores.abs().max().item()):
                 raise ValueError(
                     f"member {name}: all {len(scores)} calibration completions score {scores[0].item():.6g}, so it "
                     "has no scale; calibrate on more varied completions"
                 )
-        self.shifts, self.scales = shifts.tolist(), scales.tolist()
+        self.shifts, self.scales = raw.mean(dim=1).tolist(), raw.std(dim=1, correction=0).tolist()
         self.calibrated_on = len(completions)
         return self
 

@@ -1,4 +1,4 @@
-"""Normalise a mathematical answer: remove LaTeX layout, units, thousands separators and labels."""
+"""Normalise a mathematical answer: remove LaTeX layout, units and labels, and spell numbers in one way."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 import unicodedata
 from dataclasses import dataclass
 from decimal import Decimal
+from fractions import Fraction
 
 SYMBOLS = {
     **dict.fromkeys("−–‐‑‒—―", "-"), "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": r"\div ", "∞": r"\infty ",
@@ -21,9 +22,50 @@ RAISED, LOWERED = re.compile("[⁰¹²³⁴-⁹⁺⁻]+"), re.compile("[₀-₉]
 VULGAR_FRACTION = re.compile("[¼-¾⅐-⅞]")
 ROOT = re.compile(r"√\s*([0-9]+(?:\.[0-9]+)?|[A-Za-z]|\([^()]*\))")
 FULL_WIDTH = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)} | {0x2212: "-"}
-LAYOUT = re.compile(
-    r"\\(?:left|right|[bB]ig{1,2}[lrm]?|displaystyle|limits)(?![A-Za-z])\.?|(?<!\\)\\[!,;:]|\\q?quad|(?<!\\)~"
-)
+# A comma in braces or before a negative space, or a thin space: the separators of LaTeX.
+SEPARATOR = re.compile(r"(?<=[0-9])(?:\{,\}|,?\\[!,;:])\s*(?=[0-9]{3}(?![0-9]))")
+Rules = list[tuple[re.Pattern[str], str]]
+LAYOUT_RULES: Rules = [
+    (SEPARATOR, ","),
+    (re.compile(r"\\(?:left|right|[bB]ig{1,2}[lrm]?|displaystyle|limits)(?![A-Za-z])\.?"), ""),
+    (re.compile(r"(?<!\\)\\[!,;:]|\\q?quad|(?<!\\)~"), ""),
+    (re.compile(r"\{,\}"), ","),
+    (re.compile(r"\{\}\^"), "^"),
+    (re.compile(r"(?<!\\)\\ "), " "),
+    (re.compile(r"\\[dtc]frac(?![A-Za-z])"), r"\\frac"),
+    (re.compile(r"\^\s*\{\s*\\degree\s*\}|\^?\s*\\degree(?![A-Za-z])"), r"^\\circ"),
+    (re.compile(r"\\(sin|cos|tan|sec|csc|cot|sinh|cosh|tanh)\s*\^\s*\{\s*-\s*1\s*\}"), r"\\arc\1 "),
+]
+# The brackets around a matrix and the columns of an array are spelled in several ways; a last row may be empty.
+MATRIX = r"\s*\\begin\{pmatrix\}((?:(?!\\begin|\\end).)*)\\end\{pmatrix\}\s*"
+MATRIX_RULES: Rules = [
+    (re.compile(r"\\begin\s*\{array\}\s*\{[lcr|\s]*\}"), r"\\begin{pmatrix}"),
+    (re.compile(r"\\(begin|end)\s*\{(?:array|(?:[pbB]|small)?matrix)\}"), r"\\\1{pmatrix}"),
+    (re.compile(r"\s*\\\\\s*(?=\\end\{)"), ""),
+    (re.compile(rf"\|{MATRIX}[)\]|]", re.DOTALL), r"\\begin{vmatrix}\1\\end{vmatrix}"),
+    (re.compile(rf"[(\[]{MATRIX}[)\]|]", re.DOTALL), r"\\begin{pmatrix}\1\\end{pmatrix}"),
+]
+# Of lower-case text.
+FRACTION_RULES: Rules = [
+    (re.compile(r"\\frac\s*(\d)\s*(\d)"), r"\\frac{\1}{\2}"),
+    (re.compile(r"\\frac\s*(\d)\s*(?=\{)"), r"\\frac{\1}"),
+    (re.compile(r"\\frac\s*(\{[^{}]*\})\s*(\d)"), r"\\frac\1{\2}"),
+]
+# Of lower-case text. Spaces between digits, around a word, and between a command and a letter are kept.
+ELEMENT_RULES: Rules = [
+    (re.compile(r"\\sqrt\s*([0-9a-z])"), r"\\sqrt{\1}"),
+    (re.compile(r"\\([lgn]e)(?:qslant|qq|q)(?![a-z])"), r"\\\1"),
+    (re.compile("<="), r"\\le "),
+    (re.compile(">="), r"\\ge "),
+    (re.compile(r"\\lt "), "<"),
+    (re.compile(r"\\gt "), ">"),
+    (re.compile(r"(?<!log)_\s*([0-9]+|[a-z](?![a-z]))"), r"_{\1}"),
+    (re.compile(r"(?<![a-z])(d[a-z])/(d[a-z])(?![a-z])"), r"\\frac{\1}{\2}"),
+    (re.compile(r"^\+(?=\\infty)"), ""),
+    (re.compile(r"(\\[a-z]+|(?<![\\a-z])[a-z]{3,})\s+(?=[a-z])|([a-z])\s+(?=[a-z]{3,})"), "\\1\\2\0"),
+    (re.compile(r"(?<![0-9\0])\s+|\s+(?![0-9])"), ""),
+    (re.compile("\0"), " "),
+]
 UNIT_SYNONYMS = {
     "cm": "centimeter centimeters centimetre centimetres", "mm": "millimeter millimeters",
     "m": "meter meters metre metres",
@@ -58,19 +100,18 @@ LABEL = re.compile(
 )
 REVERSED_LABEL = re.compile(r"([^=]*[^=\s<>!\\])\s*=\s*([A-Za-z])")
 THOUSANDS = re.compile(r"^([+-]?)([0-9]{1,3}(?:,[0-9]{3})+)(\.[0-9]*)?$")
-# A comma in braces or before a negative space, or a thin space: the separators of LaTeX.
-SEPARATOR = re.compile(r"(?<=[0-9])(?:\{,\}|,?\\[!,;:])\s*(?=[0-9]{3}(?![0-9]))")
 SCIENTIFIC = re.compile(
     r"([+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+))(?:e|\s*(?:\\times|\\cdot|\*|x)\s*10\s*\^\s*)(\{?)\s*([+-]?[0-9]{1,3})\s*(\}?)",
     re.IGNORECASE,
 )
 DEGREE = re.compile(r"\s*\^\s*(?:\\circ|\{\s*\\circ\s*\})\s*(?:([CF])|\\(?:text|mathrm)\s*\{\s*([CF])\s*\})?$")
-# The brackets around a matrix and the columns of an array are spelled in several ways.
-MATRIX_NAME = re.compile(r"\\begin\s*\{array\}\s*\{[lcr|\s]*\}|\\(begin|end)\s*\{(?:array|(?:[pbB]|small)?matrix)\}")
-MATRIX_IN_BRACKETS = re.compile(
-    r"([(\[|])\s*\\begin\{pmatrix\}((?:(?!\\begin|\\end).)*)\\end\{pmatrix\}\s*[)\]|]", re.DOTALL
-)
 SCALED = re.compile(r"^([+-]?[0-9]+(?:\.[0-9]+)?)\s*(hundred|thousand|million|billion|trillion)$", re.IGNORECASE)
+INTEGER = re.compile(r"[+-]?[0-9]+")
+DECIMAL = re.compile(r"[+-]?(?=\.?[0-9])[0-9]*\.?[0-9]*")
+FRACTION = re.compile(r"([+-]?)(?:\\frac\{([+-]?[0-9]+)\}\{([+-]?[0-9]+)\}|([0-9]+)/([0-9]+))")
+MIXED = re.compile(r"(-?)([0-9]+)\s*(?:\\frac\{([0-9]+)\}\{([0-9]+)\}|(?<=\s)([0-9]+)/([0-9]+))")
+# Repeating decimals: the digits under a bar.
+REPEATING = re.compile(r"([+-]?)([0-9]*)\.([0-9]*)\\(?:bar|overline)\s*(?:\{([0-9]+)\}|([0-9]))")
 SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 
 
@@ -101,7 +142,8 @@ class Answer:
 
 def clean(text: str) -> Answer:
     """Remove layout, delimiters, units and a leading `x =` from an answer of ordinary length."""
-    text = _without_layout(text)
+    text = _rewritten(text if text.isascii() else _ascii(text), LAYOUT_RULES)
+    text = _rewritten(_without_delimiters(" ".join(text.split())), MATRIX_RULES)
     variable = ""
     label = LABEL.match(text)
     if label and "=" not in text[label.end() :]:
@@ -134,15 +176,10 @@ def _fraction(match: re.Match) -> str:
     return r"\frac{{{}}}{{{}}}".format(*unicodedata.normalize("NFKC", match[0]).split("\u2044"))
 
 
-def _without_layout(text: str) -> str:
-    text = text if text.isascii() else _ascii(text)
-    text = LAYOUT.sub("", SEPARATOR.sub(",", text)).replace("{,}", ",").replace("{}^", "^")
-    text = re.sub(r"(?<!\\)\\ ", " ", text)
-    text = re.sub(r"\\[dtc]frac(?![A-Za-z])", r"\\frac", text)
-    text = re.sub(r"\^\s*\{\s*\\degree\s*\}|\^?\s*\\degree(?![A-Za-z])", r"^\\circ", text)
-    text = re.sub(r"\\(sin|cos|tan|sec|csc|cot|sinh|cosh|tanh)\s*\^\s*\{\s*-\s*1\s*\}", r"\\arc\1 ", text)
-    text = _without_delimiters(" ".join(text.split()))
-    return _one_matrix(text) if "\\begin" in text else text
+def _rewritten(text: str, rules: Rules) -> str:
+    for pattern, replacement in rules:
+        text = pattern.sub(replacement, text)
+    return text
 
 
 def _without_delimiters(text: str) -> str:
@@ -160,18 +197,6 @@ def _without_delimiters(text: str) -> str:
         whole = TEXT_COMMAND.fullmatch(text)
         text = whole[1].strip() if whole else text
     return text
-
-
-def _one_matrix(text: str) -> str:
-    """Every matrix as `pmatrix`, every determinant as `vmatrix`, without a last empty row."""
-    text = MATRIX_NAME.sub(lambda match: rf"\{match[1] or 'begin'}{{pmatrix}}", text)
-    text = re.sub(r"\s*\\\\\s*(?=\\end\{)", "", text)
-
-    def bracketed(match: re.Match) -> str:
-        name = "vmatrix" if match[1] == "|" else "pmatrix"
-        return rf"\begin{{{name}}}{match[2]}\end{{{name}}}"
-
-    return MATRIX_IN_BRACKETS.sub(bracketed, text)
 
 
 def _without_unit(text: str) -> tuple[str, str]:
@@ -213,7 +238,7 @@ def _one_spelling(unit: str) -> str:
     return "/".join(UNITS[word] for word in words) + power
 
 
-def without_exponent(text: str) -> str:
+def _without_exponent(text: str) -> str:
     """`1.5e3` and `1.5\\times 10^{3}` as `1500`; any other text as it is."""
     scientific = SCIENTIFIC.fullmatch(text)
     if not scientific or bool(scientific[2]) != bool(scientific[4]):
@@ -222,14 +247,49 @@ def without_exponent(text: str) -> str:
 
 
 def _plain_number(text: str) -> str:
-    text = without_exponent(text)
-    thousands = THOUSANDS.match(text)
-    if thousands:
-        return thousands[1] + thousands[2].replace(",", "") + (thousands[3] or "")
-    scaled = SCALED.match(text.replace(",", ""))
-    if scaled:
-        digits, _, decimals = scaled[1].partition(".")
-        zeros = SCALES[scaled[2].lower()]
-        if len(decimals) <= zeros:
-            return f"{digits}{decimals.ljust(zeros, '0')}"
+    """A number without exponent and thousands separators; `3 million` written out."""
+    text = _without_exponent(text)
+    if THOUSANDS.fullmatch(text):
+        return text.replace(",", "")
+    scaled = SCALED.fullmatch(text.replace(",", ""))
+    value = Fraction(scaled[1]) * 10 ** SCALES[scaled[2].lower()] if scaled else None
+    return str(value) if value is not None and value.denominator == 1 else text
+
+
+def canonical(text: str) -> str:
+    """A part of an answer in lower case, without spaces, and with one spelling of each fraction and whole number."""
+    text = text.strip().lower()
+    if INTEGER.fullmatch(text):
+        return str(int(text))
+    if matrix := re.fullmatch(r"\\begin\{([a-z]*matrix)\}(.*)\\end\{\1\}", text, re.DOTALL):
+        rows = (row.split("&") for row in matrix[2].split(r"\\"))
+        return f"{matrix[1]}:" + r"\\".join("&".join(map(canonical, row)) for row in rows)
+    # In `2 3/4`, the space matters.
+    if mixed := MIXED.fullmatch(_rewritten(text, FRACTION_RULES)):
+        sign, whole, *parts = (part for part in mixed.groups() if part is not None)
+        return f"{sign}({whole}+{parts[0]}/{parts[1]})"
+    text = _rewritten(text, FRACTION_RULES + ELEMENT_RULES)
+    while text.startswith("{") and text.endswith("}") and "{" not in text[1:-1]:
+        text = text[1:-1]
+    text = _without_exponent(text)
+    if repeating := REPEATING.fullmatch(text):
+        # 0.1666... is (16 - 1)/90.
+        sign, whole, before, *repeated = repeating.groups(default="")
+        start, digits = int(f"{whole}{before}" or "0"), "".join(repeated)
+        text = f"{sign}{Fraction(int(f'{start}{digits}') - start, (10 ** len(digits) - 1) * 10 ** len(before))}"
+    if DECIMAL.fullmatch(text) and not text.partition(".")[2].strip("0"):
+        return str(Fraction(text))
+    if fraction := FRACTION.fullmatch(text):
+        sign, *parts = (part for part in fraction.groups() if part is not None)
+        negative = (sign + "".join(parts)).count("-") % 2
+        return "-" * negative + "/".join(str(abs(int(part))) for part in parts)
     return text
+
+
+def rational(text: str) -> Fraction | None:
+    """The value of a whole number, a decimal, a fraction or a mixed number in canonical spelling; None for others."""
+    if mixed := re.fullmatch(r"(-?)\(([0-9]+)\+([0-9]+/[0-9]*[1-9][0-9]*)\)", text):
+        value = int(mixed[2]) + Fraction(mixed[3])
+        return -value if mixed[1] else value
+    is_number = DECIMAL.fullmatch(text) or FRACTION.fullmatch(text)
+    return Fraction(text) if is_number and not text.endswith("/0") else None

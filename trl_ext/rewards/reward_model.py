@@ -36,9 +36,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 class RewardModel:
     """Scores completions of prompts with a saved reward model: a full model with a score head, or a LoRA adapter.
 
-    The constructor reads and checks only configuration files and the headers of weights. The weights are loaded at
-    the first score or by `load`; they are not loaded if `share` puts the adapter on an existing backbone. The object
-    is also a reward function for TRL's trainers.
+    The constructor reads only configurations and the headers of weights, which `load`, `share` or the first score
+    loads. The object is also a reward function for TRL's trainers.
 
     Args:
         folder_or_hub_name: where the model was saved.
@@ -51,12 +50,9 @@ class RewardModel:
             for padded batches. A shared backbone keeps its owner's setting.
 
     Attributes:
-        name: as above.
         limits: `max_prompt_tokens`, beyond which prompts lose their beginning, and `max_response_tokens`, beyond which
-            completions lose their end; None for no limit. They are those of training, which `RewardTrainer` saves
-            with the model, or 512 if unknown.
-        is_adapter: whether it is a LoRA adapter.
-        base_name_or_path: an adapter's base; None for a full model.
+            completions lose their end; None for no limit. `RewardTrainer` saves them; 512 if unknown.
+        adapter: its LoRA adapter; None for a full model.
 
     Raises:
         FileNotFoundError: the folder does not exist or holds no model, or the base or tokenizer is missing.
@@ -76,21 +72,18 @@ class RewardModel:
         for argument, value, choices in (("dtype", dtype, DTYPES), ("packing", packing, ("auto", "off"))):
             if value not in choices:
                 raise ValueError(f"{argument} must be one of {', '.join(choices)}, got {value!r}")
-        self.folder, self.adapter = find_reward_model(folder_or_hub_name, base=base)
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-        self.name = name or telling_name(str(folder_or_hub_name))
-        self.__name__ = self.name
+        self.folder, self.adapter = find_reward_model(folder_or_hub_name, base=base)
+        self._tokenizer_from = _tokenizer_source(self.folder, self.adapter)
+        self.name = self.__name__ = name or telling_name(str(folder_or_hub_name))
         limits = self.folder / LIMITS_FILE
         saved = json.loads(limits.read_text(encoding="utf-8")) if limits.is_file() else {}
         self.limits = {name: saved.get(name, 512) for name in ("max_prompt_tokens", "max_response_tokens")}
-        self.batch_size = batch_size
-        self.dtype = DTYPES[dtype]
-        self.packing = packing
-        self._tokenizer_from = require_tokenizer(self.folder, self.adapter)
+        self.batch_size, self.dtype, self.packing = batch_size, DTYPES[dtype], packing
         self.model = None
         self.backbone: SharedBackbone | None = None
-        self._said_that_ends_do_not_show = False
+        self._warned = False
 
     @property
     def is_adapter(self) -> bool:
@@ -185,9 +178,9 @@ class RewardModel:
         Raises:
             ValueError: the lengths differ, or a completion cannot be encoded.
         """
-        ends_do_not_show = self.pad_token_id == self.tokenizer.eos_token_id
-        if finished is not None and not all(finished) and ends_do_not_show and not self._said_that_ends_do_not_show:
-            self._said_that_ends_do_not_show = True
+        was_cut = finished is not None and not all(finished)
+        if was_cut and not self._warned and self.pad_token_id == self.tokenizer.eos_token_id:
+            self._warned = True
             logger.warning(
                 "reward model %s: its padding token is the end-of-turn token, so scores are read before it, and a "
                 "completion that was cut scores as if it had ended; in training and best-of-n, missing_eos_penalty "
@@ -257,10 +250,9 @@ def find_reward_model(folder_or_hub_name: str | Path, *, base: str | None = None
     return folder, None
 
 
-def require_tokenizer(folder: Path, adapter: RewardAdapter | None) -> str:
+def _tokenizer_source(folder: Path, adapter: RewardAdapter | None) -> str:
     """The folder or hub name of the reward model's tokenizer: its own, otherwise its base's."""
-    candidates = [str(folder)] if adapter is None else [str(folder), adapter.base]
-    for name in candidates:
+    for name in [str(folder)] if adapter is None else [str(folder), adapter.base]:
         # A base on the hub is checked when it is loaded.
         if not Path(name).is_dir() or (Path(name) / "tokenizer_config.json").is_file():
             return name
@@ -286,9 +278,6 @@ def _local_folder(name: str) -> Path:
         raise FileNotFoundError(
             f"no reward model {name!r}: there is no such folder, and the hub has none of that name within reach"
         ) from error
-
-
-# ---- Sharing a base ----
 
 
 def share_or_load(
@@ -320,54 +309,45 @@ def share_or_load(
     """
     if mode not in ("auto", "always", "never"):
         raise ValueError(f"mode must be auto, always or never, got {mode!r}")
-    reasons: dict[int, str] = {}
-    lines: dict[int, str] = {}
-    backbone = None
-    for index, model in enumerate(models):
+    # Of every model, where it was placed, or why it cannot be on the policy's backbone.
+    placed: dict[RewardModel, str] = {}
+    reasons: dict[RewardModel, str] = {}
+    backbones: list[SharedBackbone] = []
+    for model in models:
         if model.backbone is not None:
-            lines[index] = "where it was, on a shared backbone"
+            placed[model] = "where it was, on a shared backbone"
         elif mode == "never":
-            reasons[index] = "sharing is switched off"
+            reasons[model] = "sharing is switched off"
         elif model.adapter is None:
-            reasons[index] = "it is a full model, not an adapter"
+            reasons[model] = "it is a full model, not an adapter"
         elif policy is None or policy_reason is not None:
-            reasons[index] = policy_reason or "there is no policy"
+            reasons[model] = policy_reason or "there is no policy"
         else:
             try:
-                backbone = backbone or SharedBackbone(policy)
-                model.share(backbone)
-                lines[index] = f"on the policy's backbone, {model.base_name_or_path}"
+                backbones = backbones or [SharedBackbone(policy)]
+                model.share(backbones[0])
+                placed[model] = f"on the policy's backbone, {model.base_name_or_path}"
             except ValueError as error:
-                reasons[index] = str(error)
-        if mode == "always" and index in reasons:
-            raise ValueError(f"reward model {model.name} cannot sit on the policy's backbone: {reasons[index]}")
-    if mode == "auto":
-        lines |= _share_frozen(models, reasons, device)
-    for index, reason in reasons.items():
-        if index not in lines:
-            models[index].load(device)
-            lines[index] = f"a copy of its own: {reason}"
-    return [f"{model.name}: {lines[index]}" for index, model in enumerate(models)]
-
-
-def _share_frozen(models: Sequence[RewardModel], reasons: dict[int, str], device) -> dict[int, str]:
-    """Put adapters with the same base onto one frozen copy; return a line for each adapter placed."""
-    by_base = defaultdict(list)
-    for index in reasons:
-        model = models[index]
-        if model.adapter is not None and model.adapter.obstacle is None:
-            by_base[model.base_name_or_path, model.dtype].append(index)
-    lines = {}
-    for (base, dtype), indices in by_base.items():
-        if len(indices) < 2:
+                reasons[model] = str(error)
+        if mode == "always" and model in reasons:
+            raise ValueError(f"reward model {model.name} cannot sit on the policy's backbone: {reasons[model]}")
+    groups = defaultdict(list)
+    for model in reasons:
+        if mode == "auto" and model.adapter is not None and model.adapter.obstacle is None:
+            groups[model.base_name_or_path, model.dtype].append(model)
+    for (base, dtype), group in groups.items():
+        if len(group) < 2:
             continue
-        packed = all(models[index].packing == "auto" for index in indices)
-        backbone = SharedBackbone.load(base, dtype=dtype, device=device, packed=packed)
-        for index in indices:
+        packed = all(model.packing == "auto" for model in group)
+        frozen = SharedBackbone.load(base, dtype=dtype, device=device, packed=packed)
+        for model in group:
             try:
-                models[index].share(backbone)
+                model.share(frozen)
+                placed[model] = f"on one frozen copy of {base} with others: {reasons[model]}"
             except ValueError as error:
-                reasons[index] = f"{reasons[index]}; and {error}"
-            else:
-                lines[index] = f"on one frozen copy of {base} with others: {reasons[index]}"
-    return lines
+                reasons[model] = f"{reasons[model]}; and {error}"
+    for model, reason in reasons.items():
+        if model not in placed:
+            model.load(device)
+            placed[model] = f"a copy of its own: {reason}"
+    return [f"{model.name}: {placed[model]}" for model in models]

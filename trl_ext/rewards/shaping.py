@@ -163,17 +163,15 @@ STEPS: dict[str, type[Step]] = {step.kind: step for step in Step.__subclasses__(
 
 
 class ShapedReward:
-    """A reward function that applies shaping steps, in order, to the rewards of another.
+    """A reward function with TRL's signature that applies steps, in order, to the rewards of another.
 
-    It has TRL's signature and passes its arguments unchanged to the inner reward. A missing reward (None) stays None,
-    and a number that is not finite stays as it is, for the trainer to report. The name in metrics is the inner name
-    followed by the steps, `reward-model+whiten+clip`; the mean before shaping is logged under the inner name, as
-    `rewards/<name>/mean`.
+    A missing reward (None) stays None, and a number that is not finite stays as it is, for the trainer to report. The
+    name in metrics is the inner name followed by the steps, `reward-model+whiten+clip`; the mean before shaping is
+    logged as `rewards/<inner name>/mean`.
 
-    A reward function sees only the rows of its own process. Batch and running statistics are summed over all processes
-    by a collective operation in every call, so every process must call the reward equally often, as TRL's rollouts do.
-    If the inner reward raises on one process, that process takes part with no rows and then raises, so that no other
-    process waits.
+    Statistics are summed over all processes by a collective operation in every call, so every process must call the
+    reward equally often, as TRL's rollouts do. If the inner reward raises on one process, that process takes part
+    with no rows and then raises, so that no other process waits.
 
     Args:
         reward: a function with TRL's signature, a `RewardModel` or a `RewardEnsemble`.
@@ -257,7 +255,7 @@ class ShapedReward:
         Raises:
             ValueError: the state belongs to other steps.
         """
-        saved, own = ([entry["kind"] for entry in state["steps"]], [step.kind for step in self.steps])
+        saved, own = [entry["kind"] for entry in state["steps"]], [step.kind for step in self.steps]
         if saved != own:
             raise ValueError(f"the saved state is of the shaping {'+'.join(saved)}, and this one is {'+'.join(own)}")
         for step, entry in zip(self.steps, state["steps"], strict=True):
@@ -314,12 +312,10 @@ def build_step(entry: Any, where: str = "reward_shaping") -> Step:
     try:
         return STEPS[kind](**{name: value for name, value in entry.items() if name != "kind"})
     except ValidationError as error:
-        # Report a misspelled setting first, because it explains a missing one.
-        fault = max(error.errors(include_url=False), key=lambda fault: fault["type"] == "unexpected_keyword_argument")
-        setting = "".join(f"{name}: " for name in fault["loc"][:1])
+        # A misspelled setting comes last, and explains a missing one.
+        fault = error.errors(include_url=False)[-1]
         takes = ", ".join(field.name for field in dataclasses.fields(STEPS[kind]) if field.init) or "no settings"
-        message = fault["msg"].removeprefix("Value error, ")
-        raise ValueError(f"{where}: {kind}: {brief(setting + message, 160)} (it takes {takes})") from None
+        raise ValueError(f"{where}: {kind}: {fault['loc'][0]}: {brief(fault['msg'])} (it takes {takes})") from None
 
 
 def _of_all_ranks(numbers: list[float]) -> list[list[float]]:

@@ -9,7 +9,6 @@ from typing import Any
 
 from trl_ext.names import nearest
 from trl_ext.rewards.answers import is_correct, last_boxed, truth_texts
-from trl_ext.rewards.math_worker import require_math_verify
 from trl_ext.rewards.parsers import countdown_is_solved, parse_gsm8k_response
 
 Truth = str | float | Iterable[str | float]
@@ -24,14 +23,14 @@ def r1_zero_reward(response: str, ground_truth: Truth, fast: bool = True) -> dic
     Args:
         response: the text after the prompt, which ends with `<think>`.
         ground_truth: text, a number, `\\boxed{...}`, or a list of alternatives.
-        fast: False to ask math-verify about answers that `is_correct` cannot confirm by itself.
+        fast: False to give math-verify whole answers as well, as for `is_correct`.
 
     Returns:
-        `format_reward`, `answer_reward` and `reward`, each 0 or 1; the reward is that of the answer, and an answer in
-        the wrong form earns nothing.
+        `format_reward`, `answer_reward` and `reward`, each 0 or 1. The reward is that of the answer: 0 in the
+        wrong form.
 
     Raises:
-        ValueError: the truth is not an answer, or math-verify is asked for and not installed.
+        ValueError: the truth is not an answer.
     """
     answer = _tagged_answer(response)
     return _graded(answer is not None, _unboxed(answer), ground_truth, fast)
@@ -82,11 +81,11 @@ class VerifiedGrader:
 
     Attributes:
         kind: `r1_zero` (tags), `question_only` (a box), `gsm8k` (the last number), or `countdown` (tags around an
-            expression of given numbers).
-        fast: False to ask math-verify about answers that `is_correct` cannot confirm by itself.
+            expression of the row's `numbers` that makes its `answer`).
+        fast: as for `is_correct`.
 
     Raises:
-        ValueError: there is no such kind, or math-verify is asked for and not installed.
+        ValueError: there is no such kind.
     """
 
     kind: str = "r1_zero"
@@ -97,18 +96,12 @@ class VerifiedGrader:
             raise ValueError(
                 f"the reward must be one of {', '.join(KINDS)}, got {self.kind!r}{nearest(str(self.kind), [*KINDS])}"
             )
-        if not self.fast:
-            require_math_verify()
 
     def __call__(self, response: str, row: Mapping[str, Any]) -> dict[str, float]:
         """`reward`, `format_reward` and `answer_reward` of a response, each 0 or 1."""
-        return self.score(response, row["answer"], row.get("numbers"))
-
-    def score(self, response: str, truth: Any, numbers: Sequence[int] | None = None) -> dict[str, float]:
-        """The same, with the truth given; `numbers` are for `countdown`."""
         if self.kind == "countdown":
-            return countdown_reward(response, numbers, truth)
-        return ANSWER_REWARDS[self.kind](response, truth, fast=self.fast)
+            return countdown_reward(response, row.get("numbers"), row["answer"])
+        return ANSWER_REWARDS[self.kind](response, row["answer"], fast=self.fast)
 
     def parsed_answer(self, response: str) -> str | None:
         """The answer that the reward extracts from a response; None if there is none."""
@@ -117,7 +110,7 @@ class VerifiedGrader:
         return last_boxed(response) if self.kind == "question_only" else parse_gsm8k_response(response)
 
 
-# The name under which recipes create it.
+# The name under which evaluations and recipes create it.
 grader = VerifiedGrader
 
 
@@ -125,15 +118,14 @@ class VerifiedReward:
     """A reward function for TRL's trainers, which can be pickled.
 
     Args:
-        kind: `r1_zero`, `question_only` and `gsm8k` for `r1_zero_reward`, `question_only_reward` and `gsm8k_reward`;
-            `countdown` for `countdown_reward`, which reads its target from the truth's column.
-        truth_column: the dataset's column with the truth of each row: a text, a number or a list of those.
+        kind, fast: as for `VerifiedGrader`.
+        truth_column: the dataset's column with the truth of each row: a text, a number or a list of those; for
+            `countdown`, its target.
         name: the name that TRL logs it under; None for the kind.
-        fast: False to ask math-verify about answers that `is_correct` cannot confirm by itself.
         numbers_column: for `countdown`, the column with the numbers to use.
 
     Raises:
-        ValueError: there is no such kind, or math-verify is asked for and not installed.
+        ValueError: there is no such kind.
     """
 
     def __init__(
@@ -165,14 +157,14 @@ class VerifiedReward:
         Raises:
             ValueError: the truth's column is missing, or a row has no truth.
         """
-        truths = self._column(self.truth_column, columns)
-        numbers = [None] * len(completions)
+        given = {"answer": self._column(self.truth_column, columns)}
         if self.grade.kind == "countdown":
-            numbers = self._column(self.numbers_column, columns)
+            given["numbers"] = self._column(self.numbers_column, columns)
         rewards = []
-        for index, (completion, truth, given) in enumerate(zip(completions, truths, numbers, strict=True)):
+        for index, (completion, *values) in enumerate(zip(completions, *given.values(), strict=True)):
             try:
-                rewards.append(self.grade.score(completion_text(completion), truth, given))
+                row = dict(zip(given, values, strict=True))
+                rewards.append(self.grade(completion_text(completion), row))
             except ValueError as error:
                 raise ValueError(f"{self.__name__}: row {index}, column {self.truth_column!r}: {error}") from error
         for part in ("format", "answer"):

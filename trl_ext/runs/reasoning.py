@@ -46,7 +46,9 @@ class ProblemArguments:
         "and boxed, else r1_zero.",
     )
     use_math_verify: bool = HfArg(
-        default=False, help="Also ask math-verify about answers that string and value comparison do not decide."
+        default=False,
+        help="Give math-verify whole answers as well: it accepts unreduced fractions, lists in any order and "
+        "equivalent equations.",
     )
     num_eval_prompts: int | None = HfArg(default=None, help="Problems to evaluate on. Default: all.")
     max_new_tokens: int = HfArg(default=1024, help="Longest response, in tokens.")
