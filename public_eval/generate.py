@@ -6,7 +6,6 @@ from trl_ext.evaluation.command_line import at_least_one, format_table, one_line
 from trl_ext.evaluation.submissions.assets import MAX_PROMPT_TOKENS
 from trl_ext.evaluation.submissions.commands import DEFAULT, add_prompt_arguments, make_parser
 from trl_ext.evaluation.submissions.submission import generate_submission_file
-from trl_ext.models.loading import DTYPES
 
 DESCRIPTION = """\
 Greedy responses of a policy to the public prompts, in the format of submissions.
@@ -28,7 +27,11 @@ def main(arguments: list[str] | None = None) -> None:
         "--max_prompt_tokens", type=at_least_one, default=MAX_PROMPT_TOKENS, help="the end is kept" + DEFAULT
     )
     parser.add_argument("--batch_size", type=at_least_one, default=32, help="prompts per batch" + DEFAULT)
-    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="of the weights; auto is as saved")
+    parser.add_argument(
+        "--dtype",
+        default="auto",
+        help="of the weights: float32, bfloat16, float16, or auto, which is as saved" + DEFAULT,
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace a file of another model or settings")
     with one_line_errors():
         options = vars(parser.parse_args(arguments))

@@ -448,7 +448,8 @@ class Algorithm(AlgorithmSettings, Entry):
             permitted = next((equal for equal in _EQUAL_BUT_FOR_A_FACTOR if own in equal), (own,))
             if given.get(flag, own) not in permitted:
                 shown = getattr(given[flag], "__name__", given[flag])
-                reason = f"it is defined by its {flag}; use --{flag} {' or '.join(permitted)}, or --algorithm grpo"
+                use = f"use --{flag} {' or '.join(permitted)}, or --algorithm grpo"
+                reason = f'it is "{self.summary}"; {use}'
                 raise _contradiction("algorithm", self.name, flag, shown, reason)
         high = self._own.get("epsilon_high")
         if high is not None and "epsilon_high" not in given and given.get("epsilon", 0) > high:
