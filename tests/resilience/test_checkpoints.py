@@ -67,12 +67,19 @@ def test_a_checkpoint_without_its_marker_is_passed_over(run):
 )
 def test_a_checkpoint_of_stock_trainers_has_no_marker(name, error, said, run):
     """One that is named is accepted all the same, unless a file is missing."""
-    (run / "checkpoint-3" / MARKER).unlink()
+    for written in (MARKER, "progress_0.pt"):
+        (run / "checkpoint-3" / written).unlink()
     if name is None:
         check_checkpoint(run / "checkpoint-3")
         return
     (run / "checkpoint-3" / name).unlink()
     with pytest.raises(error, match=f"checkpoint-3 cannot be resumed from: {said}; name an earlier one"):
+        check_checkpoint(run / "checkpoint-3")
+
+
+def test_a_named_checkpoint_that_was_not_written_to_its_end_is_refused(run):
+    (run / "checkpoint-3" / MARKER).unlink()
+    with pytest.raises(ValueError, match="checkpoint-3 was not written to its end: name an earlier one"):
         check_checkpoint(run / "checkpoint-3")
 
 

@@ -54,7 +54,7 @@ def check_checkpoint(checkpoint: str | Path) -> None:
 
     Raises:
         FileNotFoundError: there is no such folder, or it has no trainer_state.json.
-        ValueError: it has no weights, or no optimizer.
+        ValueError: it has no weights or no optimizer, or is one of this library's that was not written to its end.
     """
     folder = Path(checkpoint)
     if not folder.is_dir():
@@ -65,6 +65,8 @@ def check_checkpoint(checkpoint: str | Path) -> None:
         if not any(any(folder.glob(pattern)) for pattern in patterns):
             kind = FileNotFoundError if what == STATE_FILE else ValueError
             raise kind(f"the checkpoint {checkpoint} cannot be resumed from: it has no {what}; name an earlier one")
+    if any(folder.glob("progress_*.pt")):
+        raise ValueError(f"the checkpoint {checkpoint} was not written to its end: name an earlier one")
 
 
 def delete(checkpoint: Path) -> None:

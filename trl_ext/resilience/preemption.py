@@ -7,6 +7,7 @@ import signal
 
 import torch
 from transformers import TrainerCallback
+from transformers.trainer_utils import SaveStrategy
 
 from trl_ext.processes import end_processes, is_main_process
 from trl_ext.resilience.guards import leave_epoch, stop_training
@@ -54,6 +55,7 @@ class Preemption(TrainerCallback):
             self._stopped = True
             # For the rest of the program, which only saves.
             args.save_only_model = args.load_best_model_at_end = False
+            args.save_strategy = SaveStrategy.STEPS
             stop_training(state, control, saves=True)
 
     def on_epoch_end(self, args, state, control, **kwargs):

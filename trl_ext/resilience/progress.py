@@ -63,6 +63,8 @@ class Progress:
 
 def write_progress(trainer, checkpoint: Path) -> None:
     """Write the progress of this process."""
+    # With save_only_model, transformers makes the folder on the first process alone, or on one of each machine.
+    checkpoint.mkdir(parents=True, exist_ok=True)
     torch.save(asdict(Progress.of(trainer)), checkpoint / f"progress_{trainer.args.process_index}.pt")
 
 

@@ -107,7 +107,8 @@ class ResilientTraining:
         if self.update_guard.failure is not None:
             raise FloatingPointError(self.update_guard.failure)
         best, ended = self.state.best_model_checkpoint, self.state.global_step >= self.state.max_steps
-        if best and ended and limit == 1 and self.args.should_save:
+        own = best and Path(best).resolve().parent == Path(self.args.output_dir).resolve()
+        if own and ended and limit == 1 and self.args.should_save:
             # As transformers does: a run that has ended needs its best checkpoint alone.
             checkpoints.delete_old(Path(best), limit)
         return result
@@ -208,7 +209,7 @@ class ResilientTraining:
             save_reference(self, folder)
         # Each writer has an error of its own for a full disk, and most of them keep no error number.
         except (OSError, RuntimeError) as error:
-            if should_reduce_batch_size(error) or isinstance(error, HTTPError):
+            if should_reduce_batch_size(error) or isinstance(error, (HTTPError, torch.distributed.DistError)):
                 raise
             if self.args.should_save:
                 # It is of no use and takes up space.
