@@ -335,6 +335,16 @@ def test_calls_that_are_left_padded(place, value, reason):
     assert packing.active and packing.packed_tokens == 0 and packing.left_padded == ({reason: 1} if reason else {})
 
 
+def test_hidden_states_that_the_configuration_asks_for_are_padded():
+    model, batch = tiny_model("qwen2", output_hidden_states=True), ragged()
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    expected = model(**inputs, use_cache=False)
+    packing = share_prefixes(model)
+    got = model(**inputs, use_cache=False)
+    assert packing.left_padded == {"takes output_hidden_states": 1}
+    assert all(state.equal(other) for state, other in zip(got.hidden_states, expected.hidden_states, strict=True))
+
+
 def test_what_is_packed_all_the_same():
     """Every batch, however little it saves, and what spells out what is the case.
 

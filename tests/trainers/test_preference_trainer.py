@@ -212,6 +212,32 @@ def test_a_reference_is_refused_where_it_is_not_used(spec, name, tiny_model_path
 # ---- The trainer's life ----
 
 
+@pytest.mark.parametrize("name", ["DPOTrainer", "AOTTrainer", "SFTTrainer", "RewardTrainer"])
+def test_an_evaluation_that_was_not_logged_is_not_in_the_next(name, tiny_model_path, tmp_path):
+    spec = {"model": tiny_model_path, "trainer": name, "args": {"per_device_eval_batch_size": 2}}
+    spec |= REFERENCE if name in ("DPOTrainer", "AOTTrainer") else {}
+    trainer = build({**spec, "held_out": pairs(6, seed=3)}, str(tmp_path))
+
+    def figures():
+        return {key: value for key, value in trainer.evaluate().items() if not key.endswith(("_second", "time"))}
+
+    expected = figures()
+    step, calls = trainer.prediction_step, iter([None, KeyboardInterrupt])
+
+    def interrupted(*args, **kwargs):
+        if error := next(calls):
+            raise error
+        return step(*args, **kwargs)
+
+    trainer.prediction_step = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        trainer.evaluate()
+    trainer.prediction_step = step
+    assert figures() == expected
+    trainer.predict(trainer.eval_dataset.select([0, 1]))
+    assert figures() == expected
+
+
 def test_evaluation_metrics(models, tiny_model_path, tmp_path):
     rows = pairs(6, seed=3)
     spec = {"model": tiny_model_path, **REFERENCE, "args": {"beta": 0.3, "per_device_eval_batch_size": 6}}

@@ -15,6 +15,7 @@ from trl import KTOConfig as TRLKTOConfig
 from trl import KTOTrainer as TRLKTOTrainer
 
 from trl_ext.data.unpaired import pairs_to_unpaired
+from trl_ext.names import check_choice
 from trl_ext.processes import warn_once_per_run
 from trl_ext.resilience.training import ResilientTraining
 from trl_ext.trainers.context import (
@@ -27,7 +28,6 @@ from trl_ext.trainers.context import (
 )
 from trl_ext.trainers.defaults import (
     TruncatedFields,
-    check_choice,
     check_positive,
     check_training,
     configuration,

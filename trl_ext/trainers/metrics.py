@@ -26,6 +26,18 @@ class StepMetrics:
     mean_of_nothing = 0.0
     # Sum and count of each metric of the step or the evaluation in progress; kept apart, as TRL keeps its metrics.
     _sums: dict[str, dict[str, tuple[float, float]]] | None = None
+    _held_out_prefix = "eval"
+    # Scores of the pairs of the evaluation in progress, for a loss that is one of all pairs.
+    _held_out: list[PreferenceScores]
+
+    def evaluation_loop(self, *args, metric_key_prefix: str = "eval", **kwargs):
+        # `predict`, and an evaluation that was interrupted, leave what was never logged.
+        self._metrics["eval"].clear()
+        if self._sums:
+            self._sums["eval"].clear()
+        self._held_out = []
+        self._held_out_prefix = metric_key_prefix
+        return super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
 
     def add_metrics(self, values: dict[str, tuple[Tensor, Tensor]]) -> None:
         """Add a micro-batch to its step's means. Every process must call this, once for each micro-batch.
@@ -60,8 +72,9 @@ class StepMetrics:
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if not self.model.training:
             self._end_step("eval")
-            loss = self.held_out_loss()
-            logs.update({name: loss for name in logs if name.endswith("_loss") and loss is not None})
+            loss, name = self.held_out_loss(), f"{self._held_out_prefix}_loss"
+            if loss is not None and name in logs:
+                logs[name] = loss
         super().log(logs, start_time)
 
 

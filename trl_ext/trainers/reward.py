@@ -195,6 +195,11 @@ class RewardTrainer(ResilientTraining, WritesModelCard, TRLRewardTrainer):
             self._metrics[mode][name].append(value.item())
         self._metrics[mode]["num_tokens"] = [self._total_train_tokens]
 
+    def evaluation_loop(self, *args, **kwargs):
+        # `predict`, and an evaluation that was interrupted, leave scores that were never logged.
+        self._scores["eval"].clear()
+        return super().evaluation_loop(*args, **kwargs)
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if self._scores["eval"] and not self.model.training:
             self._summarize_scores("eval")

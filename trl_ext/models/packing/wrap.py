@@ -31,7 +31,7 @@ TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 0.1, torc
 # Columns of the batch that is compared, at most. It does not reach the end of a longer sliding window.
 _LONGEST = 640
 # On a CPU, TRL's head scores every position, in tiles of 32,768 tokens of the vocabulary. Scoring the labelled ones
-# alone in narrow tiles takes a third less time, and differs by rounding.
+# alone in narrow tiles takes less time, and differs by rounding.
 _CPU_HEAD = {"_CHUNKED_LOGPROB_CHUNK_SIZE": 2048, "_use_triton": lambda device: True}
 
 
@@ -136,9 +136,13 @@ class Packing:
 
     def _obstacle(self, kwargs: dict[str, Any]) -> str | None:
         """Why a call of the backbone cannot be packed, whatever its rows."""
-        if not takes_plans(self.model.config._attn_implementation):
+        config = self.model.config
+        if not takes_plans(config._attn_implementation):
             return "its attention was exchanged"
         usual = {"return_dict": True}
+        # What a call does not say, the backbone takes from its configuration.
+        settings = ("output_hidden_states", "output_attentions", "output_router_logits")
+        kwargs = kwargs | {name: getattr(config, name, None) for name in settings if kwargs.get(name) is None}
         given = (name for name, value in kwargs.items() if value is not None and value is not usual.get(name, False))
         if extra := sorted(name for name in given if name not in _HARMLESS):
             return f"takes {', '.join(extra)}"

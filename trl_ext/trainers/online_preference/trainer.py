@@ -122,7 +122,7 @@ class OnlinePreferenceTrainer(PolicyTrainer):
             raise ValueError(f"{several[0]} makes responses of several turns, and pairs are made of single ones")
         self._window: Window | None = None
         # Scores of the held-out pairs of an evaluation in progress, over all processes, for a batch-coupled loss.
-        self._held_out: list[PreferenceScores] = []
+        self._held_out = []
         super().__init__(model, functions, args, **kwargs)
         self.preference = self.algorithm.preference
         rewards = zip(self.reward_weights.tolist(), self.reward_func_names, strict=True)

@@ -11,11 +11,11 @@ from trl import GRPOConfig as TRLGRPOConfig
 from trl import RLOOConfig as TRLRLOOConfig
 
 from trl_ext.algorithms import SETTINGS, Algorithm, AlgorithmSettings, algorithms
+from trl_ext.names import check_choice
 from trl_ext.processes import warn_once_per_run, world_size
 from trl_ext.rollouts.stopping import check_stop
 from trl_ext.trainers.defaults import (
     PackedFields,
-    check_choice,
     check_positive,
     check_shares,
     check_training,

@@ -229,7 +229,7 @@ class PolicyTrainer(ResilientTraining, WritesModelCard, StepMetrics, TRLGRPOTrai
         if self.args.stop:
             # transformers pads a response that has met a stop string while others continue.
             cut = [cut_at_stop(self._tokenizer, ids, self.args.stop) for ids in completion_ids]
-            completion_ids = [ids if to_stop is None else to_stop[0] for ids, to_stop in zip(completion_ids, cut)]  # noqa: B905
+            completion_ids = [ids if end is None else end[0] for ids, end in zip(completion_ids, cut, strict=True)]
         if self.sampler is not None and self.sampler.log_probs is not None and samples_the_policy(self):
             log_probs = self.sampler.log_probs.tolist()
         if log_probs is not None:

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 from trl_ext.advantages import gae
 from trl_ext.algorithms import Algorithm
-from trl_ext.trainers.defaults import check_at_least, check_choice, check_positive, check_shares
+from trl_ext.names import check_choice
+from trl_ext.trainers.defaults import check_at_least, check_positive, check_shares
 from trl_ext.trainers.policy.config import PolicyConfig
 from trl_ext.trainers.trl_settings import refuse_given
 

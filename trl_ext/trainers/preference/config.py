@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 from trl import DPOConfig as TRLDPOConfig
 
 from trl_ext.losses.objective import PreferenceObjective
+from trl_ext.names import check_choice
 from trl_ext.registry import preference_losses
 from trl_ext.trainers.defaults import (
     TruncatedFields,
-    check_choice,
     check_training,
     parse_json_option,
     resolve_device_defaults,
@@ -89,7 +89,8 @@ class PreferenceConfig(TruncatedFields, TRLDPOConfig):
         default=None,
         metadata={
             "help": "Compute the reference's log-probabilities once, before training, and keep them in the cache of "
-            "datasets. Default: where training goes over the data more than once and the reference stays as it is."
+            "datasets. Default: where training goes over the data more than once and the reference stays as it is. "
+            "After training, evaluate then takes the eval_dataset alone; set it to False to evaluate other data."
         },
     )
 

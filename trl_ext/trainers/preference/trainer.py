@@ -73,7 +73,7 @@ class PreferenceTrainer(ResilientTraining, WritesModelCard, StepMetrics, TRLDPOT
         model = check_inputs(model, {**kwargs, "ref_model": ref_model}, PAIRS, one_kind=True)
         self.objective = args.build_objective()
         # Scores of the held-out pairs of an evaluation in progress, over all ranks, for losses of a whole batch.
-        self._held_out: list[PreferenceScores] = []
+        self._held_out = []
         self._check_reference(ref_model, args)
         self._check_datasets(kwargs.get("train_dataset"), kwargs.get("eval_dataset"))
         precomputes = self._precomputes_reference(args, kwargs.get("train_dataset"), kwargs.get("eval_dataset"))
