@@ -58,7 +58,8 @@ def test_trained_as_trl_trains_bit_by_bit(objective, adapter, tiny_model_path, t
         extremes = {name: entry[name] for name in ("min_reward", "max_reward")}
         assert extremes["min_reward"] < expected["min_reward"] and extremes["max_reward"] > expected["max_reward"]
         expected |= {**extremes, "skipped_updates": 0.0}
-        assert entry == pytest.approx(expected, rel=1e-6)
+        # Means of float32 scores near 0, added in another order.
+        assert entry == pytest.approx(expected, rel=1e-6, abs=1e-6)
     assert largest_difference(parameters(own), parameters(stock)) == 0.0
 
 
