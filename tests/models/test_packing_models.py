@@ -32,6 +32,7 @@ from trl_ext.models.packing import packed_inputs, share_prefixes, wrap
 from trl_ext.models.packing.plan import plan_batch
 
 architectures = pytest.mark.parametrize("architecture", ARCHITECTURES)
+FILLED = {"round_up": True}
 
 
 def assert_same_outputs(got, expected) -> None:
@@ -143,8 +144,8 @@ def test_batch_without_any_label_gives_a_differentiable_zero():
 
 
 @architectures
-def test_equal_in_float64(architecture):
-    """With every cast to float32 bypassed, log-probabilities and gradients agree within 1e-12.
+def test_equal_in_float64(architecture, monkeypatch):
+    """With every cast to float32 bypassed, log-probabilities and gradients agree within 1e-12, also of a filled row.
 
     TRL's kernel accumulates in float32, so the softmax is taken here, over the hidden states of either pass.
     """
@@ -173,8 +174,23 @@ def test_equal_in_float64(architecture):
         hidden = model.base_model(**inputs, use_cache=False).last_hidden_state
         got, got_gradient = finished(hidden[:, :-1][mask])
         assert packing.packed_tokens == 96 and packing.backend == "sdpa"
-    assert largest(got, expected) < 1e-12
+        # As on a GPU: the row is filled up by a segment that nothing reads.
+        monkeypatch.setattr(wrap, "plan_batch", lambda *args, **options: plan_batch(*args, **options | FILLED))
+        hidden = model.base_model(**inputs, use_cache=False).last_hidden_state
+        filled, filled_gradient = finished(hidden[:, :-1][mask])
+        assert packing.packed_tokens == 96 + 128
+    assert largest(got, expected) < 1e-12 and largest(filled, expected) < 1e-12
     assert relative(got_gradient, expected_gradient) < 1e-12
+    assert relative(filled_gradient, expected_gradient) < 1e-12
+
+
+def test_gradients_of_shared_keys_are_rounded_once():
+    """A token on 300 paths: sums of bfloat16 numbers would stop at 256, where 256 + 1 is 256."""
+    states = torch.ones(2, 1, 1, dtype=torch.bfloat16, requires_grad=True)
+    packed_attention._Paths.apply(states, torch.tensor([0] * 300 + [1])).sum().backward()
+    assert states.grad.flatten().tolist() == [300, 1]
+    wide = torch.randn(3, 2, 2, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: packed_attention._Paths.apply(x, torch.tensor([2, 0, 2, 1])), wide)
 
 
 def test_a_window_that_is_off_by_one_is_far_off(monkeypatch):

@@ -91,16 +91,41 @@ def attend(
         precision = torch.get_autocast_dtype(query.device.type)
         query, key, value = (states.to(precision) for states in (query, key, value))
     # [T, heads, head size], since segments are sliced and gathered along tokens.
-    query, key, value = (states[0].transpose(0, 1) for states in (query, key, value))
+    query, key, value = (states.squeeze(0).transpose(0, 1) for states in (query, key, value))
     backend = "sdpa" if dropout else plan.derived.get("backend", "sdpa")
     if backend == "varlen":
         return _varlen(plan, query, key, value, scaling, sliding_window)[None]
     return _sdpa(plan, query, key, value, scaling, sliding_window, dropout)[None]
 
 
+class _Paths(torch.autograd.Function):
+    """The keys or values of all paths, [K, heads, head size], from those of the packed row, [T, heads, head size].
+
+    A token on several paths receives the sum of their gradients. It is rounded once, as that of a padded pass is, and
+    not after each path.
+    """
+
+    @staticmethod
+    def forward(states: Tensor, index: Tensor) -> Tensor:
+        return states.index_select(0, index)
+
+    @staticmethod
+    def setup_context(context, inputs: tuple, output: Tensor) -> None:
+        states, index = inputs
+        context.save_for_backward(index)
+        context.tokens = len(states)
+
+    @staticmethod
+    def backward(context, gradient: Tensor) -> tuple[Tensor, None]:
+        (index,) = context.saved_tensors
+        wide = torch.promote_types(gradient.dtype, torch.float32)
+        total = gradient.new_zeros(context.tokens, *gradient.shape[1:], dtype=wide)
+        return total.index_add_(0, index, gradient.to(wide)).to(gradient.dtype), None
+
+
 def _sdpa(plan: Plan, query, key, value, scaling, window, dropout) -> Tensor:
     if plan.shares:
-        key, value = key.index_select(0, plan.key_index), value.index_select(0, plan.key_index)
+        key, value = (_Paths.apply(states, plan.key_index) for states in (key, value))
     grouped = query.shape[1] != key.shape[1]
     outputs = []
     for own_query, own_key, own_value in zip(
@@ -151,7 +176,7 @@ def _varlen(plan: Plan, query, key, value, scaling, window) -> Tensor:
         )
     query_bounds, key_bounds = plan.derived["bounds"]
     if plan.shares:
-        key, value = key.index_select(0, plan.key_index), value.index_select(0, plan.key_index)
+        key, value = (_Paths.apply(states, plan.key_index) for states in (key, value))
     # Under torch 2.11, which has no grouped heads, this raises, and `sdpa` is used.
     grouped = {"enable_gqa": True} if query.shape[1] != key.shape[1] else {}
     return varlen_attn(

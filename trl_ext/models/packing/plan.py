@@ -28,8 +28,11 @@ class Plan:
         query_lengths: tokens of each segment; their sum is T.
         key_lengths: tokens of the path that each segment attends to, which ends with the segment itself.
         key_index: the paths, concatenated, as positions of the packed row, [sum of key_lengths].
-        columns: the packed position of a column of the batch; 0 if it has none, [B, L].
-        present: whether a column has a packed position; padding and tokens that are not encoded have none, [B, L].
+        sources: the packed positions of the batch's columns that have one, row by row, [P].
+        places: those columns, as indices of the flattened batch, [P].
+        columns: the packed position of a column of the batch; 0 if it has none, on the CPU, [B, L].
+        present: whether a column has a packed position, on the CPU; padding and tokens that are not encoded have none,
+            [B, L].
         shares: whether any prefix is shared; otherwise only padding is left out.
         derived: values that attention back-ends compute from the plan once for all layers.
     """
@@ -39,6 +42,8 @@ class Plan:
     query_lengths: tuple[int, ...]
     key_lengths: tuple[int, ...]
     key_index: Tensor
+    sources: Tensor
+    places: Tensor
     columns: Tensor
     present: Tensor
     shares: bool
@@ -51,9 +56,8 @@ class Plan:
 
     def unpack(self, states: Tensor) -> Tensor:
         """States of the packed row, [1, T, H], at their columns of the batch, [B, L, H]; 0 where a column has none."""
-        found = states[0].index_select(0, self.columns[self.present])
-        places = self.present.flatten().nonzero()[:, 0]
-        unpacked = found.new_zeros(self.present.numel(), found.shape[-1]).index_copy(0, places, found)
+        found = states.squeeze(0).index_select(0, self.sources)
+        unpacked = found.new_zeros(self.present.numel(), found.shape[-1]).index_copy(0, self.places, found)
         return unpacked.view(*self.present.shape, -1)
 
 
@@ -64,19 +68,25 @@ def plan_batch(
     share: bool = True,
     drop_last: bool = False,
     minimum_shared: int = MINIMUM_SHARED,
+    device: torch.device | str | None = None,
+    round_up: bool = False,
 ) -> Plan | None:
     """Plan the packed forward pass of a padded batch.
 
+    The plan is made on the host, and reaches a device in a single copy that does not wait for it.
+
     Args:
-        input_ids: [B, L].
+        input_ids: [B, L], best on the CPU.
         attention_mask: 1 on the tokens of a row, which are one block, padded on either side or both, [B, L].
         share: False to leave out padding only.
         drop_last: whether to leave out the last token of each row of several, which predicts no other token.
         minimum_shared: a shorter common prefix is encoded again for each row.
+        device: where the plan goes; None for the device of `input_ids`.
+        round_up: whether to fill T up to one of few lengths by a segment that no row reads. Each new length costs a
+            GPU memory and the choice of its kernels.
 
     Returns:
-        The plan, on the device of `input_ids`; None for a batch that no plan fits, with an empty row or with a mask
-        that has holes.
+        The plan; None for a batch that no plan fits, with an empty row or with a mask that has holes.
     """
     ids, attended = input_ids.cpu().numpy(), attention_mask.cpu().numpy() != 0
     if not ids.size:
@@ -104,7 +114,17 @@ def plan_batch(
         if added:
             segments.append((row, added))
 
-    packed_ids, packed_positions = np.empty(total, np.int64), np.empty(total, np.int64)
+    added_lengths = [added for _, added in segments]
+    path_lengths = [len(paths[row]) for row, _ in segments]
+    key_index = [paths[row] for row, _ in segments]
+    shares = total < int(encoded.sum())
+    if filler := -total % _step_of_lengths(total) if round_up else 0:
+        added_lengths.append(filler)
+        path_lengths.append(filler)
+        key_index.append(np.arange(total, total + filler))
+
+    packed_ids, packed_positions = np.zeros(total + filler, np.int64), np.zeros(total + filler, np.int64)
+    packed_positions[total:] = np.arange(filler)
     columns, present = np.zeros(ids.shape, np.int64), np.zeros(ids.shape, bool)
     for row, path in enumerate(paths):
         packed_ids[path] = rows[row]
@@ -112,19 +132,31 @@ def plan_batch(
         columns[row, first[row] : first[row] + len(path)] = path
         present[row, first[row] : first[row] + len(path)] = True
 
-    def place(array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(input_ids.device)
-
+    parts = [packed_ids, packed_positions, np.concatenate(key_index), columns[present], np.flatnonzero(present)]
+    moved = _on_device(np.concatenate(parts), device or input_ids.device).split([len(part) for part in parts])
     return Plan(
-        input_ids=place(packed_ids)[None],
-        position_ids=place(packed_positions)[None],
-        query_lengths=tuple(added for _, added in segments),
-        key_lengths=tuple(len(paths[row]) for row, _ in segments),
-        key_index=place(np.concatenate([paths[row] for row, _ in segments])),
-        columns=place(columns),
-        present=place(present),
-        shares=total < int(encoded.sum()),
+        input_ids=moved[0][None],
+        position_ids=moved[1][None],
+        query_lengths=tuple(added_lengths),
+        key_lengths=tuple(path_lengths),
+        key_index=moved[2],
+        sources=moved[3],
+        places=moved[4],
+        columns=torch.from_numpy(columns),
+        present=torch.from_numpy(present),
+        shares=shares,
     )
+
+
+def _step_of_lengths(tokens: int) -> int:
+    """The distance between the lengths to which a packed row of so many tokens may be filled up."""
+    return 128 if tokens <= 4096 else 512
+
+
+def _on_device(array: np.ndarray, device: torch.device | str) -> Tensor:
+    tensor = torch.from_numpy(array)
+    # From pageable memory, the copy would wait for what the device still computes.
+    return tensor.pin_memory().to(device, non_blocking=True) if torch.device(device).type == "cuda" else tensor
 
 
 def _common_prefix(left: np.ndarray, right: np.ndarray) -> int:

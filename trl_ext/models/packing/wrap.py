@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -62,6 +63,7 @@ class Packing:
         self.skipped: dict[str, str] = {}
         self.hooks = []
         self._checks = False
+        self._dropout = Dropout(model)
         self._labels: Tensor | None = None
         self._plan: Plan | None = None
         self._head = None
@@ -122,10 +124,14 @@ class Packing:
             if not self.active:
                 return None
         if reason is None:
+            # One copy to the host, on which everything about the batch is decided.
+            given = [input_ids, attention_mask] if labels is None else [input_ids, attention_mask, labels]
+            ids, mask, *labelled = torch.stack([part.to(input_ids.dtype) for part in given]).cpu()
             # If a prefix were encoded once, rows would not draw their dropout independently.
-            share = not has_active_dropout(self.model)
-            plan = plan_batch(input_ids, attention_mask, share=share, drop_last=labels is not None)
-            reason = _misfit(self.model, plan, input_ids, labels)
+            options = {"share": not self._dropout.is_active(), "drop_last": labels is not None}
+            options |= {"device": input_ids.device, "round_up": input_ids.is_cuda}
+            plan = plan_batch(ids, mask, **options)
+            reason = _misfit(self.model, plan, ids, labelled[0] if labelled else None)
         if reason is not None:
             self.left_padded[reason] += 1
             return None
@@ -170,7 +176,8 @@ class Packing:
                     except Exception as error:  # Whatever a kernel or a model raises, the padded pass still works.
                         self.skipped[backend] = str(error).splitlines()[0] if str(error) else type(error).__name__
                         continue
-                    largest, agrees = _difference(packed[plan.present], padded[plan.present])
+                    both = (states.flatten(0, 1).index_select(0, plan.places) for states in (packed, padded))
+                    largest, agrees = _difference(*both)
                     if agrees:
                         self.backend, self.largest_difference = backend, largest
                         break
@@ -398,23 +405,48 @@ def sliding_window(config) -> int | None:
     return (getattr(text, "sliding_window", None) or None) if kinds is None or "sliding_attention" in kinds else None
 
 
-def has_active_dropout(model) -> bool:
-    """Whether a forward pass would now draw dropout, or router noise."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
+class Dropout:
+    """Tells whether a forward pass of a model would now draw dropout, or router noise.
 
-    idle: set[nn.Module] = set()
-    for module in model.modules():
-        if not module.training or module in idle:
-            continue
-        if isinstance(module, BaseTunerLayer):
+    A look at every module takes milliseconds in a model with adapters, so those that may draw are remembered.
+
+    Args:
+        model: a transformers model, without wrappers.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+        self._modules = 0
+        # Modules that may draw, each with the layer of adapters that it belongs to and its adapter's name.
+        self._drawing: list[tuple[nn.Module, Any, str]] = []
+
+    def is_active(self) -> bool:
+        """Whether any module would draw, with the rates, modes and adapters that are set now."""
+        # Adapters that are added later bring modules of their own.
+        if self._modules != (count := sum(1 for _ in self.model.modules())):
+            self._modules, self._drawing = count, list(self._find())
+        return any(
+            module.training and any(rate > 0 for rate in _rates(module))
+            for module, layer, name in self._drawing
             # Of several adapters only the active ones draw, and none while they are disabled.
-            active = () if module.disable_adapters else module.active_adapters
-            idle |= {own for name, own in getattr(module, "lora_dropout", {}).items() if name not in active}
-        # Models store functional rates as numbers: `attention_dropout`, `residual_dropout`, `router_jitter_noise`.
-        # Most modules are torch's, which have none, and this runs at every call.
-        own = {} if type(module).__module__.startswith("torch.") else vars(module)
-        rates = [module.p] if isinstance(module, _DropoutNd) else []
-        rates += [r for name, r in own.items() if ("drop" in name or "jitter" in name) and isinstance(r, float)]
-        if any(rate > 0 for rate in rates):
-            return True
-    return False
+            if layer is None or (not layer.disable_adapters and name in layer.active_adapters)
+        )
+
+    def _find(self) -> Iterator[tuple[nn.Module, Any, str]]:
+        from peft.tuners.tuners_utils import BaseTunerLayer
+
+        layers = [module for module in self.model.modules() if isinstance(module, BaseTunerLayer)]
+        owners = {own: (layer, name) for layer in layers for name, own in getattr(layer, "lora_dropout", {}).items()}
+        for module in self.model.modules():
+            if _rates(module):
+                yield module, *owners.get(module, (None, ""))
+
+
+def _rates(module: nn.Module) -> list[float]:
+    """The dropout rates that a module has, 0 among them."""
+    if isinstance(module, _DropoutNd):
+        return [module.p]
+    # Models store functional rates as numbers: `attention_dropout`, `residual_dropout`, `router_jitter_noise`. Most
+    # modules are torch's, which have none.
+    own = {} if type(module).__module__.startswith("torch.") else vars(module)
+    return [rate for name, rate in own.items() if ("drop" in name or "jitter" in name) and isinstance(rate, float)]
