@@ -88,10 +88,13 @@ def test_places_without_a_label_are_zero():
 
 
 def test_head_on_a_cpu(monkeypatch):
-    """TRL's head scores the labelled positions, 7 columns at a time here; afterwards, it is as before."""
+    """TRL's head scores the labelled positions, 7 columns at a time here; afterwards, it is as before.
+
+    At the first pass it searches for them; later it is given them.
+    """
     utils, seen = trl.trainer.utils, set()
     own = (utils._CHUNKED_LOGPROB_CHUNK_SIZE, utils._use_triton)
-    monkeypatch.setitem(wrap._CPU_HEAD, "_CHUNKED_LOGPROB_CHUNK_SIZE", 7)
+    monkeypatch.setattr(wrap, "_CPU_TILE", 7)
     model, batch = tiny_model("qwen2"), ragged()
     assert model.config.vocab_size % 7
     expected, expected_gradient = values_and_gradient(model, batch)
@@ -100,7 +103,10 @@ def test_head_on_a_cpu(monkeypatch):
         lambda *_: seen.add((utils._CHUNKED_LOGPROB_CHUNK_SIZE, utils._use_triton(model.device)))
     )
     got, got_gradient = values_and_gradient(model, batch)
-    assert seen == {(7, True)}
+    again, again_gradient = values_and_gradient(model, batch)
+    assert seen == {(7, True), (7, False)}
+    assert_same_outputs(again, expected)
+    assert relative(again_gradient, expected_gradient) < 1e-5
     assert own == (utils._CHUNKED_LOGPROB_CHUNK_SIZE, utils._use_triton)
     assert_same_outputs(got, expected)
     assert relative(got_gradient, expected_gradient) < 1e-5

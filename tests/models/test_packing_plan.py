@@ -11,8 +11,9 @@ from tests.support.packing import padded
 from trl_ext.models.packing.plan import plan_batch
 
 
-def planned(batch, **options):
-    return plan_batch(batch["input_ids"], batch["attention_mask"], **options)
+def planned(batch, drop_last: bool = False, **options):
+    labels = [batch["labels"]] if drop_last else []
+    return plan_batch(batch["input_ids"], batch["attention_mask"], *labels, **options)
 
 
 # ---- An example worked by hand ----

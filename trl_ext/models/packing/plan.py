@@ -28,8 +28,10 @@ class Plan:
         query_lengths: tokens of each segment; their sum is T.
         key_lengths: tokens of the path that each segment attends to, which ends with the segment itself.
         key_index: the paths, concatenated, as positions of the packed row, [sum of key_lengths].
-        sources: the packed positions of the batch's columns that have one, row by row, [P].
-        places: those columns, as indices of the flattened batch, [P].
+        sources: the packed positions of the states that are read, row by row, [P]: of every column that has one, or of
+            the tokens before the labels, if there are labels.
+        places: the columns of these states, as indices of the flattened batch, [P].
+        targets: the labels, [1, P]; None if every state is read.
         columns: the packed position of a column of the batch; 0 if it has none, on the CPU, [B, L].
         present: whether a column has a packed position, on the CPU; padding and tokens that are not encoded have none,
             [B, L].
@@ -44,6 +46,7 @@ class Plan:
     key_index: Tensor
     sources: Tensor
     places: Tensor
+    targets: Tensor | None
     columns: Tensor
     present: Tensor
     shares: bool
@@ -54,19 +57,31 @@ class Plan:
         """T, the number of encoded tokens."""
         return self.input_ids.shape[1]
 
+    def read(self, states: Tensor) -> Tensor:
+        """The states of the packed row, [1, T, H], that are read, [1, P, H]."""
+        return states.squeeze(0).index_select(0, self.sources)[None]
+
+    def spread(self, values: Tensor) -> Tensor:
+        """What was made of the states that are read, [1, P, ...], at their columns, 0 elsewhere: [B, L, ...].
+
+        With labels, the result has L - 1 columns, and each belongs to the token after it.
+        """
+        rows, width = self.present.shape
+        width -= self.targets is not None
+        spread = values.new_zeros(rows * width, *values.shape[2:]).index_copy(0, self.places, values.squeeze(0))
+        return spread.view(rows, width, *values.shape[2:])
+
     def unpack(self, states: Tensor) -> Tensor:
         """States of the packed row, [1, T, H], at their columns of the batch, [B, L, H]; 0 where a column has none."""
-        found = states.squeeze(0).index_select(0, self.sources)
-        unpacked = found.new_zeros(self.present.numel(), found.shape[-1]).index_copy(0, self.places, found)
-        return unpacked.view(*self.present.shape, -1)
+        return self.spread(self.read(states))
 
 
 def plan_batch(
     input_ids: Tensor,
     attention_mask: Tensor,
+    labels: Tensor | None = None,
     *,
     share: bool = True,
-    drop_last: bool = False,
     minimum_shared: int = MINIMUM_SHARED,
     device: torch.device | str | None = None,
     round_up: bool = False,
@@ -78,15 +93,16 @@ def plan_batch(
     Args:
         input_ids: [B, L], best on the CPU.
         attention_mask: 1 on the tokens of a row, which are one block, padded on either side or both, [B, L].
+        labels: the next-token labels, -100 for none, [B, L]. The last token of each row of several, which predicts no
+            other, is then left out.
         share: False to leave out padding only.
-        drop_last: whether to leave out the last token of each row of several, which predicts no other token.
         minimum_shared: a shorter common prefix is encoded again for each row.
         device: where the plan goes; None for the device of `input_ids`.
         round_up: whether to fill T up to one of few lengths by a segment that no row reads. Each new length costs a
             GPU memory and the choice of its kernels.
 
     Returns:
-        The plan; None for a batch that no plan fits, with an empty row or with a mask that has holes.
+        The plan; None for a batch that no plan fits: with an empty row, a mask with holes, or a label after padding.
     """
     ids, attended = input_ids.cpu().numpy(), attention_mask.cpu().numpy() != 0
     if not ids.size:
@@ -96,7 +112,7 @@ def plan_batch(
     block = (column >= first[:, None]) & (column < (first + lengths)[:, None])
     if not lengths.all() or not (block == attended).all():
         return None
-    encoded = np.maximum(lengths - drop_last, 1)
+    encoded = np.maximum(lengths - (labels is not None), 1)
     rows = [ids[row, start : start + length] for row, (start, length) in enumerate(zip(first, encoded, strict=True))]
     # The bytes of big-endian numbers sort like the numbers.
     order = sorted(range(len(rows)), key=lambda row: rows[row].astype(">i8").tobytes()) if share else range(len(rows))
@@ -132,7 +148,15 @@ def plan_batch(
         columns[row, first[row] : first[row] + len(path)] = path
         present[row, first[row] : first[row] + len(path)] = True
 
-    parts = [packed_ids, packed_positions, np.concatenate(key_index), columns[present], np.flatnonzero(present)]
+    parts = [packed_ids, packed_positions, np.concatenate(key_index)]
+    if labels is None:
+        parts += [columns[present], np.flatnonzero(present)]
+    else:
+        following = labels.cpu().numpy()[:, 1:]
+        labelled = following != -100
+        if (labelled & ~present[:, :-1]).any():
+            return None
+        parts += [columns[:, :-1][labelled], np.flatnonzero(labelled), following[labelled]]
     moved = _on_device(np.concatenate(parts), device or input_ids.device).split([len(part) for part in parts])
     return Plan(
         input_ids=moved[0][None],
@@ -142,6 +166,7 @@ def plan_batch(
         key_index=moved[2],
         sources=moved[3],
         places=moved[4],
+        targets=None if labels is None else moved[5][None],
         columns=torch.from_numpy(columns),
         present=torch.from_numpy(present),
         shares=shares,

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from torch.nn.modules.dropout import _DropoutNd
 
 from trl_ext.models.batches import evaluating, temporarily
@@ -31,9 +32,12 @@ _HARMLESS = frozenset({"margin"})
 TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 0.1, torch.bfloat16: 0.1}
 # Columns of the batch that is compared, at most. It does not reach the end of a longer sliding window.
 _LONGEST = 640
-# On a CPU, TRL's head scores every position, in tiles of 32,768 tokens of the vocabulary. Scoring the labelled ones
-# alone in narrow tiles takes less time, and differs by rounding.
-_CPU_HEAD = {"_CHUNKED_LOGPROB_CHUNK_SIZE": 2048, "_use_triton": lambda device: True}
+# Tokens of the vocabulary that TRL's head scores at a time on a CPU. Its own tiles take more time, and differ by
+# rounding.
+_CPU_TILE = 2048
+# Arguments of a call with TRL's head that do not reach the backbone, and what the head makes of each labelled token.
+_OF_THE_HEAD = ("fused_lm_head", "labels", "shift_labels", "num_items_in_batch")
+_OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
 
 class Packing:
@@ -64,7 +68,9 @@ class Packing:
         self.hooks = []
         self._checks = False
         self._dropout = Dropout(model)
+        # The labels of a call with TRL's head, and whether the backbone is to return the states before them alone.
         self._labels: Tensor | None = None
+        self._of_labels = False
         self._plan: Plan | None = None
         self._head = None
         if self.reason is None:
@@ -76,6 +82,11 @@ class Packing:
                 model.register_forward_pre_hook(self._enter_head, with_kwargs=True),
                 model.register_forward_hook(self._leave_head, always_call=True),
             ]
+
+    @property
+    def scored_plan(self) -> Plan | None:
+        """Within a pass whose backbone returns the states before labels alone, [1, P, H]: its plan; otherwise None."""
+        return self._plan if self._of_labels else None
 
     @property
     def active(self) -> bool:
@@ -126,12 +137,11 @@ class Packing:
         if reason is None:
             # One copy to the host, on which everything about the batch is decided.
             given = [input_ids, attention_mask] if labels is None else [input_ids, attention_mask, labels]
-            ids, mask, *labelled = torch.stack([part.to(input_ids.dtype) for part in given]).cpu()
+            batch = torch.stack([part.to(input_ids.dtype) for part in given]).cpu()
+            options = {"device": input_ids.device, "round_up": input_ids.is_cuda}
             # If a prefix were encoded once, rows would not draw their dropout independently.
-            options = {"share": not self._dropout.is_active(), "drop_last": labels is not None}
-            options |= {"device": input_ids.device, "round_up": input_ids.is_cuda}
-            plan = plan_batch(ids, mask, **options)
-            reason = _misfit(self.model, plan, ids, labelled[0] if labelled else None)
+            plan = plan_batch(*batch, share=not self._dropout.is_active(), **options)
+            reason = _misfit(self.model, plan, batch[0])
         if reason is not None:
             self.left_padded[reason] += 1
             return None
@@ -192,38 +202,70 @@ class Packing:
     # ---- Hooks ----
 
     def _pack(self, backbone: nn.Module, args: tuple, kwargs: dict[str, Any]):
-        labels, self._labels, self._plan = self._labels, None, None
-        given = {**dict(zip(("input_ids", "attention_mask"), args, strict=False)), **kwargs}
-        input_ids, attention_mask, caches = (given.pop(n, None) for n in ("input_ids", "attention_mask", "use_cache"))
-        if caches is None:
-            # A language model makes a cache unless it is told not to, and no one reads that of a classifier.
-            caches = not is_classifier(self.model)
-        rows = len(args) <= 2 and input_ids is not None and attention_mask is not None and attention_mask.dim() == 2
-        if self._checks or caches or not rows or PLAN_KEYWORD in given:
+        if self._checks:
             return None
-        self._plan = self.plan(input_ids, attention_mask, labels, **given)
+        if not self._of_labels:
+            self._plan = None
+            # A language model makes a cache unless it is told not to, and no one reads that of a classifier.
+            caches = kwargs.get("use_cache")
+            if is_classifier(self.model) if caches is None else not caches:
+                self._plan = self._plan_call(args, kwargs, self._labels)
         return None if self._plan is None else ((), packed_inputs(self._plan))
 
+    def _plan_call(self, args: tuple, kwargs: dict[str, Any], labels: Tensor | None) -> Plan | None:
+        """The plan of a call of the backbone with these arguments; None to process it unchanged."""
+        given = {**dict(zip(("input_ids", "attention_mask"), args, strict=False)), **kwargs}
+        input_ids, attention_mask, _ = (given.pop(name, None) for name in ("input_ids", "attention_mask", "use_cache"))
+        rows = len(args) <= 2 and input_ids is not None and attention_mask is not None and attention_mask.dim() == 2
+        if not rows or PLAN_KEYWORD in given:
+            return None
+        return self.plan(input_ids, attention_mask, labels, **given)
+
     def _unpack(self, backbone: nn.Module, args: tuple, output):
-        plan, self._plan = self._plan, None
-        if plan is not None:
-            output.last_hidden_state = plan.unpack(output.last_hidden_state)
+        plan = None if self._checks else self._plan
+        if plan is None:
+            return output
+        states = output.last_hidden_state
+        if self._of_labels:
+            output.last_hidden_state = plan.read(states)
+        else:
+            # The last column, which predicts nothing, has no labels.
+            last_column = (0, 0, 0, int(plan.targets is not None))
+            output.last_hidden_state = pad(plan.unpack(states), last_column)
         return output
 
-    def _enter_head(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    def _enter_head(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]):
+        """Give TRL's head the labelled positions alone, which it then need not search for on the device."""
         if not self.active or not kwargs.get("fused_lm_head"):
-            return
-        self._labels = kwargs.get("labels")
-        if model.device.type == "cpu":
+            return None
+        self._labels = kwargs.get("labels") if kwargs.get("shift_labels") is None else None
+        # The check of the first pass must run in the precision of the backbone's call.
+        if self._labels is not None and self.backend is not None:
+            others = {name: value for name, value in kwargs.items() if name not in _OF_THE_HEAD}
+            self._plan = self._plan_call(args, others, self._labels)
+            self._of_labels = True
+        compact = self._of_labels and self._plan is not None
+        settings = {"_CHUNKED_LOGPROB_CHUNK_SIZE": _CPU_TILE} if model.device.type == "cpu" else {}
+        if compact or settings:
+            # Whether the head searches for the labelled positions.
+            settings["_use_triton"] = lambda device: not compact
             from trl.trainer import utils  # Whoever has put this head on the model has imported TRL.
 
-            self._head = temporarily(utils, **_CPU_HEAD)
+            self._head = temporarily(utils, **settings)
             self._head.__enter__()
+        return (args, {**kwargs, "labels": None, "shift_labels": self._plan.targets}) if compact else None
 
-    def _leave_head(self, model: nn.Module, args: tuple, output) -> None:
-        head, self._head, self._labels = self._head, None, None
+    def _leave_head(self, model: nn.Module, args: tuple, output):
+        head, labels, plan = self._head, self._labels, self._plan if self._of_labels else None
+        self._head, self._labels, self._plan, self._of_labels = None, None, None, False
         if head is not None:
             head.__exit__(None, None, None)
+        if plan is not None and output is not None:
+            for name in _OUTPUTS:
+                values = getattr(output, name)
+                setattr(output, name, None if values is None else plan.spread(values))
+            output.label_mask = labels[:, 1:] != -100
+        return output
 
 
 def packed_inputs(plan: Plan) -> dict[str, Any]:
@@ -238,9 +280,9 @@ def packed_inputs(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _misfit(model, plan: Plan | None, input_ids: Tensor, labels: Tensor | None) -> str | None:
+def _misfit(model, plan: Plan | None, input_ids: Tensor) -> str | None:
     """Why a plan does not do for a batch and the head that follows; None if it does."""
-    if plan is None or (labels is not None and ((labels[:, 1:] != -100) & ~plan.present[:, :-1]).any()):
+    if plan is None:
         return "has a mask or labels of another form"
     if _LONGEST - 16 < (sliding_window(model.config) or 0) < input_ids.shape[1]:
         return "is longer than a sliding window that the first batch's check does not reach"
