@@ -226,12 +226,10 @@ class Packing:
         if plan is None:
             return output
         states = output.last_hidden_state
-        if self._of_labels:
-            output.last_hidden_state = plan.read(states)
-        else:
-            # The last column, which predicts nothing, has no labels.
-            last_column = (0, 0, 0, int(plan.targets is not None))
-            output.last_hidden_state = pad(plan.unpack(states), last_column)
+        output.last_hidden_state = plan.read(states) if self._of_labels else plan.unpack(states)
+        if plan.targets is not None and not self._of_labels:
+            # The last column, which predicts nothing.
+            output.last_hidden_state = pad(output.last_hidden_state, (0, 0, 0, 1))
         return output
 
     def _enter_head(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]):
