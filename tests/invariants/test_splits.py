@@ -7,6 +7,8 @@ whole change of the parameters. Everything is in float64, where only a mistake m
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from datasets import Dataset
@@ -105,7 +107,7 @@ class OneProcess:
     sync_gradients = False
 
     @staticmethod
-    def reduce(tensor, reduction):
+    def gather(tensor):
         return tensor
 
 
@@ -132,6 +134,16 @@ def add_step(trainer, *micro_batches: tuple[float, float], name: str = "entropy"
     for index, numbers in enumerate(micro_batches):
         trainer.accelerator.sync_gradients = index == len(micro_batches) - 1
         trainer.add_metrics({name: tuple(map(torch.tensor, numbers))})
+
+
+def test_extremes_are_of_the_whole_step_and_leave_out_what_is_not_a_number():
+    trainer, nothing = Counted(), (torch.tensor(0.0), torch.tensor(0.0))
+    for low, high, last in ((0.2, math.nan, False), (math.nan, 0.4, False), (0.1, 0.3, True)):
+        trainer.accelerator.sync_gradients = last
+        extremes = {"low_min": torch.tensor(low), "high_max": torch.tensor(high)}
+        trainer.add_metrics({"entropy": nothing}, extremes=extremes)
+    trainer.log({"loss": 1.0})
+    assert (trainer.logged[0]["low_min"], trainer.logged[0]["high_max"]) == pytest.approx((0.1, 0.4))
 
 
 def test_a_step_counts_once_however_many_micro_batches_it_has():

@@ -37,6 +37,13 @@ class CommonFields(KeepsSecrets):
         default=5,
         metadata={"help": "Stop, with a checkpoint, after this many updates in a row that were not finite."},
     )
+    logging_nan_inf_filter: bool = field(
+        default=False,
+        metadata={
+            "help": "transformers' look at the loss of every micro-batch, which waits for a GPU. Not needed: a loss "
+            "that is not finite counts as 0 in the logged mean, and its update is skipped and counted."
+        },
+    )
     bf16: bool | None = field(
         default=None,
         metadata={"help": "Mixed precision in bfloat16. Default: on where the accelerator has it, off on a CPU."},

@@ -104,6 +104,7 @@ class RewardTrainer(ResilientTraining, WritesModelCard, TRLRewardTrainer):
             kwargs["peft_config"] = _with_score_head(kwargs["peft_config"])
         # Scores of the micro-batches of an optimizer step and of the batches of an evaluation, each [n, 2].
         self._scores: dict[str, list[Tensor]] = {"train": [], "eval": []}
+        self._step_tokens: list[Tensor] = []
         super().__init__(model, args, **kwargs)
         self._train_head_in_float32()
         self.packing = pack_trainer(self)
@@ -174,9 +175,7 @@ class RewardTrainer(ResilientTraining, WritesModelCard, TRLRewardTrainer):
 
         scores = torch.stack([chosen, rejected], dim=1).detach()
         if self.model.training:
-            tokens = self.accelerator.gather(inputs["attention_mask"].sum()).sum().item()
-            # Ranks of a tensor-parallel group hold the same batch.
-            self._total_train_tokens += tokens // self._tp_size
+            self._step_tokens.append(inputs["attention_mask"].sum())
             self._scores["train"].append(self.accelerator.gather(scores))
             if self.accelerator.sync_gradients:
                 self._summarize_scores("train")
@@ -191,8 +190,13 @@ class RewardTrainer(ResilientTraining, WritesModelCard, TRLRewardTrainer):
         margins = scores[:, 0] - scores[:, 1]
         metrics = {"min_reward": scores.min(), "mean_reward": scores.mean(), "max_reward": scores.max()}
         metrics |= {"accuracy": (margins > 0).double().mean(), "margin": margins.mean()}
-        for name, value in metrics.items():
-            self._metrics[mode][name].append(value.item())
+        for name, value in zip(metrics, torch.stack([*metrics.values()]).tolist(), strict=True):
+            self._metrics[mode][name].append(value)
+        if mode == "train":
+            tokens = self.accelerator.gather(torch.stack(self._step_tokens).sum()).sum().item()
+            self._step_tokens.clear()
+            # Ranks of a tensor-parallel group hold the same batch.
+            self._total_train_tokens += tokens // self._tp_size
         self._metrics[mode]["num_tokens"] = [self._total_train_tokens]
 
     def evaluation_loop(self, *args, **kwargs):

@@ -55,8 +55,9 @@ from trl_ext.trainers.policy.scoring import count_from_the_first_token
 # What TRL passes on to a model with images.
 _OF_IMAGES = ("pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles")
 _OF_IMAGES += ("image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids")
-# By name, a sum over a micro-batch and how much it sums over.
-Metrics = dict[str, tuple[Tensor, Tensor]]
+# By name, a sum over a micro-batch and how much it sums over, or an extreme value.
+Metrics = dict[str, Any]
+EXTREMES = ("clip_ratio/low_min", "clip_ratio/high_max")
 
 
 @dataclass
@@ -392,13 +393,14 @@ class PolicyTrainer(ResilientTraining, WritesModelCard, StepMetrics, TRLGRPOTrai
 
     def _compute_loss(self, model, inputs):
         loss, metrics = self.loss(self.score(model, inputs, entropies=True), inputs)
+        extremes = {name: metrics.pop(name) for name in EXTREMES if name in metrics}
         if not self.model.training:
             mask = self._token_mask(inputs)
             weight = mask.sum() if self.algorithm.aggregation == "token_mean" else mask.new_tensor(len(mask))
-            self.add_metrics({**metrics, "loss": (loss * weight, weight)})
+            self.add_metrics({**metrics, "loss": (loss * weight, weight)}, extremes=extremes)
             return loss
-        self.add_metrics(metrics)
-        self.update_guard.observe_reward(bool(inputs["bad_reward"].any()))
+        self.add_metrics(metrics, extremes=extremes)
+        self.update_guard.observe_reward(inputs["bad_reward"].any())
         return loss / self.current_gradient_accumulation_steps
 
     def loss(self, scored: ScoredTokens, inputs: dict) -> tuple[Tensor, Metrics]:
@@ -451,20 +453,12 @@ class PolicyTrainer(ResilientTraining, WritesModelCard, StepMetrics, TRLGRPOTrai
         return weights
 
     def _metrics_of_loss(self, means: dict[str, Tensor], mask: Tensor) -> Metrics:
-        """What the algorithm's loss says of a micro-batch as sums and counts; extremes are logged at once."""
-        has_begun = self._sums and self._sums["train" if self.model.training else "eval"]
-        for name, extreme in (("clip_ratio/low_min", 0.0), ("clip_ratio/high_max", 1.0)):
-            if name in means:
-                values = gather(means.pop(name)).reshape(-1).tolist()
-                # Of a step's or an evaluation's micro-batches, one value is logged.
-                values += [self.metrics[name].pop()] if has_begun else []
-                self.metrics[name].append(torch.tensor(values).nanquantile(extreme).item())
-        of_responses = self.algorithm.ratio == "sequence"
-        counts = {
-            name: mask.new_tensor(len(mask)) if of_responses and name.startswith("clip") else mask.sum()
-            for name in means
-        }
-        return {name: (mean * counts[name], counts[name]) for name, mean in means.items()}
+        """What the algorithm's loss says of a micro-batch: sums and counts, and extremes as they are."""
+        of_responses, found = self.algorithm.ratio == "sequence", {}
+        for name, mean in means.items():
+            count = mask.new_tensor(len(mask)) if of_responses and name.startswith("clip") else mask.sum()
+            found[name] = mean if name in EXTREMES else (mean * count, count)
+        return found
 
     def _entropy_bonus(self, total: Tensor, tokens: Tensor) -> Tensor:
         """The coefficient times the mean entropy of a micro-batch, given the sum over its tokens."""

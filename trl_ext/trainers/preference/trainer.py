@@ -312,11 +312,9 @@ class PreferenceTrainer(ResilientTraining, WritesModelCard, StepMetrics, TRLDPOT
         values["mean_token_accuracy"] = (_of_the_text(top1, own) * own).sum(), own.sum()
         if self.aux_loss_enabled:
             values["aux_loss"] = output.aux_loss, mask.new_ones(())
-        self.add_metrics(values)
-        if self.model.training:
-            tokens = self.accelerator.reduce(inputs["attention_mask"].sum(), reduction="sum").item()
-            self._total_train_tokens += tokens // self._tp_size
-        self._metrics["train" if self.model.training else "eval"]["num_tokens"] = [self._total_train_tokens]
+        self.add_metrics(values, tokens=inputs["attention_mask"].sum())
+        if not self.model.training:
+            self._metrics["eval"]["num_tokens"] = [self._total_train_tokens]
 
     def _keep_held_out(self, scores: PreferenceScores) -> None:
         if self._couples_batch or self.objective.normalizes:
