@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -75,7 +76,7 @@ class StepMetrics:
             self._sums[mode][name] = self._sums[mode].get(name, 0) + added
         for name, value in (extremes or {}).items():
             value = value.detach().to(self.accelerator.device, dtype)
-            self._extremes[mode][name] = _extreme(name)(self._extremes[mode].get(name, value), value)
+            self._extremes[mode][name] = _extreme(name, torch)(self._extremes[mode].get(name, value), value)
         if tokens is not None and mode == "train":
             self._step_tokens = tokens if self._step_tokens is None else self._step_tokens + tokens
         if mode == "train" and self.accelerator.sync_gradients:
@@ -88,14 +89,13 @@ class StepMetrics:
             return
         parts = [torch.cat([*sums.values()]), *(value[None] for value in extremes.values())]
         parts += [] if tokens is None else [tokens.to(parts[0])[None]]
-        of_ranks = self.accelerator.gather(torch.cat(parts)).view(-1, sum(map(len, parts))).cpu()
-        totals, logged = of_ranks.sum(dim=0).tolist(), self._metrics[mode]
+        of_ranks = self.accelerator.gather(torch.cat(parts)).view(-1, sum(map(len, parts))).cpu().numpy()
+        totals, logged = of_ranks.sum(axis=0), self._metrics[mode]
         for index, name in enumerate(sums):
             total, count = totals[2 * index : 2 * index + 2]
-            logged.setdefault(name, []).append(total / count if count else self.mean_of_nothing)
+            logged.setdefault(name, []).append(float(total / count) if count else self.mean_of_nothing)
         for index, name in enumerate(extremes, start=2 * len(sums)):
-            values = of_ranks[:, index]
-            logged.setdefault(name, []).append(values.nanquantile(0.0 if name.endswith("_min") else 1.0).item())
+            logged.setdefault(name, []).append(float(_extreme(name, numpy).reduce(of_ranks[:, index])))
         if tokens is not None:
             # Ranks of a tensor-parallel group hold the same batch.
             self._total_train_tokens += int(totals[-1]) // self._tp_size
@@ -117,9 +117,9 @@ class StepMetrics:
         super().log(logs, start_time)
 
 
-def _extreme(name: str) -> Callable[[Tensor, Tensor], Tensor]:
-    """The lesser or the greater of two numbers, or the one that is not NaN."""
-    return torch.fmin if name.endswith("_min") else torch.fmax
+def _extreme(name: str, library) -> Callable:
+    """torch's or numpy's function for the lesser or the greater of two numbers, or the one that is not NaN."""
+    return library.fmin if name.endswith("_min") else library.fmax
 
 
 def pair_metrics(scores: PreferenceScores, beta: float, counted: Tensor) -> dict[str, tuple[Tensor, Tensor]]:

@@ -104,7 +104,7 @@ def plan_batch(
     Returns:
         The plan; None for a batch that no plan fits: with an empty row, a mask with holes, or a label after padding.
     """
-    ids, attended = input_ids.cpu().numpy(), attention_mask.cpu().numpy() != 0
+    ids, attended = _on_host(input_ids), _on_host(attention_mask) != 0
     if not ids.size:
         return None
     lengths, first = attended.sum(axis=1), attended.argmax(axis=1)
@@ -152,7 +152,7 @@ def plan_batch(
     if labels is None:
         parts += [columns[present], np.flatnonzero(present)]
     else:
-        following = labels.cpu().numpy()[:, 1:]
+        following = _on_host(labels)[:, 1:]
         labelled = following != -100
         if (labelled & ~present[:, :-1]).any():
             return None
@@ -176,6 +176,10 @@ def plan_batch(
 def _step_of_lengths(tokens: int) -> int:
     """The distance between the lengths to which a packed row of so many tokens may be filled up."""
     return 128 if tokens <= 4096 else 512
+
+
+def _on_host(tensor: Tensor) -> np.ndarray:
+    return (tensor if tensor.device.type == "cpu" else tensor.cpu()).numpy()
 
 
 def _on_device(array: np.ndarray, device: torch.device | str) -> Tensor:

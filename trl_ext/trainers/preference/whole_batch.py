@@ -85,10 +85,12 @@ def coupled_shares(
         One share per part, in order; all are 0 if no pair counts.
     """
     own = join_scores([map_scores(Tensor.detach, part) for part in parts])
-    keep = accelerator.gather(torch.ones_like(own.chosen) if counted is None else counted).bool()
-    whole = map_scores(lambda values: accelerator.gather(values)[keep], own)
-    slopes = own.chosen.new_zeros(2, len(keep))
-    value = own.chosen.new_zeros(())
+    whole = map_scores(accelerator.gather, own)
+    slopes, value = own.chosen.new_zeros(2, len(whole.chosen)), own.chosen.new_zeros(())
+    # Found once, since every search waits for the device.
+    places = None if counted is None else accelerator.gather(counted).nonzero()[:, 0]
+    if places is not None:
+        whole = map_scores(lambda values: values[places], whole)
     if len(whole.chosen):
         whole.chosen.requires_grad_()
         whole.rejected.requires_grad_()
@@ -96,7 +98,8 @@ def coupled_shares(
             value = loss(whole)
         inputs = (whole.chosen, whole.rejected)
         gradients = torch.autograd.grad(value, inputs, allow_unused=True, materialize_grads=True)
-        slopes[:, keep] = torch.stack(gradients).to(slopes.dtype)
+        found = torch.stack(gradients).to(slopes.dtype)
+        slopes = found if places is None else slopes.index_copy(1, places, found)
     own_slopes = slopes.chunk(accelerator.num_processes, dim=1)[accelerator.process_index]
     own_slopes = own_slopes * len(parts) * accelerator.num_processes
     lengths = [part.chosen.numel() for part in parts]
