@@ -67,6 +67,13 @@ class PackedFields(CommonFields):
             "it and a check at the first batch agrees. off: TRL's own padded passes."
         },
     )
+    tokens_per_pass: str = field(
+        default="off",
+        metadata={
+            "help": "Tokens of a packed forward pass, such as 16384: the rows of an optimizer step go into as few "
+            "passes as that allows, with the same update up to rounding. off: as many passes as micro-batches."
+        },
+    )
 
 
 @dataclass
@@ -158,6 +165,9 @@ def check_training(args: TrainingArguments, **least: float) -> None:
     check_at_least(args, {name: value for name, value in _LEAST.items() if hasattr(args, name)} | least)
     if isinstance(args, PackedFields):
         check_choice("packing", args.packing, ("auto", "off"))
+        args.tokens_per_pass = str(args.tokens_per_pass)
+        if args.tokens_per_pass != "off" and not (args.tokens_per_pass.isdecimal() and int(args.tokens_per_pass)):
+            raise ValueError(f"tokens_per_pass must be off or a number of tokens, got {args.tokens_per_pass!r}")
     if isinstance(args, TruncatedFields):
         refuse_given(args, {"max_length": "use max_prompt_tokens and max_response_tokens"})
     if args.max_steps < 1 and args.max_steps != -1:

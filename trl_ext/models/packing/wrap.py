@@ -106,6 +106,10 @@ class Packing:
             f"forward by at most {self.largest_difference:.1e})"
         )
 
+    def draws_dropout(self) -> bool:
+        """Whether a pass would now draw dropout, so that rows do not share prefixes."""
+        return self._dropout.is_active()
+
     def remove(self) -> None:
         """Leave the model's passes padded from now on."""
         self.reason = "it was taken off"
@@ -140,7 +144,7 @@ class Packing:
             batch = torch.stack([part.to(input_ids.dtype) for part in given]).cpu()
             options = {"device": input_ids.device, "round_up": input_ids.is_cuda}
             # If a prefix were encoded once, rows would not draw their dropout independently.
-            plan = plan_batch(*batch, share=not self._dropout.is_active(), **options)
+            plan = plan_batch(*batch, share=not self.draws_dropout(), **options)
             reason = _misfit(self.model, plan, batch[0])
         if reason is not None:
             self.left_padded[reason] += 1
