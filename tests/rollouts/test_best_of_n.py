@@ -156,24 +156,8 @@ def test_an_interrupted_sampling_goes_on(cut, tmp_path):
     assert result == straight
     assert path.read_bytes() == (tmp_path / "straight.jsonl").read_bytes()
     other = [{**row, "row_id": row["row_id"] * 2} for row in ROWS]
-    with pytest.raises(ValueError, match="line 1 is row_id a, sample 0, and not"):
+    with pytest.raises(ValueError, match="line 1 is not row_id aa, sample 0"):
         best_of_n(other, Engine(), reward, 4, path=path, save_every=3)
-
-
-def test_empty_responses():
-    """Scored like others, without a reward, or refused with the row."""
-    texts = ["", "word", " \n", "more"]
-
-    def lengths(completions, **columns):
-        return [float(len(completion[0]["content"])) for completion in completions]
-
-    rewards = {
-        choice: [row["reward"] for row in best_of_n(ROWS[:1], Engine(texts=texts), lengths, 4, empty=choice)[0]]
-        for choice in ("score", "leave_out")
-    }
-    assert rewards == {"score": [0, 4, 2, 4], "leave_out": [None, 4, None, 4]}
-    nothing = best_of_n(ROWS[:1], Engine(texts=[""]), lengths, 1, empty="leave_out")
-    assert nothing[0][0]["reward"] is None and pick_best(nothing[0]) is None
 
 
 def test_the_penalty_for_cut_responses():
@@ -305,11 +289,9 @@ PICKED, NONE = [{"reward": 1.0}, {"reward": 2.0}], ([], ROWS)
     [
         (pick_best, (PICKED, 3), {}, "n .*number of responses, 2, got 3"),
         (best_of_n_curve, ([PICKED], [3]), {}, "no prompt has 3 responses with a reward"),
-        (best_of_n, (ROWS, Engine(), reward, 0), {}, "n must be at least 1, got 0"),
-        (best_of_n, ([], Engine(), reward, 2), {}, "no prompts"),
+        (best_of_n, (ROWS, Engine(), reward, 0), {}, "samples must be at least 1, got 0"),
+        (best_of_n, ([], Engine(), reward, 2), {}, "0 prompts for 0 rows"),
         (best_of_n, (ROWS, Engine(), ShapedReward(reward, ["center"]), 2), {}, "cannot rank responses of different b"),
-        (best_of_n, (ROWS, Engine(), reward, 2), {"empty": "no"}, "empty .*score, leave_out, refuse, got 'no'"),
-        (best_of_n, (ROWS, Engine(texts=["", "a"]), reward, 1), {"empty": "refuse"}, "row_id a, sample 0: .*empty"),
         (best_of_n, (ROWS[:1], Engine(), lambda **columns: [1.0], 4), {}, "for each of 4: 1 values"),
         (demonstrations, NONE, {"keep": "worst"}, "keep .*best, top_k, threshold, got 'worst'"),
         (demonstrations, NONE, {"keep": "threshold"}, "keep threshold needs keep_threshold"),

@@ -13,7 +13,7 @@ from trl_ext.evaluation.statistics.intervals import rate_interval
 from trl_ext.evaluation.statistics.paired import paired_difference
 from trl_ext.evaluation.statistics.win_rate import PairOutcome
 from trl_ext.rewards.verified import CATEGORIES, Grader, category_of, count_categories, grader
-from trl_ext.rollouts.graded import evaluate_reasoning
+from trl_ext.rollouts.responses import evaluate_reasoning
 
 __all__ = [
     "CATEGORIES",
