@@ -160,6 +160,23 @@ def test_an_interrupted_sampling_goes_on(cut, tmp_path):
         best_of_n(other, Engine(), reward, 4, path=path, save_every=3)
 
 
+def test_a_file_is_of_one_setting(tmp_path):
+    """Other or unknown settings are refused; where the model lies and the batch size may change."""
+    path, settings = tmp_path / "rows.jsonl", {"model": "m", "model_sha256": "a" * 64, "stop": ("x",)}
+    straight = best_of_n(ROWS, Engine(), reward, 4, path=path, settings=settings)
+    free = {"model": "elsewhere", "batch_size": 8}
+    assert best_of_n(ROWS, Engine(fail_at=1), reward, 4, path=path, settings=settings | free) == straight
+    for other, words in (
+        ({"stop": ("y",)}, "made with stop"),
+        ({"model_sha256": "b" * 64}, "made with model_sha256 aa"),
+    ):
+        with pytest.raises(FileExistsError, match=words):
+            best_of_n(ROWS, Engine(), reward, 4, path=path, settings=settings | other)
+    (tmp_path / "rows.settings.json").unlink()
+    with pytest.raises(FileExistsError, match="rows.jsonl"):
+        best_of_n(ROWS, Engine(), reward, 4, path=path, settings=settings)
+
+
 def test_the_penalty_for_cut_responses():
     """By hand: 3 - 1 < 2.5, so that the whole response is picked; what has no reward gets none."""
     engine = Engine(texts=["cut", "whole", "cut again"])
