@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from functools import cache
+from dataclasses import asdict
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -59,7 +60,6 @@ def compare_stages(
     temperature: float = 1.0,
     batch_size: int = 32,
     seed: int = 0,
-    dtype: str = "auto",
     progress: bool = False,
 ) -> StageComparison:
     """Sample one response from each model to each prompt, and measure reward, KL from a reference, and length.
@@ -69,12 +69,11 @@ def compare_stages(
         out: folder in which the responses are saved and a call resumes; None for none.
         reward_model: scores the responses; None for no rewards.
         reference: the stage from which the KL is measured; None for the first.
-        prompts_jsonl: prompts; None for the embedded ones.
-        num_prompts: number of prompts to use, from the first; None for all.
+        prompts_jsonl, num_prompts: prompts, None for the embedded ones; and how many, None for all.
         max_prompt_tokens: longer prompts lose their beginning.
         max_new_tokens: maximum length of a response; None for 256, or 48 for the embedded prompts.
         temperature: sampling temperature. The KL can be estimated only at 1, and is omitted otherwise.
-        batch_size, seed, dtype: prompts per batch, sampling seed, and type of the policies' weights.
+        batch_size, seed: prompts per batch, and sampling seed.
         progress: whether to show progress bars.
 
     Raises:
@@ -83,78 +82,77 @@ def compare_stages(
     """
     from trl_ext.models.loading import find_policy, load_policy, model_sha256
 
-    reference = next(iter(models), None) if reference is None else reference
+    reference = reference or next(iter(models))
     if reference not in models:
         raise ValueError(f"the reference {reference!r} is none of the models: {', '.join(models)}")
     if temperature < 0:
         raise ValueError(f"temperature must not be negative, got {temperature}; 0 is greedy decoding")
     # Find errors here, before large libraries are imported.
     for source in models.values():
-        find_policy(source, dtype=dtype)
+        find_policy(source)
     prompts = load_prompts(prompts_jsonl)[:num_prompts]
 
+    import torch
+
     from trl_ext.evaluation.methods.preferences import approximate_kl
-    from trl_ext.models import score_responses
     from trl_ext.rewards import RewardModel
     from trl_ext.rollouts import SamplingSettings, TransformersEngine, sample_responses
-    from trl_ext.rollouts.generation import recorded_log_probs
 
-    sampling = SamplingSettings(
-        max_new_tokens=default_max_new_tokens(prompts_jsonl) if max_new_tokens is None else max_new_tokens,
-        temperature=temperature,
-        stop=(),
-        max_prompt_tokens=max_prompt_tokens,
-        batch_size=batch_size,
-    )
-    messages = [row["prompt"] for row in prompts]
+    limit = default_max_new_tokens(prompts_jsonl) if max_new_tokens is None else max_new_tokens
+    limits = {"max_prompt_tokens": max_prompt_tokens, "max_new_tokens": limit, "batch_size": batch_size}
+    settings = SamplingSettings(temperature=temperature, stop=(), **limits)
     scorer = None if reward_model is None else RewardModel(reward_model, batch_size=batch_size)
-    load_reference = cache(lambda: load_policy(models[reference], dtype=dtype))
+    # The reference and the model that is compared with it.
+    load = lru_cache(maxsize=2)(load_policy)
     rows, samples = [], {}
     for name, source in models.items():
-        load = load_reference if name == reference else cache(lambda source=source: load_policy(source, dtype=dtype))
 
-        def engine(part: list, load=load, **options: Any) -> list:
-            return TransformersEngine(*load(), sampling)(part, **options)
+        def engine(messages: list, source=source, **options: Any) -> list:
+            return TransformersEngine(*load(source), settings)(messages, **options)
 
-        def score(part: list, generations: list, load=load) -> list[dict[str, Any]]:
+        def score(part: list, generations: list, name=name, source=source) -> list[dict[str, Any]]:
             columns: list[dict[str, Any]] = [{"reward": None} for _ in part]
             if scorer is not None:
                 texts, finished = [one.text for one in generations], [one.finished for one in generations]
-                rewards = scorer.score([row["prompt"] for row in part], texts, finished=finished).tolist()
-                columns = [{"reward": reward} for reward in rewards]
-            (policy, tokenizer), (base, base_tokenizer) = load(), load_reference()
-            if policy is not base and temperature == 1 and tokenizer.get_vocab() == base_tokenizer.get_vocab():
-                ids = [one.prompt_ids for one in generations], [one.response_ids for one in generations]
-                options = {"batch_size": batch_size, "pad_token_id": tokenizer.pad_token_id or 0}
-                own = recorded_log_probs(generations) or score_responses(policy, *ids, **options)
-                pairs = zip(columns, own, score_responses(base, *ids, **options), strict=True)
-                for column, policy_log_probs, base_log_probs in pairs:
-                    column["log_ratios"] = (policy_log_probs.double() - base_log_probs.double()).tolist()
+                rewards = scorer.score([row["prompt"] for row in part], texts, finished=finished)
+                columns = [{"reward": reward} for reward in rewards.tolist()]
+            if name != reference and temperature == 1:
+                ratios = _log_ratios(load(source), load(models[reference]), generations, batch_size)
+                columns = [own | {"log_ratios": ratio} for own, ratio in zip(columns, ratios, strict=True)]
             return columns
 
+        known = {
+            "model": str(source),
+            "model_sha256": model_sha256(source),
+            "prompts": str(prompts_jsonl),
+            "seed": seed,
+        }
+        known |= {
+            "reference_sha256": model_sha256(models[reference]),
+            "reward_model": str(reward_model),
+            "prompts": str(prompts_jsonl),
+        }
         found = sample_responses(
             prompts,
-            messages,
+            [row["prompt"] for row in prompts],
             engine,
             score,
             path=None if out is None else Path(out) / f"responses_{name}.jsonl",
-            settings={
-                **{"model": str(source), "model_sha256": model_sha256(source), "seed": seed, "dtype": dtype},
-                **{"reference_sha256": model_sha256(models[reference]), "reward_model": str(reward_model)},
-                **{"prompts": str(prompts_jsonl), **vars(sampling)},
-            },
+            settings=known | asdict(settings),
             seed=seed,
             progress=f"{name}: responses" if progress else None,
         )
-        kl = approximate_kl(*_log_ratios(found)) if "log_ratios" in found[0] else None
-        note = None
-        if kl is None:
+        ratios = [row.pop("log_ratios", None) for row in found]
+        kl, note = None, None
+        if name == reference:
+            note = "the reference itself"
+        elif temperature != 1:
+            note = f"samples at temperature {temperature} give no estimate; sample at 1"
+        elif ratios[0] is None:
             note = "its tokenizer is not the reference's"
-            if temperature != 1:
-                note = f"samples at temperature {temperature} give no estimate; sample at 1"
-            if name == reference:
-                note = "the reference itself"
-        samples[name] = [{key: value for key, value in row.items() if key != "log_ratios"} for row in found]
+        else:
+            own = [torch.tensor(ratio, dtype=torch.float64) for ratio in ratios]
+            kl = approximate_kl(own, [torch.zeros_like(ratio) for ratio in own])
         rows.append(
             {
                 "name": name,
@@ -167,15 +165,23 @@ def compare_stages(
                 "finished": statistics.fmean(row["finished"] for row in found),
             }
         )
+        samples[name] = found
     return StageComparison(rows, samples)
 
 
-def _log_ratios(rows: Sequence[Mapping[str, Any]]) -> tuple[list, list]:
-    """The token log-ratios of saved rows, and zeros, as log-probabilities under a policy and its base."""
-    import torch
+def _log_ratios(policy: tuple, reference: tuple, generations: list, batch_size: int) -> Sequence[list[float] | None]:
+    """Each response's token log-ratios to the reference; None if the two have different tokenizers."""
+    from trl_ext.models import score_responses
+    from trl_ext.rollouts.generation import recorded_log_probs
 
-    ratios = [torch.tensor(row["log_ratios"], dtype=torch.float64) for row in rows]
-    return ratios, [torch.zeros_like(ratio) for ratio in ratios]
+    (model, tokenizer), (base, base_tokenizer) = policy, reference
+    if tokenizer.get_vocab() != base_tokenizer.get_vocab():
+        return [None] * len(generations)
+    ids = [one.prompt_ids for one in generations], [one.response_ids for one in generations]
+    options = {"batch_size": batch_size, "pad_token_id": tokenizer.pad_token_id or 0}
+    own = recorded_log_probs(generations) or score_responses(model, *ids, **options)
+    pairs = zip(own, score_responses(base, *ids, **options), strict=True)
+    return [(mine.double() - other.double()).tolist() for mine, other in pairs]
 
 
 def mean_and_std(values: Sequence[float]) -> dict[str, float]:
@@ -194,14 +200,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", default="stages", help="folder for the results (default: %(default)s)")
     parser.add_argument("--prompts_jsonl", help="prompts (default: the embedded ones)")
     parser.add_argument("--num_prompts", type=at_least_one, help="use only the first N prompts (default: all)")
-    parser.add_argument("--max_prompt_tokens", type=at_least_one, default=700, help="(default: %(default)s)")
     parser.add_argument("--max_new_tokens", type=at_least_one, help="(default: 256; 48 for the embedded prompts)")
-    parser.add_argument(
-        "--temperature", type=float, default=1.0, help="0 is greedy; KL needs 1 (default: %(default)s)"
-    )
+    parser.add_argument("--temperature", type=float, default=1.0, help="KL needs 1 (default: %(default)s)")
     parser.add_argument("--batch_size", type=at_least_one, default=32, help="(default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
-    parser.add_argument("--dtype", default="auto", help="of the policies' weights (default: as saved)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     with one_line_errors():
         options = vars(parser.parse_args(arguments))
@@ -217,25 +219,17 @@ def main(arguments: list[str] | None = None) -> None:
     if as_json:
         print_json(found)
         return
-    print(format_table(HEADER, [_table_row(row) for row in comparison.rows]))
+    table = []
+    for row in comparison.rows:
+        reward, kl, tokens = row["reward"] or {}, row["kl"] or {}, row["tokens"]
+        shown = format_interval(reward.get("mean"), reward.get("low"), reward.get("high")), reward.get("std")
+        divergence = format_interval(kl.get("mean"), kl.get("low"), kl.get("high"), digits=2)
+        table.append((row["name"], row["n"], *shown, divergence, tokens["mean"], tokens["std"], row["finished"]))
+    print(format_table(HEADER, table))
     for row in comparison.rows:
         if row["kl_note"]:
             print(f"{row['name']}: no KL: {row['kl_note']}")
     print(f"in {options['out']}: comparison.json, {', '.join(f'responses_{name}.jsonl' for name in models)}")
-
-
-def _table_row(row: dict) -> tuple:
-    reward, kl, tokens = row["reward"] or {}, row["kl"] or {}, row["tokens"]
-    return (
-        row["name"],
-        row["n"],
-        format_interval(reward.get("mean"), reward.get("low"), reward.get("high")),
-        reward.get("std"),
-        format_interval(kl.get("mean"), kl.get("low"), kl.get("high"), digits=2),
-        tokens["mean"],
-        tokens["std"],
-        row["finished"],
-    )
 
 
 if __name__ == "__main__":
