@@ -19,9 +19,9 @@ from tests.support.train_once import in_processes
 from tests.support.trl_private import logged_metrics, score_rollout
 from trl_ext import PolicyConfig, PolicyTrainer
 from trl_ext.data.math import load_math
-from trl_ext.evaluation.reasoning import category_of, grader
 from trl_ext.resilience.checkpoints import MARKER, is_complete
 from trl_ext.rewards import verified_reward
+from trl_ext.rewards.verified import category_of, grader
 from trl_ext.runs import reasoning
 from trl_ext.runs.folder import config_text
 from trl_ext.toy import MODEL_DIR

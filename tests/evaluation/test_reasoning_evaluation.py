@@ -12,16 +12,14 @@ import pytest
 from tests.support.refusals import assert_refused
 from trl_ext.evaluation.reasoning import (
     accuracy_gain,
-    category_of,
-    count_categories,
-    evaluate_reasoning,
-    grader,
     majority_at_k,
     pass_at_k,
     summarize_reasoning,
     vote_of,
 )
+from trl_ext.rewards.verified import category_of, count_categories, grader
 from trl_ext.rollouts import Generation, SamplingSettings, TransformersEngine
+from trl_ext.rollouts.responses import evaluate_reasoning
 
 # ---- Categories and samples ----
 

@@ -11,9 +11,11 @@ from typing import Any
 from transformers import TrainerCallback
 
 from trl_ext.data.math import math_prompt
-from trl_ext.evaluation.reasoning import Grader, evaluate_reasoning, summarize_reasoning
+from trl_ext.evaluation.reasoning import summarize_reasoning
 from trl_ext.held_out.table import log_held_out
+from trl_ext.rewards.verified import Grader
 from trl_ext.rollouts import SamplingSettings, TransformersEngine, response_entropies
+from trl_ext.rollouts.responses import evaluate_reasoning
 from trl_ext.trainers.context import check_generations
 from trl_ext.trainers.policies import trained_policy
 
@@ -27,7 +29,7 @@ class ReasoningEvaluation:
         trainer: any trainer of a language model from this library or TRL.
         rows: problems, as `trl_ext.data.math.load_math` returns them.
         template: prompt template; None for the chat template.
-        grade: grader from `trl_ext.evaluation.reasoning.grader`.
+        grade: grader from `trl_ext.rewards.verified.grader`.
         settings: settings of sampled decoding; greedy decoding differs only in temperature.
     """
 
