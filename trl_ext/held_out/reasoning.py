@@ -59,13 +59,8 @@ class ReasoningEvaluation:
     ) -> list[dict[str, Any]]:
         """Graded responses of the current policy, one for each of the first `count` problems (None for all).
 
-        Every process must call this; all return the same result.
-
-        Args:
-            decoding: `sampled` or `greedy`.
-            count: number of problems.
-            path: file in which the rows are kept; if it is complete, the rows are read from it.
-            progress: label of the progress bar; None for no bar.
+        `decoding` is `sampled` or `greedy`. Rows are kept in the file `path`, and read from it if it is complete. Every
+        process must call this; all return the same result.
         """
         trainer, settings = self.trainer, self.settings
         if decoding == "greedy":
@@ -144,13 +139,9 @@ class ReasoningCallback(TrainerCallback):
 
 
 def log_reasoning(evaluation: ReasoningEvaluation, rows: list[dict[str, Any]] | None = None) -> None:
-    """Log the metrics of graded responses at the trainer's step, and write the responses to the run folder.
+    """Log the metrics of graded responses (None to sample now), and write the responses to the run folder.
 
     Every process must call this.
-
-    Args:
-        evaluation: which problems to sample, and how.
-        rows: responses that are already graded; None to sample all problems now.
     """
     rows = rows or evaluation.evaluate()
     log_held_out(evaluation.trainer, held_out_metrics(rows), rows)

@@ -104,8 +104,8 @@ def save_rows(
 
     Args:
         items: rows with their prompt and the number of the response.
-        compute: `f(items, seed=, done=)`, which returns JSON-ready rows with `row_id` and, if an item is not the first
-            response, `sample_responses`; `done` items precede those of the call.
+        compute: `f(items, seed=, done=)`, which returns JSON-ready rows with `row_id` and perhaps `sample`; `done` is
+            the number of items before these.
         path: a JSON Lines file; None to keep the rows in memory alone.
         settings: how rows are made, JSON-ready, kept beside the file as `NAME.settings.json`; None if the caller makes
             sure that the file is its own. Those in `MAY_CHANGE` are not compared.
@@ -207,12 +207,7 @@ def load_engine(
 ) -> tuple[Engine, Any]:
     """The engine that samples from a model, and the model's tokenizer.
 
-    Args:
-        model: `toy`, a folder of a full model or of an adapter, or a hub name.
-        settings: sampling settings.
-        dtype: dtype of the weights: auto (as saved), float32, bfloat16 or float16.
-        use_vllm: whether vLLM samples, instead of transformers; it takes no adapter by its folder.
-        device: of transformers; None for the GPU if there is one, otherwise the CPU.
+    `model`, `dtype` and `device` are those of `load_policy`; `use_vllm` samples with vLLM instead of transformers.
 
     Raises:
         FileNotFoundError, ValueError: as `load_policy`, or vLLM was given an adapter.
@@ -248,14 +243,9 @@ def evaluate_reasoning(
 
     Args:
         rows: problems with `row_id`, `prompt_text`, `answer` and the fields that the grader reads.
-        prompts, engine: as for `sample_responses`.
-        grade: `f(response, row)`, such as a function created by `grader`. If it has a method
-            `parsed_answer(response)`, rows include the answer.
-        entropies: computes the mean entropy of each response, for the field `entropy`; None to leave it out.
-        options: other keyword arguments of `sample_responses`.
-
-    Returns:
-        The rows of `sample_responses` with the columns of `graded` and, if available, `entropy`.
+        prompts, engine, options: as for `sample_responses`, whose rows get the columns of `graded`.
+        grade: `f(response, row)`, such as a function created by `grader`.
+        entropies: computes the mean entropy of each response, for the column `entropy`; None to leave it out.
 
     Raises:
         ValueError: as `sample_responses`, or a problem cannot be graded.
