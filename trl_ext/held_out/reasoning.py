@@ -59,8 +59,8 @@ class ReasoningEvaluation:
     ) -> list[dict[str, Any]]:
         """Graded responses of the current policy, one for each of the first `count` problems (None for all).
 
-        `decoding` is `sampled` or `greedy`. Rows are kept in the file `path`, and read from it if it is complete. Every
-        process must call this; all return the same result.
+        `decoding` is `sampled` or `greedy`. Rows are kept in the file `path`, and read from it if it is complete.
+        Every process must call this; all return the same result.
         """
         trainer, settings = self.trainer, self.settings
         if decoding == "greedy":

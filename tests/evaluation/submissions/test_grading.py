@@ -1,12 +1,29 @@
 """Rows and files of submissions, and their grades when wins, losses and ties are planted."""
 
+import json
 import math
+from functools import partial
+
+import pytest
 
 from tests.support.files import write_rows
 from tests.support.public_evaluation import (
+    WORDS,
+    plan,
     response,
+    response_rows,
+    write_assets,
+    write_policy,
+    write_prompts,
+    write_scores,
 )
+from tests.support.refusals import assert_refused
+from trl_ext.evaluation import JudgeError, grade_submission
+from trl_ext.evaluation.statistics.paired import chance_below
+from trl_ext.evaluation.submissions.assets import load_base, load_pairs, load_prompts, load_thresholds, token_counter
+from trl_ext.evaluation.submissions.grading import SubmissionGrade
 from trl_ext.evaluation.submissions.rows import read_pair_scores, read_responses
+from trl_ext.evaluation.submissions.submission import generate_submission_file
 
 PROMPTS = [{"row_id": name, "prompt_text": f"Say {name} twice."} for name in ("cat", "dog", "owl", "fox")]
 
@@ -86,3 +103,202 @@ def test_scores_and_their_problems(tmp_path):
         "d: chosen_score: Input should be a finite number, got inf",
         "d: rejected_score: Field required",
     ]
+
+
+class TestAssets:
+    def test_embedded(self):
+        """The embedded base ends every greedy response itself."""
+        prompts, base = load_prompts(), load_base(load_prompts())
+        assert len(prompts) == len(load_pairs()) == 400 and all(one.finished for one in base)
+        expected = [(row["row_id"], row["reference_response_text"]) for row in prompts]
+        assert [(one.row_id, one.text) for one in base] == expected
+
+    def test_embedded_base_is_its_models_own(self, tmp_path):
+        """Texts and token counts of the embedded base responses are what its model generates for them."""
+        prompts = load_prompts()[:20]
+        rows = [{"row_id": row["row_id"], "prompt_messages": row["prompt"]} for row in prompts]
+        path = write_rows(tmp_path / "prompts.jsonl", rows)
+        file = generate_submission_file("toy", tmp_path / "base.jsonl", prompts_jsonl=path, max_new_tokens=48)
+        generated = [(row["response_text"], row["generated_num_tokens"]) for row in file.rows.values()]
+        assert generated == [(r.text, r.tokens) for r in load_base(load_prompts(path))]
+
+    def test_counting_tokens(self, tiny_model_path):
+        assert token_counter(tiny_model_path)("abc é") == 6, "bytes: é has two"
+        assert token_counter("toy")("cat, dog, fox, bear.") > 0
+
+    def test_refusals(self, tmp_path):
+        path = write_prompts(tmp_path / "prompts.jsonl", ["Why?", "How?"])
+        prompts = load_prompts(path)
+        base = write_rows(tmp_path / "base.jsonl", [response("p1", prompt_text="How?")])
+        for call, words in (
+            (lambda: load_base(prompts), ["row_id p0", "embedded", "--base_jsonl"]),
+            (lambda: load_base(prompts, base), ["base.jsonl: row_id p0: missing"]),
+            (lambda: load_pairs(path), ["holds prompts", "preference pairs"]),
+            (lambda: load_thresholds({"aot": 72}), ["aot", "less than or equal to 1"]),
+            (lambda: load_thresholds({"aot": True}), ["aot", "valid number"]),
+            (lambda: load_thresholds({"../aot": 0.5}), ["../aot", "match pattern"]),
+            (lambda: load_thresholds({}), ["at least 1 item"]),
+        ):
+            assert_refused(call, *words)
+        for call in (
+            lambda: read_responses(tmp_path / "x", PROMPTS, max_new_tokens=1),
+            lambda: token_counter("./no.json"),
+        ):
+            assert_refused(call, "no ", error=FileNotFoundError)
+
+
+@pytest.fixture
+def assets(tmp_path):
+    return write_assets(tmp_path / "assets")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    path = tmp_path / "submission"
+    path.mkdir()
+    return path
+
+
+def only(result: SubmissionGrade):
+    (grade,) = result.grades
+    return grade
+
+
+class TestPolicies:
+    def test_by_hand(self, folder, assets):
+        """5 wins, 3 ties, 2 losses: 5 / 7 where ties are dropped, (5 + 1.5) / 10 where they are halves.
+
+        Chance to fall under 0.7 of 7 rows: fewer than 4.9, so at most 4 wins, at a rate drawn from Beta(5.5, 2.5):
+        k wins have C(7, k) B(5.5 + k, 2.5 + 7 - k) / B(5.5, 2.5).
+        """
+        write_policy(folder, "aot", response_rows(plan(win=5, tie=3, loss=2)))
+        grade = only(grade_submission(folder, {"aot": 0.7}, **assets))
+        assert grade.passed
+        assert (grade.figure, grade.n, grade.measure) == (pytest.approx(5 / 7), 7, "win rate")
+        assert (grade.low, grade.high) == pytest.approx((0.358934, 0.917776), abs=1e-5)
+        assert grade.half["rate"] == pytest.approx(0.65)
+        assert grade.half["n"] == 10
+
+        def beta(a, b):
+            return math.gamma(a) * math.gamma(b) / math.gamma(a + b)
+
+        chance = sum(math.comb(7, k) * beta(5.5 + k, 9.5 - k) / beta(5.5, 2.5) for k in range(5))
+        assert grade.chance_below == pytest.approx(chance, abs=1e-9)
+        # Under the other rule the chance is that of as many points among ten new rows.
+        grade = only(grade_submission(folder, {"aot": 0.7}, rule="half", **assets))
+        assert (grade.passed, grade.figure) == (False, pytest.approx(0.65))
+        assert grade.chance_below == chance_below(5, 10, 0.7, ties=3)
+        # At the threshold is passed.
+        grades = [only(grade_submission(folder, {"aot": at}, rule="half", **assets)) for at in (0.65, 0.66)]
+        assert [grade.passed for grade in grades] == [True, False]
+
+    def test_what_does_not_count_and_the_order_of_showing(self, folder, assets):
+        """5 wins, 2 ties of identical texts, and 3 wrong answers, of which this judge prefers the one shown first.
+
+        Those 3 and the ties do not count: 5 of 10 rows. Both orders say the same on 7 of 10; the response shown first
+        wins half of the passes there and all of them on the other 3: (7 / 2 + 3) / 10 - 1/2 = 0.15.
+        """
+        write_policy(folder, "aot", response_rows(plan(win=5, tie=2, loss=3)))
+
+        def first_of_wrong_ones(prompt, a, b):
+            return "A" if "wrong" in (a, b) or len(a) > len(b) else "B"
+
+        grade = only(grade_submission(folder, {"aot": 0.7}, judge=first_of_wrong_ones, **assets))
+        assert (grade.n, grade.n_total, grade.figure) == (5, 10, 1.0)
+        assert (grade.agreement_rate, grade.position_bias) == (pytest.approx(0.7), pytest.approx(0.15))
+
+    def test_empty_responses_leave_one_rule_and_lose_under_the_other(self, folder, assets):
+        """4 wins, 4 losses, 2 empty: 4 / 8, and 4 / 10; each empty one is a warning by file and row_id."""
+        path = write_policy(folder, "aot", response_rows(plan(win=4, loss=4, empty=2)))
+        grade = only(grade_submission(folder, {"aot": 0.5}, **assets))
+        assert (grade.passed, grade.figure, grade.n, grade.half["rate"]) == (True, 0.5, 8, pytest.approx(0.4))
+        assert grade.warnings == [f"{path}: row_id row-{word}: the response is empty" for word in ("castle", "cat")]
+
+    def test_nothing_settled_is_a_failure(self, folder, assets):
+        write_policy(folder, "aot", response_rows(plan(tie=10)))
+        grade = only(grade_submission(folder, {"aot": 0.0}, **assets))
+        assert (grade.passed, grade.figure, grade.chance_below) == (False, None, None)
+        assert (grade.reason, grade.half["rate"]) == ("no comparison counts", 0.5)
+
+    def test_a_response_cut_at_the_limit_is_judged_as_cut(self, folder, assets):
+        """The same answer as the base's, cut at the 9 tokens that are allowed: worse than the base's."""
+        rows = response_rows(plan(tie=10))
+        base = [{**row, "generated_num_tokens": 8} for row in rows]
+        assets["base_jsonl"] = str(write_rows(folder.parent / "short.jsonl", base))
+        write_policy(folder, "aot", rows)
+        grade = only(grade_submission(folder, {"aot": 0.5}, max_new_tokens=9, **assets))
+        assert (grade.figure, grade.n) == (0.0, 10)
+
+    def test_too_many_errors(self, folder, assets):
+        write_policy(folder, "aot", response_rows(plan(win=10)))
+
+        def fails(prompt, a, b):
+            if "axe" in prompt[0]["content"] or "cat " in prompt[0]["content"]:
+                raise JudgeError("no answer")
+            return "A" if len(a) > len(b) else "B"
+
+        failed = only(grade_submission(folder, {"aot": 0.5}, judge=fails, max_error_fraction=0.1, **assets))
+        assert not failed.passed and "2 of 10 rows could not be judged" in failed.reason
+        grade = only(grade_submission(folder, {"aot": 0.5}, judge=fails, max_error_fraction=0.2, **assets))
+        assert (grade.figure, grade.n) == (1.0, 8)
+        assert grade.details["win_rate"]["n_errors"] == 2
+
+
+class TestRewardModels:
+    def test_ties_are_wrong(self, folder, assets, caplog):
+        """Margins 1, 2, 0, -1: 2 of 4. Another 4 have under 3 wins, at Beta(5/2, 5/2), with 1 less the chances of
+
+        3: 4 (5/2 7/2 9/2)(5/2) / (5 6 7 8) = 0.234375, and of 4: (5/2 7/2 9/2 11/2) / (5 6 7 8) = 0.128906."""
+        write_scores(folder, [1.0, 2.0, 0.0, -1.0])
+        grade = only(grade_submission(folder, {"reward_model": 0.74}, **assets))
+        assert (grade.passed, grade.figure, grade.n) == (False, 0.5, 4)
+        assert grade.measure == "accuracy"
+        assert grade.chance_below == pytest.approx(1 - 0.234375 - 0.128906, abs=1e-6)
+        assert grade.half is grade.position_bias is None
+        assert (grade.n_total, grade.details["ties"], grade.warnings) == (4, 1, [])
+        # Constant scores: not the wrong way round, but no order at all; and it is said.
+        write_scores(folder, [0.0] * 4)
+        grade = only(grade_submission(folder, {"reward_model": 0.74}, **assets))
+        (warning,) = grade.warnings
+        assert "all 4 pairs are tied" in warning and (grade.passed, grade.figure) == (False, 0.0)
+        assert "worse than chance" not in caplog.text and "all 4 pairs are tied" in caplog.text
+
+
+class TestSubmission:
+    THRESHOLDS = {"reward_model": 0.7, "dpo": 0.6, "aot": 0.6, "offline_best": 0.8, "online_best": 0.6}
+
+    def test_an_incomplete_folder(self, folder, assets):
+        write_policy(folder, "aot", response_rows(plan(win=10)))
+        write_rows(folder / "part2" / "online_best.jsonl", response_rows(plan(win=7, loss=3)))
+        result = grade_submission(folder, self.THRESHOLDS, **assets)
+        assert {g.method: (g.passed, g.reason) for g in result.grades} == {
+            "reward_model": (False, "missing"),
+            "dpo": (False, "missing"),
+            "aot": (True, None),
+            "offline_best": (False, "missing"),
+            "online_best": (True, None),
+        }
+        assert result.part_two is True
+        # Two files of ten rows, each in both orders.
+        assert result.usage["calls"] == 40
+        assert result.to_dict()["passed"] == 2
+        json.dumps(result.to_dict(), allow_nan=False)
+        (folder / "part2" / "online_best.jsonl").rename(folder / "part2" / "offline_best.jsonl")
+        (folder / "policy_generations" / "aot.jsonl").unlink()
+        assert grade_submission(folder, self.THRESHOLDS, **assets).part_two is False
+        result = grade_submission(folder, {"aot": 0.5}, **assets)
+        assert result.part_two is result.usage is None
+
+    def test_thresholds_of_a_file_and_a_method_of_ones_own(self, folder, assets, tmp_path):
+        path = tmp_path / "thresholds.json"
+        path.write_text('{"simpo": 0.5}')
+        write_policy(folder, "simpo", response_rows(plan(win=6, loss=4)))
+        assert only(grade_submission(folder, path, **assets)).passed
+
+    def test_refusals(self, folder, assets):
+        assert_refused(lambda: grade_submission(folder, {"aot": 0.5}, rule="strict", **assets), "rule", "agreed, half")
+        messages = [{"role": "user", "content": "Who are you?"}]
+        prompts = [{"row_id": f"row-{word}", "prompt_messages": messages} for word in WORDS]
+        write_rows(folder.parent / "assets" / "prompts.jsonl", prompts)
+        asked = partial(grade_submission, folder, {"aot": 0.5}, **assets)
+        assert_refused(asked, "row_id row-axe", "embedded task")
