@@ -118,8 +118,8 @@ class TestAssets:
         prompts = load_prompts()[:20]
         rows = [{"row_id": row["row_id"], "prompt_messages": row["prompt"]} for row in prompts]
         path = write_rows(tmp_path / "prompts.jsonl", rows)
-        file = generate_submission_file("toy", tmp_path / "base.jsonl", prompts_jsonl=path, max_new_tokens=48)
-        generated = [(row["response_text"], row["generated_num_tokens"]) for row in file.rows.values()]
+        found = generate_submission_file("toy", tmp_path / "base.jsonl", prompts_jsonl=path, max_new_tokens=48)
+        generated = [(row["response_text"], row["generated_num_tokens"]) for row in found]
         assert generated == [(r.text, r.tokens) for r in load_base(load_prompts(path))]
 
     def test_counting_tokens(self, tiny_model_path):
