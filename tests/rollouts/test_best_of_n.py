@@ -312,8 +312,6 @@ PICKED, NONE = [{"reward": 1.0}, {"reward": 2.0}], ([], ROWS)
         (best_of_n, (ROWS[:1], Engine(), lambda **columns: [1.0], 4), {}, "for each of 4: 1 values"),
         (demonstrations, NONE, {"keep": "worst"}, "keep .*best, top_k, threshold, got 'worst'"),
         (demonstrations, NONE, {"keep": "threshold"}, "keep threshold needs keep_threshold"),
-        (demonstrations, NONE, {"keep": "best", "count": 2}, "keep_count 2 is for keep top_k"),
-        (demonstrations, NONE, {"keep": "threshold", "threshold": 0.5, "count": 2}, "keep threshold does not read it"),
         (diagnose_generations, ([],), {}, "responses: must be a non-empty list"),
         (diagnose_generations, ("a text",), {}, "responses: must be a non-empty list"),
         (diagnose_generations, (["a", "b"],), {"token_ids": [[1]]}, "token_ids: has 1 entries for 2 responses"),

@@ -105,7 +105,6 @@ REFUSED = {
         (["--keep", "threshold"], "keep threshold needs keep_threshold"),
         (["--keep", "worst"], "keep must be one of best, top_k, threshold, got 'worst'"),
         ([KNOWN, "--prompt_split", "none"], "no file none.jsonl for the split 'none'"),
-        ([KNOWN, "--num_prompts", "1000"], "test_gen has 400 prompts"),
         ([KNOWN, "--reward_function", "builtins:len", "my_rewards.py:known"], "ranked by one reward"),
     ],
 }

@@ -126,16 +126,13 @@ def demonstrations(
         if the prompt is), `reward`, `rank` (from 1), `sample` and `best_of`.
 
     Raises:
-        ValueError: `keep` is unknown, the count is below 1, the threshold is missing.
+        ValueError: `keep` is unknown, or the threshold is missing.
     """
     if keep not in KEEP_CHOICES:
         raise ValueError(f"keep must be one of {', '.join(KEEP_CHOICES)}, got {keep!r}")
-    if count < 1:
-        raise ValueError(f"keep_count must be at least 1, got {count}")
-    if keep != "top_k" and count != 1:
-        raise ValueError(f"keep_count {count} is for keep top_k, and keep {keep} does not read it: leave it out")
     if keep == "threshold" and (threshold is None or not math.isfinite(threshold)):
         raise ValueError(f"keep threshold needs keep_threshold, the lowest reward to keep; got {threshold}")
+    limits = {"best": 1, "top_k": count, "threshold": None}
     found = []
     for prompt, group in zip(prompts, samples, strict=True):
         usable = [s for s in group if s["reward"] is not None and s["finished"] and s["response_text"].strip()]
@@ -153,7 +150,7 @@ def demonstrations(
                 "sample": sample["sample"],
                 "best_of": len(group),
             }
-            for rank, sample in enumerate(kept if keep == "threshold" else kept[:count], start=1)
+            for rank, sample in enumerate(kept[: limits[keep]], start=1)
         ]
     return found
 

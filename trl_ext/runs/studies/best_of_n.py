@@ -27,6 +27,7 @@ from trl_ext.evaluation import (
 from trl_ext.evaluation.command_line import format_table
 from trl_ext.evaluation.methods.generations import compare_generations
 from trl_ext.files import write_json, write_json_lines, write_text
+from trl_ext.models.loading import model_sha256
 from trl_ext.rollouts import (
     Generation,
     SamplingSettings,
@@ -99,7 +100,14 @@ class BestOfNArguments(RewardSources):
     keep_threshold: float | None = HfArg(default=None, help="Lowest reward, for --keep threshold.")
 
     def __post_init__(self):
-        counts = ("num_prompts", "save_every", "reward_batch_size", "max_new_tokens", "generation_batch_size")
+        counts = (
+            "num_prompts",
+            "save_every",
+            "reward_batch_size",
+            "max_new_tokens",
+            "generation_batch_size",
+            "keep_count",
+        )
         check_at_least(self, dict.fromkeys(counts, 1) | {"missing_eos_penalty": 0})
         if self.judge is None:
             self.judge = "ground_truth" if self.score_function else "none"
@@ -129,16 +137,9 @@ class BestOfNArguments(RewardSources):
         return known_score(self.dataset_name)
 
     def settings(self) -> SamplingSettings:
-        return SamplingSettings(
-            max_new_tokens=self.max_new_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            repetition_penalty=self.repetition_penalty,
-            stop=(),
-            max_prompt_tokens=self.max_prompt_tokens,
-            batch_size=self.generation_batch_size,
-        )
+        names = ("max_new_tokens", "temperature", "top_p", "top_k", "repetition_penalty", "max_prompt_tokens")
+        own = {name: getattr(self, name) for name in names}
+        return SamplingSettings(**own, stop=(), batch_size=self.generation_batch_size)
 
 
 def main() -> None:
@@ -163,7 +164,8 @@ def _run(started: float) -> None:
     judge, prompts = load_judge(arguments), load_prompts(arguments)
     if arguments.use_vllm and accelerator.num_processes > 1:
         raise ValueError("vLLM is for one process here: launch with --num_processes 1")
-    settings = {name: value for name, value in yaml.safe_load(resolved).items() if name != "output_dir"}
+    settings = yaml.safe_load(resolved) | {"model_sha256": model_sha256(arguments.model_name_or_path)}
+    del settings["output_dir"]
     if accelerator.is_main_process:
         _open(arguments, folder, settings)
         write_text(folder / "config.yaml", resolved)
@@ -210,8 +212,7 @@ def _run(started: float) -> None:
             **describe_machine(accelerator),
         }
         if arguments.keep:
-            provenance = {"sampled_from": arguments.model_name_or_path, "rewarded_by": reward_name}
-            results["sft"] = _write_sft(arguments, samples, prompts, provenance, folder)
+            results["sft"] = _write_sft(arguments, samples, prompts, reward_name, folder)
         title = f"{objective} by {reward_name}, model {arguments.model_name_or_path}, data {arguments.dataset_name}"
         with drawing("best_of_n.png"):
             plot_best_of_n(results["best_of_n"]["curve"], folder / "best_of_n.png", title=title)
@@ -273,13 +274,13 @@ def _compare(
 
 
 def _write_sft(
-    arguments, samples: list[list[Row]], prompts, provenance: dict[str, Any], folder: Path
+    arguments: BestOfNArguments, samples: list[list[Row]], prompts: list[dict], reward: str, folder: Path
 ) -> dict[str, Any]:
-    provenance = {**provenance, "temperature": arguments.temperature, "keep": arguments.keep}
+    """Write the kept responses with their provenance, and return their counts."""
+    provenance = {"sampled_from": arguments.model_name_or_path, "rewarded_by": reward}
+    provenance |= {"temperature": arguments.temperature, "keep": arguments.keep}
     rows = [{**row, **provenance} for row in demonstrations(samples, prompts, **arguments.kept())]
     write_json_lines(folder / "sft.jsonl", rows)
-    if not rows:
-        print("warning: sft.jsonl is empty: no response that ended has a reward to keep it for")
     return {"rows": len(rows), "prompts": sum(row["rank"] == 1 for row in rows)}
 
 
@@ -322,10 +323,7 @@ def load_prompts(arguments: BestOfNArguments) -> list[dict[str, Any]]:
     benchmark = load_benchmark(name, splits=None if alone else split, skip_bad_rows=arguments.skip_bad_rows)
     if alone:
         (arguments.prompt_split,) = benchmark
-    rows = benchmark[arguments.prompt_split]
-    if arguments.num_prompts is not None and arguments.num_prompts > len(rows):
-        raise ValueError(f"{arguments.prompt_split} has {len(rows)} prompts: ask for no more with --num_prompts")
-    return list(rows)[: arguments.num_prompts]
+    return list(benchmark[arguments.prompt_split])[: arguments.num_prompts]
 
 
 def load_judge(arguments: BestOfNArguments) -> PairwiseJudge | None:
