@@ -235,7 +235,7 @@ def test_the_recipe_and_a_round_trip_through_fine_tuning(known, tmp_path, monkey
     options = [*SHORT, "--reward_function", known, "--prompt_split", "train_gen", "--keep", "best"]
     recipes.run(monkeypatch, "best_of_n", *options, "--output_dir", "straight")
     folder = tmp_path / "straight"
-    results, samples = read(folder, "results.json"), read(folder, "samples.jsonl")
+    results, samples = read(folder, "results.json"), read(folder, "responses.jsonl")
     prompts = load_benchmark("toy")["train_gen"].select(range(12))
     wanted = [(row_id, sample) for row_id in prompts["row_id"] for sample in range(4)]
     assert [(row["row_id"], row["sample"]) for row in samples] == wanted
@@ -278,7 +278,7 @@ def test_a_file_of_prompts_needs_no_split_named(tmp_path, monkeypatch):
     short = ["--n", "1", "2", "--max_new_tokens", "4", "--use_cpu=true", "--output_dir", "run"]
     rewarded = ["--reward_function", "long.py:long", "--missing_eos_penalty", "9"]
     recipes.run(monkeypatch, "best_of_n", *short, "--dataset_name", "prompts.jsonl", *rewarded)
-    samples = read(tmp_path / "run", "samples.jsonl")
+    samples = read(tmp_path / "run", "responses.jsonl")
     assert not all(row["finished"] for row in samples)
     for row in samples:
         assert row["reward"] == row["generated_num_tokens"] - 9 * (not row["finished"])
@@ -290,8 +290,8 @@ def test_the_configuration_of_part_two(monkeypatch):
     """With the settings of the course's search over decoding."""
     path = recipes.RECIPES / "configs" / "wildchat" / "part2" / "best_of_n.yaml"
     flags = ["--n", "1", "--temperature", "0.5", "--top_p", "0.9", "--repetition_penalty", "1.1"]
-    arguments, model = recipes.parse(monkeypatch, "best_of_n", "--config", str(path), *flags)
-    assert arguments.judge == "none" and model.model_name_or_path == "Qwen/Qwen2.5-1.5B-Instruct"
+    (arguments,) = recipes.parse(monkeypatch, "best_of_n", "--config", str(path), *flags)
+    assert arguments.judge == "none" and arguments.model_name_or_path == "Qwen/Qwen2.5-1.5B-Instruct"
     settings = arguments.settings()
     assert (settings.max_prompt_tokens, settings.max_new_tokens) == (700, 256)
     assert (settings.temperature, settings.top_p, settings.repetition_penalty) == (0.5, 0.9, 1.1)

@@ -35,7 +35,6 @@ ROLLOUT = "--generation_batch_size 8 --max_completion_length 16"
 FLAGS = {
     "trl-ext train --list": "",
     "expert_iteration": "--n_steps 1 --questions_per_step 32 --num_validation_prompts 4 --num_eval_prompts 8",
-    "evaluate_math": "--num_eval_prompts 8",
     "best_of_n": "--num_prompts 4 --n 1 2",
     "sft": f"{STEPS} --num_eval_prompts 8 --generation_eval_every 0 --num_examples 64 --save_strategy no",
     "grpo_math": "--max_steps 2 --num_validation_prompts 4 --num_eval_prompts 8 --save_strategy no",

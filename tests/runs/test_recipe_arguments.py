@@ -103,19 +103,9 @@ REFUSED = {
         (["--temperature", "0"], "best-of-n at temperature 0 or top_k 1 would pick from equal responses"),
         (["--missing_eos_penalty", "-1"], "missing_eos_penalty must be a number from 0 up, got -1.0"),
         (["--keep", "threshold"], "keep threshold needs keep_threshold"),
-        (["--keep_count", "2"], "keep_count is for --keep top_k, and nothing is kept"),
-        (["--keep", "top_k", "--keep_count", "9", "--n", "2"], "keep_count 9 is more than the 2 responses"),
         (["--keep", "worst"], "keep must be one of best, top_k, threshold, got 'worst'"),
         ([KNOWN, "--prompt_split", "none"], "no file none.jsonl for the split 'none'"),
-        ([KNOWN, "--num_prompts", "1000"], "test_gen has 400 prompts"),
         ([KNOWN, "--reward_function", "builtins:len", "my_rewards.py:known"], "ranked by one reward"),
-    ],
-    "evaluate_math": [
-        (["--samples_per_prompt", "0"], "samples_per_prompt must be at least 1"),
-        (["--samples_per_prompt", "4", "--pass_at", "8"], "pass_at 8 must lie between 1 and samples_per_prompt 4"),
-        (["--generation_temperature", "0"], "at temperature 0 would all be the same"),
-        (["--model_name_or_path", "./nowhere"], "nowhere"),
-        (["--use_peft", "true"], "--use_peft is for training"),
     ],
 }
 REFUSED["rlhf_sft"] = [(["--dataset_name=kept.jsonl"], "holds prompts and completions: give it as --demonstrations")]

@@ -24,7 +24,6 @@ RECIPES = REPOSITORY / "recipes"
 SCRIPTS = {"online_preference_replay": "online_preference"}
 # The arguments of recipes that do not train.
 OTHERS = {
-    "evaluate_math": "studies.evaluate_math:EvaluationArguments",
     "best_of_n": "studies.best_of_n:BestOfNArguments",
     "rlhf": "studies.pipeline:RLHFArguments",
 }
@@ -46,8 +45,7 @@ def parse(monkeypatch, script: str, *arguments: str):
     if types is None:
         module, _, name = OTHERS[script].partition(":")
         own = getattr(importlib.import_module(f"trl_ext.runs.{module}"), name)
-        # The pipeline passes its model on.
-        types = (own,) if script == "rlhf" else (own, parsing.ModelArguments)
+        types = (own,)
     # Without the flags of the launch, which every recipe that trains takes as well.
     return parsing.parse_arguments(types, default_config=parsing.toy_config(script))[:3]
 

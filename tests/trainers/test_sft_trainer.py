@@ -19,8 +19,8 @@ from tests.support.tiny import response_log_prob
 from tests.support.train_once import DEFAULTS, largest_difference, parameters
 from trl_ext import ExpertIterationConfig, ExpertIterationTrainer, SFTConfig, SFTTrainer
 from trl_ext.data.math import load_math, math_prompt
-from trl_ext.evaluation.reasoning import grader
 from trl_ext.models import packing_of
+from trl_ext.rewards.verified import grader
 from trl_ext.rollouts import SamplingSettings
 from trl_ext.rollouts import graded as sampling
 from trl_ext.toy import MODEL_DIR

@@ -11,8 +11,8 @@ from datasets import Dataset
 from transformers.hf_argparser import HfArg
 
 from trl_ext.data.math import demonstration, load_math, load_prompt_template, math_prompt, render
-from trl_ext.evaluation.reasoning import grader
 from trl_ext.processes import is_main_process
+from trl_ext.rewards.verified import grader
 from trl_ext.rollouts import SamplingSettings
 from trl_ext.rollouts.generation import ANSWER_END
 from trl_ext.trainers.defaults import check_at_least

@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trl_ext.evaluation.command_line import format_table
-from trl_ext.evaluation.reasoning import CATEGORIES, accuracy_gain, summarize_reasoning
+from trl_ext.evaluation.reasoning import accuracy_gain, summarize_reasoning
 from trl_ext.evaluation.reporting.plots import plot_run
 from trl_ext.files import write_json_lines
 from trl_ext.held_out.reasoning import DECODINGS, ReasoningEvaluation
+from trl_ext.rewards.verified import CATEGORIES
 from trl_ext.rollouts import SamplingSettings, end_processes
 from trl_ext.runs.reasoning import Problems
 from trl_ext.runs.results import describe_run, estimate, figure, write_results

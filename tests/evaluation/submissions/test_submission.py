@@ -13,8 +13,8 @@ from tests.support.public_evaluation import response, write_prompts
 from tests.support.refusals import assert_refused
 from tests.support.reward_adapters import load_policy, save_full_model
 from tests.support.tiny import save_tiny_model
-from trl_ext import rollouts
 from trl_ext.evaluation import grade_submission
+from trl_ext.evaluation.submissions import submission
 from trl_ext.evaluation.submissions.assets import load_prompts, token_counter
 from trl_ext.evaluation.submissions.submission import (
     build_submission,
@@ -26,6 +26,7 @@ from trl_ext.files import brief
 from trl_ext.models import resolve_model_path
 from trl_ext.models.loading import model_sha256
 from trl_ext.rewards import RewardModel
+from trl_ext.rollouts import generation
 
 TEXTS = ["Say red.", "Say a much longer thing, please, and then stop.", "Why?", "Tell me of the sea.", "And?"]
 
@@ -74,15 +75,16 @@ class TestGenerate:
         whole, out = tmp_path / "whole.jsonl", tmp_path / "aot.jsonl"
         settings = {"prompts_jsonl": prompts_file, "max_new_tokens": 6, "batch_size": 2}
         generate_submission_file(tiny_model_path, whole, **settings)
-        original, asked = rollouts.generate_responses, []
+        original, asked = generation.generate_responses, []
 
-        def stops_at_the_second_batch(model, tokenizer, prompts, **keywords):
+        def stops_at_the_second_part(model, tokenizer, prompts, **keywords):
             asked.append(len(prompts))
             if len(asked) == 2:
                 raise KeyboardInterrupt
             return original(model, tokenizer, prompts, **keywords)
 
-        monkeypatch.setattr(rollouts, "generate_responses", stops_at_the_second_batch)
+        monkeypatch.setattr(submission, "SAVE_EVERY", 2)
+        monkeypatch.setattr(generation, "generate_responses", stops_at_the_second_part)
         with pytest.raises(KeyboardInterrupt):
             generate_submission_file(tiny_model_path, out, **settings)
         assert len(read_rows(out)) == 2
@@ -99,12 +101,12 @@ class TestGenerate:
         before = out.read_bytes()
         save_tiny_model(tmp_path / "other", seed=1)
         other = partial(generate_submission_file, tmp_path / "other", out, **settings)
-        assert_refused(other, str(out), "made with the model", "not with the model", error=FileExistsError)
+        assert_refused(other, str(out), "made with model_sha256", "choose another file", error=FileExistsError)
         others = write_prompts(tmp_path / "prompts.jsonl", [*TEXTS[:4], "Else?"])
         changed = partial(generate_submission_file, tiny_model_path, out, **{**settings, "prompts_jsonl": others})
         assert_refused(changed, str(out), "prompts_sha256", error=FileExistsError)
         assert out.read_bytes() == before
-        assert other(overwrite=True).settings["model"] == str(tmp_path / "other")
+        assert other(overwrite=True) == read_rows(out)
         reward_model = save_full_model(tiny_model_path, tmp_path / "reward")
         cannot = partial(generate_submission_file, reward_model, tmp_path / "x.jsonl", prompts_jsonl=prompts_file)
         assert_refused(cannot, "is a reward model, which cannot generate")
@@ -118,8 +120,8 @@ class TestGenerate:
         options = {"prompts_jsonl": prompts_file, "max_new_tokens": 6}
         texts = []
         for model in (tmp_path / "adapter", tmp_path / "merged", tiny_model_path):
-            rows = generate_submission_file(model, tmp_path / f"{len(texts)}.jsonl", **options).rows
-            texts.append([row["response_text"] for row in rows.values()])
+            rows = generate_submission_file(model, tmp_path / f"{len(texts)}.jsonl", **options)
+            texts.append([row["response_text"] for row in rows])
         assert texts[0] == texts[1] != texts[2]
 
     def test_the_hash_of_an_adapter_is_of_its_base_too(self, tmp_path):

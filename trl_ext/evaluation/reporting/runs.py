@@ -155,7 +155,9 @@ def _read_run(label: str, folder: Path) -> Run:
         folder,
         read_results(folder / RESULTS_NAME),
         metrics,
-        generations=_read_rows(folder / "generations.jsonl", Response, problems),
+        # An evaluation on a task has responses of one model.
+        generations=_read_rows(folder / "generations.jsonl", Response, problems)
+        or _read_rows(folder / "responses.jsonl", Response, problems),
         mistakes=_read_rows(folder / "reward_mistakes.jsonl", Mistake, problems),
         problems=problems,
     )

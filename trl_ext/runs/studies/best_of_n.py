@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import yaml
+from accelerate import Accelerator
 from transformers.hf_argparser import HfArg
 
 from trl_ext import load_benchmark
@@ -24,38 +26,49 @@ from trl_ext.evaluation import (
 )
 from trl_ext.evaluation.command_line import format_table
 from trl_ext.evaluation.methods.generations import compare_generations
-from trl_ext.files import write_json_lines
+from trl_ext.files import write_json, write_json_lines, write_text
+from trl_ext.models.loading import model_sha256
 from trl_ext.rollouts import (
     Generation,
     SamplingSettings,
     best_of_n,
     demonstrations,
     end_processes,
+    load_engine,
     map_over_ranks,
     pick_best,
 )
-from trl_ext.rollouts.best_of_n import EMPTY_CHOICES
-from trl_ext.rollouts.graded import Row
+from trl_ext.rollouts.responses import Row, check_settings, settings_path
+from trl_ext.runs.arguments import one_line_errors, parse_arguments, toy_config
+from trl_ext.runs.folder import config_text, settings_digest
 from trl_ext.runs.online import RewardSources, only_reward
-from trl_ext.runs.results import drawing, estimate
-from trl_ext.runs.studies.sampling import EngineArguments, SamplingRun, sampling_errors
-from trl_ext.trainers.defaults import check_at_least, check_choice
+from trl_ext.runs.results import describe_machine, drawing, estimate, say_written
+from trl_ext.trainers.defaults import check_at_least, check_choice, runs_on_cpu
 
-SAMPLES = "samples.jsonl"
+RESPONSES = "responses.jsonl"
 JUDGE_CACHE = "judge_cache.sqlite"
 JUDGES = ("ground_truth", "openai", "none")
-FILES = ("config.yaml", "results.json", "generations.jsonl", SAMPLES, "sft.jsonl", "best_of_n.png", JUDGE_CACHE)
+FILES = ("config.yaml", "results.json", "generations.jsonl", RESPONSES, "sft.jsonl", "best_of_n.png", JUDGE_CACHE)
 
 
 @dataclass
-class BestOfNArguments(EngineArguments, RewardSources):
+class BestOfNArguments(RewardSources):
     """Prompts, the reward, the judge, how responses are sampled, how many to pick from, and which of them to keep."""
 
+    model_name_or_path: str = HfArg(
+        default="toy", help="toy, smollm2, a folder of a model or an adapter, or a hub model."
+    )
+    dtype: str = HfArg(default="auto", help="Of the weights on an accelerator; on a CPU they are float32.")
+    output_dir: str | None = HfArg(default=None, help="Where results go. Default: in runs/.")
+    use_vllm: bool = HfArg(default=False, help="Sample with vLLM, which the extra vllm installs.")
+    use_cpu: bool = HfArg(default=False, help="Use no accelerator even if there is one.")
+    save_every: int = HfArg(default=512, help="Responses between saves, from which a run resumes.")
+    seed: int = HfArg(default=42, help="Sampling seed.")
     dataset_name: str = HfArg(
         default="toy", help="toy, instructions, a folder of {split}.jsonl, one .jsonl file, or a hub dataset."
     )
     prompt_split: str = HfArg(default="test_gen", help="Prompts to respond to.")
-    num_prompts: int | None = HfArg(default=None, help="The first so many. Default: all.")
+    num_prompts: int | None = HfArg(default=None, help="Use only the first N prompts. Default: all.")
     skip_bad_rows: bool = HfArg(default=False, help="Drop bad rows and say how many and why.")
     overwrite_output_dir: bool = HfArg(default=False, help="Replace an earlier run in output_dir.")
     judge: str | None = HfArg(
@@ -64,33 +77,37 @@ class BestOfNArguments(EngineArguments, RewardSources):
         "only), openai, or none. Default: ground_truth on embedded data, none on everything else.",
     )
     judge_model: str = HfArg(default="gpt-5.4", help="For the judge openai; key in OPENAI_API_KEY.")
-    judge_base_url: str | None = HfArg(default=None, help="Of a server with OpenAI's API.")
+    judge_base_url: str | None = HfArg(default=None, help="Base URL of an OpenAI-compatible server.")
     max_prompt_tokens: int | None = HfArg(default=None, help="Longer prompts lose their beginning.")
     max_new_tokens: int = HfArg(default=256, help="Longest response, in tokens.")
     generation_batch_size: int = HfArg(default=32, help="Prompts per batch of generation.")
     reward_batch_size: int = HfArg(default=32, help="Responses per batch of a reward model.")
     n: list[int] | None = HfArg(default=None, help="Numbers to pick the best from. Default: 1, 2, 4, 8, 16.")
     num_samples: int | None = HfArg(default=None, help="Responses to each prompt. Default: largest n.")
-    temperature: float = HfArg(default=1.0, help="Of the sampling.")
+    temperature: float = HfArg(default=1.0, help="Sampling temperature.")
     top_p: float = HfArg(default=1.0, help="Nucleus sampling.")
     top_k: int = HfArg(default=0, help="Most likely tokens to sample from; 0 for all.")
     repetition_penalty: float = HfArg(default=1.0, help="Above 1 makes tokens less likely to come again.")
-    empty: str = HfArg(
-        default="score", help="Responses without text: score them like others, leave_out of the picks, or refuse."
-    )
     missing_eos_penalty: float = HfArg(
-        default=0.0, help="Taken off the reward of a response that was cut at max_new_tokens."
+        default=0.0, help="Subtracted from the reward of a response that was truncated at max_new_tokens."
     )
     keep: str | None = HfArg(
         default=None,
         help="Write sft.jsonl to fine-tune on: each prompt's best response, its top_k (--keep_count), or all "
         "from a threshold (--keep_threshold) up.",
     )
-    keep_count: int | None = HfArg(default=None, help="Responses to a prompt, for --keep top_k. Default: 1.")
+    keep_count: int = HfArg(default=1, help="Responses to a prompt, for --keep top_k.")
     keep_threshold: float | None = HfArg(default=None, help="Lowest reward, for --keep threshold.")
 
     def __post_init__(self):
-        counts = ("num_prompts", "save_every", "reward_batch_size", "max_new_tokens", "generation_batch_size")
+        counts = (
+            "num_prompts",
+            "save_every",
+            "reward_batch_size",
+            "max_new_tokens",
+            "generation_batch_size",
+            "keep_count",
+        )
         check_at_least(self, dict.fromkeys(counts, 1) | {"missing_eos_penalty": 0})
         if self.judge is None:
             self.judge = "ground_truth" if self.score_function else "none"
@@ -106,20 +123,13 @@ class BestOfNArguments(EngineArguments, RewardSources):
             raise ValueError(f"num_samples {self.num_samples} is less than the largest n, {self.n[-1]}: sample more")
         if self.num_samples > 1 and (self.temperature == 0 or self.top_k == 1):
             raise ValueError("best-of-n at temperature 0 or top_k 1 would pick from equal responses")
-        check_choice("empty", self.empty, EMPTY_CHOICES)
-        self.place("best-of-n")
-        for name, choice in (("keep_count", "top_k"), ("keep_threshold", "threshold")):
-            if getattr(self, name) is not None and self.keep != choice:
-                kept = "nothing is kept" if self.keep is None else f"--keep is {self.keep}"
-                raise ValueError(f"{name} is for --keep {choice}, and {kept}: leave it out, or give --keep {choice}")
+        if self.output_dir is None:
+            self.output_dir = f"runs/best-of-n-{Path(self.dataset_name).absolute().stem}"
         demonstrations([], [], **self.kept())
-        if self.keep_count is not None and self.keep_count > self.num_samples:
-            raise ValueError(f"keep_count {self.keep_count} is more than the {self.num_samples} responses to a prompt")
 
     def kept(self) -> dict[str, Any]:
         """Keyword arguments of `demonstrations`."""
-        count = 1 if self.keep_count is None else self.keep_count
-        return {"keep": self.keep or "best", "count": count, "threshold": self.keep_threshold}
+        return {"keep": self.keep or "best", "count": self.keep_count, "threshold": self.keep_threshold}
 
     @property
     def score_function(self) -> Callable[..., float] | None:
@@ -127,72 +137,99 @@ class BestOfNArguments(EngineArguments, RewardSources):
         return known_score(self.dataset_name)
 
     def settings(self) -> SamplingSettings:
-        return SamplingSettings(
-            max_new_tokens=self.max_new_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            repetition_penalty=self.repetition_penalty,
-            stop=(),
-            max_prompt_tokens=self.max_prompt_tokens,
-            batch_size=self.generation_batch_size,
-        )
+        names = ("max_new_tokens", "temperature", "top_p", "top_k", "repetition_penalty", "max_prompt_tokens")
+        own = {name: getattr(self, name) for name in names}
+        return SamplingSettings(**own, stop=(), batch_size=self.generation_batch_size)
 
 
 def main() -> None:
     """Sample, score, compare, and write the run folder; resume an earlier call that stopped."""
-    with sampling_errors():
-        run = SamplingRun(
-            BestOfNArguments,
-            config="best_of_n",
-            description="Pick the best of n responses by a reward.",
-            files=FILES,
-            responses=SAMPLES,
-        )
-        arguments, folder, settings = run.arguments, run.folder, run.arguments.settings()
-        reward = only_reward(arguments, arguments.reward_batch_size)
-        judge, prompts = load_judge(arguments), load_prompts(arguments)
-        run.open()
-        if run.is_main_process and arguments.keep and arguments.prompt_split.startswith("test"):
+    try:
+        with one_line_errors():
+            _run(time.time())
+    except KeyboardInterrupt:
+        print("\ninterrupted: what was saved is kept, and the same command resumes from there")
+        raise SystemExit(130) from None
+
+
+def _run(started: float) -> None:
+    (arguments,) = parse_arguments(
+        (BestOfNArguments,),
+        default_config=toy_config("best_of_n"),
+        description="Pick the best of n responses by a reward.",
+    )
+    resolved, sampling, folder = config_text(arguments), arguments.settings(), Path(arguments.output_dir)
+    accelerator = Accelerator(cpu=runs_on_cpu(arguments.use_cpu))
+    reward = only_reward(arguments, arguments.reward_batch_size)
+    judge, prompts = load_judge(arguments), load_prompts(arguments)
+    if arguments.use_vllm and accelerator.num_processes > 1:
+        raise ValueError("vLLM is for one process here: launch with --num_processes 1")
+    settings = yaml.safe_load(resolved) | {"model_sha256": model_sha256(arguments.model_name_or_path)}
+    del settings["output_dir"]
+    if accelerator.is_main_process:
+        _open(arguments, folder, settings)
+        write_text(folder / "config.yaml", resolved)
+        if arguments.keep and arguments.prompt_split.startswith("test"):
             print(f"{arguments.prompt_split} is held out: to fine-tune on, give --prompt_split train_gen")
-        engine, tokenizer = run.load_engine(settings)
-        samples = best_of_n(
-            prompts,
-            engine,
-            reward,
-            arguments.num_samples,
-            empty=arguments.empty,
-            missing_eos_penalty=arguments.missing_eos_penalty,
-            seed=arguments.seed,
-            path=folder / SAMPLES,
-            save_every=arguments.save_every,
-            accelerator=run.accelerator,
-            progress="responses" if run.is_main_process else None,
-        )
-        engine.settings = dataclasses.replace(settings, temperature=0.0, top_p=1.0, top_k=0)
-        base = map_over_ranks(
-            lambda rows: engine([row["prompt"] for row in rows], seed=arguments.seed), prompts, run.accelerator
-        )
-        if run.is_main_process:
-            if score := arguments.score_function:
-                for row in chain(*samples):
-                    row["score"] = score(row["prompt_text"], row["response_text"], finished=row["finished"])
-                # The same rows as before, now with the score.
-                write_json_lines(folder / SAMPLES, chain(*samples))
-            results = _compare(arguments, samples, prompts, base, judge, tokenizer, folder)
-            model, reward_name = run.model.model_name_or_path, getattr(reward, "__name__", type(reward).__name__)
-            penalty = arguments.missing_eos_penalty
-            penalized = f", missing_eos_penalty {penalty:g}" if penalty else ""
-            objective = f"best of {arguments.n[-1]} (temperature {settings.temperature:g}{penalized})"
-            results["run"] = run.describe(objective, settings, reward=reward_name, judge=arguments.judge)
-            if arguments.keep:
-                provenance = {"sampled_from": model, "rewarded_by": reward_name}
-                results["sft"] = _write_sft(arguments, samples, prompts, provenance, folder)
-            title = f"{objective} by {reward_name}, model {model}, data {arguments.dataset_name}"
-            with drawing("best_of_n.png"):
-                plot_best_of_n(results["best_of_n"]["curve"], folder / "best_of_n.png", title=title)
-            run.end(results, _table(results))
-    end_processes(run.accelerator)
+    accelerator.wait_for_everyone()
+    dtype = "float32" if accelerator.device.type == "cpu" else arguments.dtype
+    options = {"dtype": dtype, "use_vllm": arguments.use_vllm, "device": accelerator.device}
+    engine, tokenizer = load_engine(arguments.model_name_or_path, sampling, **options)
+    samples = best_of_n(
+        prompts,
+        engine,
+        reward,
+        arguments.num_samples,
+        score_function=arguments.score_function,
+        missing_eos_penalty=arguments.missing_eos_penalty,
+        seed=arguments.seed,
+        path=folder / RESPONSES,
+        settings=settings,
+        save_every=arguments.save_every,
+        accelerator=accelerator,
+        progress="responses" if accelerator.is_main_process else None,
+    )
+    engine.settings = replace(sampling, temperature=0.0, top_p=1.0, top_k=0)
+    base = map_over_ranks(
+        lambda rows: engine([row["prompt"] for row in rows], seed=arguments.seed), prompts, accelerator
+    )
+    if accelerator.is_main_process:
+        results = _compare(arguments, samples, prompts, base, judge, tokenizer, folder)
+        reward_name, penalty = getattr(reward, "__name__", type(reward).__name__), arguments.missing_eos_penalty
+        penalized = f", missing_eos_penalty {penalty:g}" if penalty else ""
+        objective = f"best of {arguments.n[-1]} (temperature {sampling.temperature:g}{penalized})"
+        results["run"] = {
+            "objective": objective,
+            "model": arguments.model_name_or_path,
+            "dataset": arguments.dataset_name,
+            "reward": reward_name,
+            "judge": arguments.judge,
+            "sampling": asdict(sampling),
+            "engine": "vllm" if arguments.use_vllm else "transformers",
+            "settings_digest": settings_digest(resolved),
+            "seed": arguments.seed,
+            "total_seconds": round(time.time() - started, 1),
+            **describe_machine(accelerator),
+        }
+        if arguments.keep:
+            results["sft"] = _write_sft(arguments, samples, prompts, reward_name, folder)
+        title = f"{objective} by {reward_name}, model {arguments.model_name_or_path}, data {arguments.dataset_name}"
+        with drawing("best_of_n.png"):
+            plot_best_of_n(results["best_of_n"]["curve"], folder / "best_of_n.png", title=title)
+        write_json(folder / "results.json", results)
+        print(f"\n{_table(results)}")
+        say_written(results["run"], folder, FILES)
+    end_processes(accelerator)
+
+
+def _open(arguments: BestOfNArguments, folder: Path, settings: dict[str, Any]) -> None:
+    """Refuse a folder of another run, and clear it if requested."""
+    if (folder / "metrics.jsonl").exists():
+        raise FileExistsError(f"{folder} holds a training run: choose another --output_dir")
+    if arguments.overwrite_output_dir:
+        for path in (*(folder / name for name in FILES), settings_path(folder / RESPONSES)):
+            path.unlink(missing_ok=True)
+    check_settings(folder / RESPONSES, settings)
 
 
 def _compare(
@@ -237,13 +274,13 @@ def _compare(
 
 
 def _write_sft(
-    arguments, samples: list[list[Row]], prompts, provenance: dict[str, Any], folder: Path
+    arguments: BestOfNArguments, samples: list[list[Row]], prompts: list[dict], reward: str, folder: Path
 ) -> dict[str, Any]:
-    provenance = {**provenance, "temperature": arguments.temperature, "keep": arguments.keep}
+    """Write the kept responses with their provenance, and return their counts."""
+    provenance = {"sampled_from": arguments.model_name_or_path, "rewarded_by": reward}
+    provenance |= {"temperature": arguments.temperature, "keep": arguments.keep}
     rows = [{**row, **provenance} for row in demonstrations(samples, prompts, **arguments.kept())]
     write_json_lines(folder / "sft.jsonl", rows)
-    if not rows:
-        print("warning: sft.jsonl is empty: no response that ended has a reward to keep it for")
     return {"rows": len(rows), "prompts": sum(row["rank"] == 1 for row in rows)}
 
 
@@ -286,10 +323,7 @@ def load_prompts(arguments: BestOfNArguments) -> list[dict[str, Any]]:
     benchmark = load_benchmark(name, splits=None if alone else split, skip_bad_rows=arguments.skip_bad_rows)
     if alone:
         (arguments.prompt_split,) = benchmark
-    rows = benchmark[arguments.prompt_split]
-    if arguments.num_prompts is not None and arguments.num_prompts > len(rows):
-        raise ValueError(f"{arguments.prompt_split} has {len(rows)} prompts: ask for no more with --num_prompts")
-    return list(rows)[: arguments.num_prompts]
+    return list(benchmark[arguments.prompt_split])[: arguments.num_prompts]
 
 
 def load_judge(arguments: BestOfNArguments) -> PairwiseJudge | None:
@@ -304,16 +338,9 @@ def load_judge(arguments: BestOfNArguments) -> PairwiseJudge | None:
 
 
 def judge_against(
-    judge: PairwiseJudge,
-    prompts: Sequence[dict[str, Any]],
-    own: Sequence[dict[str, Any]],
-    base: Sequence[Generation],
-    folder: Path,
+    judge: PairwiseJudge, prompts: Sequence[dict], own: Sequence[Row], base: Sequence[Generation], folder: Path
 ) -> tuple[WinRate, list[str | None]]:
-    """The win rate of sampled rows against the base's responses; a judge's verdicts are kept in the folder.
-
-    Also returns the outcome of each row: `candidate`, `base` or `tie`, or None if the judge failed.
-    """
+    """The win rate of sampled rows against the base's responses, and each row's outcome; None if the judge failed."""
     result = judge_pairs(
         judge,
         prompts,
