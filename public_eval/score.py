@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trl_ext.evaluation.command_line import at_least_one, format_interval, format_table, one_line_errors, print_json
-from trl_ext.evaluation.methods.reward_models import reward_metrics
+from trl_ext.evaluation.comparing.reward_models import reward_metrics
 from trl_ext.evaluation.submissions.commands import DEFAULT, make_parser
 from trl_ext.evaluation.submissions.submission import score_submission_file
 

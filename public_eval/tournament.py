@@ -6,7 +6,7 @@ import itertools
 from pathlib import Path
 
 from trl_ext.evaluation.command_line import format_interval, format_table, one_line_errors, print_json
-from trl_ext.evaluation.methods.tournament import BASE, run_tournament
+from trl_ext.evaluation.comparing.tournament import BASE, run_tournament
 from trl_ext.evaluation.submissions.commands import (
     DEFAULT,
     add_judge_arguments,

@@ -21,7 +21,7 @@ from typing import Any
 import numpy
 import yaml
 
-from trl_ext.evaluation.methods.runs import CREDITS
+from trl_ext.evaluation.comparing.runs import CREDITS
 from trl_ext.evaluation.statistics.crossed import crossed_mean
 from trl_ext.instructions.scoring import KEPT_IF_CUT
 

@@ -173,7 +173,7 @@ def mean_and_std(values: Sequence[float]) -> dict[str, float]:
 
 def _divergence(policy, reference, generations, batch_size: int, pad_token_id: int) -> dict[str, Any]:
     """The KL of a model from the reference on its own samples."""
-    from trl_ext.evaluation.methods.preferences import approximate_kl
+    from trl_ext.evaluation.comparing.preferences import approximate_kl
     from trl_ext.models import score_responses
     from trl_ext.rollouts.generation import recorded_log_probs
 

@@ -23,7 +23,7 @@ from trl_ext.evaluation import (
     win_rate,
 )
 from trl_ext.evaluation.command_line import format_table
-from trl_ext.evaluation.methods.generations import compare_generations
+from trl_ext.evaluation.comparing.generations import compare_generations
 from trl_ext.files import write_json_lines
 from trl_ext.rollouts import (
     Generation,

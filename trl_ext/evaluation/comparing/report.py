@@ -10,7 +10,7 @@ from typing import Any
 import numpy
 
 from trl_ext.evaluation.command_line import markdown_table
-from trl_ext.evaluation.methods.runs import (
+from trl_ext.evaluation.comparing.runs import (
     MethodRun,
     check_alike,
     choose_metric,
