@@ -12,12 +12,11 @@ from typing import Any
 from trl_ext.evaluation.command_line import (
     CommandParser,
     at_least_one,
-    format_interval,
     format_table,
     one_line_errors,
     print_json,
 )
-from trl_ext.evaluation.statistics.intervals import mean_interval
+from trl_ext.evaluation.statistics.intervals import Estimate, mean_interval
 from trl_ext.evaluation.submissions.assets import MAX_PROMPT_TOKENS, default_max_new_tokens, load_prompts
 from trl_ext.files import write_json, write_json_lines
 
@@ -243,9 +242,9 @@ def _table_row(row: dict) -> tuple:
     return (
         row["name"],
         row["n"],
-        format_interval(reward.get("mean"), reward.get("low"), reward.get("high")),
+        f"{Estimate(reward.get('mean'), reward.get('low'), reward.get('high')):.3f}",
         reward.get("std"),
-        format_interval(kl.get("mean"), kl.get("low"), kl.get("high"), digits=2),
+        f"{Estimate(kl.get('mean'), kl.get('low'), kl.get('high')):.2f}",
         tokens["mean"],
         tokens["std"],
         row["finished"],

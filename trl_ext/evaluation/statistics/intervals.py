@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy
 from scipy.special import ndtri, stdtrit
@@ -14,6 +15,27 @@ from scipy.special import ndtri, stdtrit
 CONFIDENCE = 0.95
 LEAST_FOR_SKEWNESS = 5
 NORMAL_95 = float(ndtri(0.5 + CONFIDENCE / 2))
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean, rate or difference, the interval from `low` to `high`, and the number of rows `n`.
+
+    `f"{estimate:.3f}"` is `0.265 [0.237, 0.294]`. It is the value alone without an interval, and a dash without a
+    value. A value that rounds to zero has no sign.
+    """
+
+    value: float | None
+    low: float | None = None
+    high: float | None = None
+    n: int | None = None
+
+    def __format__(self, form: str) -> str:
+        if self.value is None:
+            return "-"
+        if self.low is None or self.high is None:
+            return format(self.value, f"z{form}")
+        return "{:z{form}} [{:z{form}}, {:z{form}}]".format(self.value, self.low, self.high, form=form)
 
 
 def mean_with_interval(values: Sequence[float], *, gains: bool = False) -> dict[str, float]:
