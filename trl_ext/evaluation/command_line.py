@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import sys
@@ -84,7 +85,7 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 def print_json(value: Any) -> None:
     """Print a result for another program to read. NaN and infinities raise an error, since JSON has none."""
-    print(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False))
+    print(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False, default=dataclasses.asdict))
 
 
 def _cell(value: Any) -> str:

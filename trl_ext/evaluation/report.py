@@ -14,7 +14,14 @@ from trl_ext.evaluation.command_line import CommandParser, format_table, one_lin
 from trl_ext.evaluation.reporting.page import render_page
 from trl_ext.evaluation.reporting.runs import find_runs
 from trl_ext.evaluation.reporting.summary import by_task, summarize
-from trl_ext.evaluation.reporting.tables import NOT_EVALUATED, Table, faults, render_markdown, task_tables
+from trl_ext.evaluation.reporting.tables import (
+    NOT_EVALUATED,
+    Table,
+    faults,
+    render_markdown,
+    shown,
+    task_tables,
+)
 from trl_ext.files import write_text
 
 MAX_PROMPTS = 1000
@@ -41,8 +48,8 @@ def write_report(
         pictures: PNG pictures by title, which follow these tables in the HTML.
 
     Returns:
-        The summary as JSON-ready rows: `policies`, `reward_models`, `incomplete` runs, and `problems`, the unreadable
-        parts of a `file` of a `run`.
+        The summary as rows, whose figures are of type `Estimate`: `policies`, `reward_models`, `incomplete` runs, and
+        `problems`, the unreadable parts of a `file` of a `run`.
 
     Raises:
         FileNotFoundError: a folder does not exist.
@@ -85,16 +92,15 @@ def _print_summary(summary: dict[str, list[dict[str, Any]]]) -> None:
     """Print the columns that fit a terminal, task by task; the files contain all of them."""
     found = []
     for task in by_task(summary):
-        tables, ends = task_tables(task), f": {task.title}" if task.end else ""
-        found += [(table.title + ends, table) for table in map(tables.get, ("tasks", "policies", "reward-models"))]
-    found += [(table.title, table) for table in faults(summary)]
-    if not any(table.rows for _, table in found):
+        tables, end = task_tables(task), f": {task.title}" if task.end else ""
+        found += [(table.title + end, table) for table in map(tables.get, ("tasks", "policies", "reward-models"))]
+    found = [(title, table) for title, table in found if table.rows]
+    if not found:
         print(f"{NOT_EVALUATED}\n")
-    for title, table in found:
-        if table.rows:
-            shown = [index for index, name in enumerate(table.columns) if name not in UNPRINTED]
-            rows = [[" ".join(row[index].text.split()) for index in shown] for row in table.rows]
-            print(f"{title}\n{format_table([table.columns[index] for index in shown], rows)}\n")
+    for title, table in [*found, *((table.title, table) for table in faults(summary) if table.rows)]:
+        columns = [name for name in table.columns if name not in UNPRINTED]
+        rows = [[" ".join(shown(row.get(name), name).split()) for name in columns] for row in table.rows]
+        print(f"{title}\n{format_table(columns, rows)}\n")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from trl_ext.evaluation.reporting.runs import Run
 
 Row = dict[str, Any]
 Point = tuple[int, float]
-MAX_POINTS = 300
 HELD_OUT = "held-out prompts"
 
 # Metric of the responses to held-out prompts -> its title.
@@ -32,7 +31,7 @@ TRAINING_TITLES = {
     "rewards/rejected": "reward of rejected responses",
     "accuracy": "accuracy",
     "entropy": "entropy (nats per token)",
-    "completions/clipped_ratio": "share of responses cut at the limit",
+    "completions/clipped_ratio": "share of responses truncated",
     "frac_reward_zero_std": "share of groups without signal",
     "clip_ratio/region_mean": "share of tokens clipped",
     "grad_norm": "gradient norm",
@@ -93,21 +92,8 @@ def _curves(runs: Sequence[Run], value: Callable[[Row], float | None]) -> dict[s
     for run in runs:
         points = ((row["step"], value(row)) for row in run.metrics)
         if found := [point for point in points if point[1] is not None]:
-            curves[run.label] = thin(found)
+            curves[run.label] = found
     return curves
-
-
-def thin(points: Sequence[Point], limit: int = MAX_POINTS) -> list[Point]:
-    """At most `limit` (even, 4 or more) of the points: the first, the last, and the extremes of each segment."""
-    if len(points) <= limit:
-        return list(points)
-    inner, stretches = points[1:-1], limit // 2 - 1
-    kept = [points[0]]
-    for index in range(stretches):
-        part = range(len(inner) * index // stretches, len(inner) * (index + 1) // stretches)
-        ends = {min(part, key=lambda i: inner[i][1]), max(part, key=lambda i: inner[i][1])}
-        kept += [inner[i] for i in sorted(ends)]
-    return [*kept, points[-1]]
 
 
 def _held_out(row: Row, key: str) -> float | None:

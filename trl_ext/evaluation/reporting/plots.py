@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trl_ext.evaluation.statistics.intervals import wilson_interval
+from trl_ext.evaluation.statistics.intervals import Estimate, wilson_interval
 from trl_ext.files import replacing
 
 # Panel title -> label of each curve -> metric name in the run's metrics.
@@ -30,7 +30,7 @@ ONLINE_PANELS = {
     "Entropy (nats per token)": {"rollouts": "entropy"},
     "Response length (tokens)": {"rollouts": "completions/mean_length", "held out": "eval_completions/mean_length"},
     "Shares of the rollouts": {
-        "cut at the limit": "completions/clipped_ratio",
+        "truncated": "completions/clipped_ratio",
         "groups without signal": "frac_reward_zero_std",
         "tokens clipped": "clip_ratio/region_mean",
     },
@@ -129,9 +129,11 @@ def save_figure(figure, path: str | Path, title: str = "") -> None:
         figure.savefig(temporary, dpi=110)
 
 
-def distances(value: float, low: float, high: float) -> list[list[float]]:
-    """An interval as matplotlib's error bars take it: how far it goes below and above the value."""
-    return [[max(value - low, 0)], [max(high - value, 0)]]
+def distances(estimate: Estimate) -> list[list[float]] | None:
+    """How far an interval extends below and above the value, as for matplotlib's error bars; None without one."""
+    if estimate.low is None or estimate.high is None:
+        return None
+    return [[max(estimate.value - estimate.low, 0)], [max(estimate.high - estimate.value, 0)]]
 
 
 def _draw_curves(axis, title: str, curves: Mapping[str, str], metrics: Sequence[Mapping[str, Any]]) -> None:
@@ -168,12 +170,11 @@ def _draw_win_rates(axis, win_rate: dict[str, Any]) -> None:
     axis.set_title("Win rate against the base, 95% interval")
     rules = {"ties count as half": "half", "ties dropped": "agreed"}
     for position, rule in enumerate(rules.values()):
-        interval = win_rate[rule]
-        rate, n = interval["rate"], interval["n"]
+        rate, n = Estimate(*(win_rate[rule][name] for name in ("rate", "low", "high"))), win_rate[rule]["n"]
         if n:
-            axis.errorbar(position, rate, yerr=distances(rate, interval["low"], interval["high"]), fmt="o", capsize=6)
-        text = f"  {rate:.3f} (n = {n})" if n else "every comparison is a tie"
-        axis.annotate(text, (position, rate if n else 0.5), va="bottom")
+            axis.errorbar(position, rate.value, yerr=distances(rate), fmt="o", capsize=6)
+        text = f"  {rate.value:.3f} (n = {n})" if n else "every comparison is a tie"
+        axis.annotate(text, (position, rate.value if n else 0.5), va="bottom")
     axis.set_xticks(range(len(rules)), list(rules))
     axis.axhline(0.5, color="grey", linestyle="--", linewidth=1)
     axis.set_xlim(-0.5, len(rules))
@@ -191,8 +192,9 @@ def _draw_reliability(axis, pairs: dict[str, Any]) -> None:
         x, y, n = row["confidence"], row["accuracy"], row["n"]
         axis.vlines(x, *wilson_interval(y * n, n), linewidth=1, alpha=0.6)
         axis.scatter(x, y, s=10 + 600 * n / pairs["n"], alpha=0.6, color="C0")
+    accuracy = Estimate(pairs["accuracy"], pairs["low"], pairs["high"])
     says = (
-        f"accuracy {pairs['accuracy']:.3f} [{pairs['low']:.3f}, {pairs['high']:.3f}], n = {pairs['n']}\n"
+        f"accuracy {accuracy:.3f}, n = {pairs['n']}\n"
         f"ECE {pairs['ece']:.3f}, {len(pairs['calibration'])} bins; lines: 95% intervals"
     )
     # Use a corner that is empty for a calibrated model, whose points lie above one half.

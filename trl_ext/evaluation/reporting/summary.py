@@ -6,8 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trl_ext.evaluation.reporting.results import Estimate
+from trl_ext.evaluation.reporting import results
 from trl_ext.evaluation.reporting.runs import Run
+from trl_ext.evaluation.statistics.intervals import Estimate
 
 Row = dict[str, Any]
 # Tables that each task has separately.
@@ -17,7 +18,7 @@ DECIMALS = {"kl": 2, "reward": 3}
 
 
 def summarize(runs: Sequence[Run], incomplete: Sequence[Row]) -> dict[str, list[Row]]:
-    """The report's tables as JSON-ready rows: `policies`, `reward_models`, `incomplete` and `problems`.
+    """The report's rows: `policies`, `reward_models`, `incomplete` and `problems`.
 
     `on_front` of a policy names the trade-offs on whose Pareto front it may be, given its intervals.
     """
@@ -60,20 +61,19 @@ def by_task(summary: dict[str, list[Row]], runs: Sequence[Run] = ()) -> list[Tas
 
 def policy_row(run: Run) -> Row:
     """A policy's figures; None if missing from its results."""
-    results = run.results
-    win_rate, score = results.win_rate, results.score
-    texts = results.generations or {}
+    found = run.results
+    win_rate, score, texts = found.win_rate, found.score, found.generations or {}
     return {
         **_what_was_run(run),
-        "win_rate": {rule: _figure(win_rate and getattr(win_rate, rule)) for rule in ("half", "agreed")},
+        "win_rate": {rule: estimate(win_rate and getattr(win_rate, rule)) for rule in ("half", "agreed")},
         "judge_errors": win_rate and win_rate.n_errors,
-        "tasks": {task: {key: _figure(one) for key, one in own.items()} for task, own in results.tasks.items()},
+        "tasks": {task: {key: estimate(one) for key, one in own.items()} for task, own in found.tasks.items()},
         "score_name": run.score_name,
         "accuracy": _accuracy(run),
         "score": {"base": score and score.base, "policy": score and score.policy},
-        "score_gain": _figure(score and score.gain),
-        "rewards": {name: _figure(reward.gain) for name, reward in (results.rewards or {}).items()},
-        "kl": _figure(results.kl),
+        "score_gain": estimate(score and score.gain),
+        "rewards": {name: estimate(reward.gain) for name, reward in (found.rewards or {}).items()},
+        "kl": estimate(found.kl),
         "pair_accuracy": _pair_accuracy(run),
         "identical": _identical(run),
         "on_front": [],
@@ -86,12 +86,18 @@ def reward_model_row(run: Run) -> Row:
     pairs, order = run.results.pairs, run.results.true_order
     return {
         **_what_was_run(run),
-        "weights": run.results.run.weights or "",
-        "accuracy": _figure(pairs),
+        "accuracy": estimate(pairs),
         **{name: pairs and getattr(pairs, name) for name in ("ties", "margin", "nll", "brier", "ece")},
-        "true_accuracy": _figure(order),
+        "true_accuracy": estimate(order),
         "label_agreement": order and order.label_agreement,
     }
+
+
+def estimate(part: results.Estimate | None) -> Estimate | None:
+    """An estimate of a results.json; None if it is missing or covers no rows."""
+    if part is None or part.value is None or part.n == 0:
+        return None
+    return Estimate(part.value, part.low, part.high, part.n)
 
 
 def trade_offs(policies: Iterable[Row]) -> dict[str, list[Row]]:
@@ -115,15 +121,15 @@ def pareto_front(points: Iterable[Mapping[str, Any]], *, intervals: bool) -> set
     own interval. All figures are rounded as printed.
     """
 
-    def figure(point: Mapping[str, Any], name: str) -> tuple[float, float, float]:
+    def rounded(point: Mapping[str, Any], name: str) -> tuple[float, float, float]:
         """The value, and the bounds of its interval."""
-        value, low, high = (point[name].get(key) for key in ("value", "low", "high"))
+        value, low, high = (getattr(point[name], key) for key in ("value", "low", "high"))
         known = intervals and low is not None and high is not None
         return tuple(round(one, DECIMALS[name]) for one in ((value, low, high) if known else (value,) * 3))
 
     def dominates(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-        (kl, _, kl_high), (other_kl, other_kl_low, _) = (figure(point, "kl") for point in (one, other))
-        (reward, low, _), (other_reward, _, other_high) = (figure(point, "reward") for point in (one, other))
+        (kl, _, kl_high), (other_kl, other_kl_low, _) = (rounded(point, "kl") for point in (one, other))
+        (reward, low, _), (other_reward, _, other_high) = (rounded(point, "reward") for point in (one, other))
         better = kl < other_kl or reward > other_reward
         return one["setting"] == other["setting"] and kl_high <= other_kl_low and low >= other_high and better
 
@@ -133,31 +139,26 @@ def pareto_front(points: Iterable[Mapping[str, Any]], *, intervals: bool) -> set
 
 def _what_was_run(run: Run) -> Row:
     what = run.results.run
-    names = ("seed", "training_seconds", "total_seconds", "processes")
+    names = ("objective", "model", "weights", "device", "seed", "processes", "training_seconds", "total_seconds")
     return {
         "run": run.label,
         "folder": str(run.folder),
         "method": run.method,
-        "data": what.dataset or "",
+        "data": what.dataset,
         "task": run.task,
         "steps": what.optimizer_steps,
-        **{name: getattr(what, name) or "" for name in ("objective", "model", "device")},
         **{name: getattr(what, name) for name in names},
     }
 
 
-def _figure(part: Estimate | None) -> dict[str, float | None] | None:
-    return part and part.figure()
-
-
-def _accuracy(run: Run) -> dict[str, dict[str, float | None] | None]:
+def _accuracy(run: Run) -> dict[str, Estimate | None]:
     """Accuracy by decoding; an untrained model was evaluated with only one."""
     reasoning = run.results.reasoning
     found = {name: one.accuracy for name, one in reasoning.after.items()} if reasoning else {}
     if reasoning and reasoning.accuracy:
         is_greedy = (run.results.run.sampling or {}).get("temperature") == 0
         found["greedy" if is_greedy else "sampled"] = reasoning.accuracy
-    return {name: _figure(found.get(name)) for name in ("sampled", "greedy")}
+    return {name: estimate(found.get(name)) for name in ("sampled", "greedy")}
 
 
 def _identical(run: Run) -> int | None:
@@ -166,8 +167,9 @@ def _identical(run: Run) -> int | None:
     return len(run.generations) or None if same else None
 
 
-def _pair_accuracy(run: Run) -> dict[str, float | None] | None:
+def _pair_accuracy(run: Run) -> Estimate | None:
     """Share of held-out pairs ranked as labelled by the log-ratio; None for an unchanged model, where all are ties."""
     after = run.results.preferences and run.results.preferences.after
     ranking = after and after.reference_corrected
-    return {**ranking.figure(), "n": after.n} if ranking and ranking.ties != after.n else None
+    known = ranking and ranking.ties != after.n
+    return Estimate(ranking.value, ranking.low, ranking.high, after.n) if known else None

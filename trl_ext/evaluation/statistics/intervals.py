@@ -33,9 +33,11 @@ class Estimate:
     def __format__(self, form: str) -> str:
         if self.value is None:
             return "-"
+        # The option z, which comes after that of a sign.
+        form = form.replace(".", "z.")
         if self.low is None or self.high is None:
-            return format(self.value, f"z{form}")
-        return "{:z{form}} [{:z{form}}, {:z{form}}]".format(self.value, self.low, self.high, form=form)
+            return format(self.value, form)
+        return f"{self.value:{form}} [{self.low:{form}}, {self.high:{form}}]"
 
 
 def mean_with_interval(values: Sequence[float], *, gains: bool = False) -> dict[str, float]:
