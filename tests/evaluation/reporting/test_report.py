@@ -432,10 +432,11 @@ def test_a_comparison_is_read(tmp_path):
     summary, _ = report(tmp_path / "policy")
     (row,) = summary["policies"]
     low, high = wilson_interval(3, 4)
-    assert row["win_rate"]["agreed"] == Estimate(0.75, low, high, 4)
-    assert row["win_rate"]["half"].value == 0.7
-    assert row["score_gain"].value == pytest.approx((3 - 1) / 5)
-    assert row["tokens"] == {"base": (3 * 3 + 4 + 3) / 5, "policy": (3 * 4 + 2 * 3) / 5}
+    found = row["figures"]
+    assert found["win rate, ties dropped"] == Estimate(0.75, low, high, 4)
+    assert found["win rate, ties as half"].value == 0.7
+    assert found["gain in true score"].value == pytest.approx((3 - 1) / 5)
+    assert found["tokens"] == (3 * 4 + 2 * 3) / 5
     assert summary["problems"] == []
 
 
@@ -446,11 +447,8 @@ def test_an_evaluation_on_verified_problems_is_read(tmp_path, temperature, decod
     found = {"run": {"sampling": {"temperature": temperature}}, "reasoning": summarize_reasoning(rows)}
     (tmp_path / "results.json").write_text(json.dumps(found))
     (row,) = report(tmp_path)[0]["policies"]
-    assert {name: value and value.value for name, value in row["accuracy"].items()} == {
-        "sampled": None,
-        "greedy": None,
-        decoding: 1.0,
-    }
+    found = {name: row["figures"][f"accuracy, {name}"] for name in ("sampled", "greedy")}
+    assert found.pop(decoding).value == 1.0 and list(found.values()) == [None]
 
 
 def test_damaged_results_are_named_and_the_run_is_left_out(tmp_path, capsys):
@@ -497,7 +495,7 @@ def test_damaged_lines_are_left_out_and_said(tmp_path, capsys):
     main([str(tmp_path), "--out", str(tmp_path / "report.html")])
     expected = [
         "3 of 12 lines cannot be read and are left out; line 10: step: Field required",
-        "loss: not a finite number 2 times, first at step 41",
+        "loss: 2 values are not finite, first at step 41",
         "2 of 3 lines cannot be read and are left out; line 2: outcome: Input should be 'candidate', 'base' or "
         "'tie', got \"draw\"",
     ]
@@ -524,8 +522,8 @@ def test_runs_are_found_once_and_those_of_a_method_stay_together(tmp_path):
         write_policy(tmp_path / "three" / name, objective=objective, outcomes=(TIE,) * 4)
     rows = write_report(tmp_path / "three", tmp_path / "report.html")["policies"]
     assert [row["run"] for row in rows] == ["a", "c", "b"]
-    even = rows[0]["win_rate"]
-    assert even["agreed"] is None and even["half"].value == 0.5, "ties alone are no rate without ties"
+    even = rows[0]["figures"]
+    assert (even["win rate, ties dropped"], even["win rate, ties as half"].value) == (None, 0.5)
 
 
 # ---- The command ----
@@ -539,8 +537,13 @@ def test_the_command_prints_a_table_and_names_the_files_or_prints_json(example, 
     assert {path.name for path in (tmp_path / "a").iterdir()} == {"report.html", "report.md"}
     main([str(example), "--out", str(tmp_path / "report.html"), "--json"])
     summary = json.loads(capsys.readouterr().out)
-    assert summary["policies"][0]["kl"] == {"value": 1.5, "low": 1.3, "high": 1.7, "n": 4}
-    assert summary["reward_models"][0]["ece"] == 0.18
+    assert summary["policies"][0]["figures"]["KL to the base (nats per response)"] == {
+        "value": 1.5,
+        "low": 1.3,
+        "high": 1.7,
+        "n": 4,
+    }
+    assert summary["reward_models"][0]["figures"]["ECE"] == 0.18
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,8 @@ from markupsafe import Markup, escape
 
 from trl_ext.evaluation.reporting.curves import Panel
 from trl_ext.evaluation.reporting.plots import distances, new_figure
-from trl_ext.evaluation.reporting.summary import Row, Task, trade_offs
+from trl_ext.evaluation.reporting.runs import Run
+from trl_ext.evaluation.reporting.summary import Task, fronts_by_run, trade_offs
 
 COLORS = 10
 DASHES = ("-", "--", ":", "-.", (0, (4, 2, 1, 2, 1, 2)))
@@ -72,16 +73,15 @@ def curve_chart(panel: Panel, of: Mapping[str, Look]) -> Markup:
     return _inline(figure, panel.title, of[label])
 
 
-def trade_off_charts(policies: Sequence[Row], of: Mapping[str, Look]) -> Markup:
+def trade_off_charts(policies: Sequence[Run], of: Mapping[str, Look]) -> Markup:
     """Reward against KL, with the intervals of both; filled points may be on the Pareto front."""
-    rows = {row["run"]: row for row in policies}
-    charts = []
+    fronts, charts = fronts_by_run(policies), []
     for title, points in trade_offs(policies).items():
         figure, axis = _plane("KL to the base (nats per response)")
         for point in points:
             kl, reward, look = point["kl"], point["reward"], of[point["run"]]
             errors = {"xerr": distances(kl), "yerr": distances(reward)}
-            fill = "full" if title in rows[point["run"]]["on_front"] else "none"
+            fill = "full" if title in fronts.get(point["run"], ()) else "none"
             drawn = axis.errorbar(kl.value, reward.value, **errors, fmt="o", fillstyle=fill, color=look.marks["color"])
             # A name is text, not mathematics, whatever signs it has.
             place = {"xytext": (4, 4), "textcoords": "offset points", "parse_math": False}

@@ -33,14 +33,14 @@ INTERVAL = re.compile(r"\[-?[\d.]+, -?[\d.]+\]")
 
 def render_page(
     runs: Sequence[Run],
-    summary: dict[str, list[Row]],
+    incomplete: Sequence[Row],
     *,
     max_prompts: int,
     stages: Sequence[Table] = (),
     pictures: Mapping[str, bytes] | None = None,
 ) -> str:
     """The HTML of the report; additional tables, and PNG pictures by title, come first."""
-    tasks = by_task(summary, runs)
+    tasks = by_task(runs)
     looks = looks_of(tasks)
     browsed = generations([run for task in tasks for run in task.policies], max_prompts=max_prompts)
     data = {
@@ -55,7 +55,7 @@ def render_page(
         has_charts=find_spec("matplotlib") is not None,
         stages=stages,
         pictures={title: base64.b64encode(png).decode() for title, png in (pictures or {}).items()},
-        faults=faults(summary),
+        faults=faults(incomplete, runs),
         has_generations=bool(browsed["prompts"]),
         not_evaluated=NOT_EVALUATED,
     )
@@ -72,8 +72,8 @@ def render_page(
         tasks=tasks,
         looks=list(looks.values()),
         many=len(looks) > MANY_RUNS,
-        problems=summary["problems"],
-        damaged={row["run"] for row in summary["problems"]},
+        problems=[problem for run in runs for problem in run.problems],
+        damaged=[run for run in runs if run.problems],
     )
 
 
@@ -90,7 +90,7 @@ def _charts(task: Task, looks: Mapping[str, Look]) -> tuple[dict[str, Markup], M
         return groups, Markup()
     for panel in panels(task.policies + task.reward_models):
         groups[panel.group] = groups.get(panel.group, Markup()) + curve_chart(panel, looks)
-    return groups, trade_off_charts(task.summary["policies"], looks)
+    return groups, trade_off_charts(task.policies, looks)
 
 
 def _index(body: str) -> list[list[tuple[str, Markup]]]:

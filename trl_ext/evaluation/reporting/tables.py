@@ -7,16 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from trl_ext.evaluation.reporting.runs import Run
-from trl_ext.evaluation.reporting.summary import Row, Task, by_task
+from trl_ext.evaluation.reporting.summary import KL, Row, Task, by_task, figures, fronts_by_run, task_figures
 from trl_ext.evaluation.statistics.intervals import Estimate
 from trl_ext.files import markdown_line
 
 MISTAKES_SHOWN = 10
 NOT_EVALUATED = "These runs have no figures of held-out rows: their data has no held-out split, or none was asked for."
-KL = "KL to the base (nats per response)"
 # Decimals of figures that do not have three; whole numbers have none.
 DECIMALS = {KL: 2, "KL to SFT (nats per response)": 2, "tokens": 1, "compression": 2, "margin": 2}
-DECIMALS |= dict.fromkeys(("training (s)", "in all (s)"), 1)
+DECIMALS |= {"training (s)": 1, "in all (s)": 1}
 # Column -> diagnostic.
 DIAGNOSTICS = {
     "tokens": "mean_tokens",
@@ -61,12 +60,17 @@ def shown(value: Estimate | float | str | None, column: str = "") -> str:
 
 def task_tables(task: Task) -> dict[str, Table]:
     """The tables of a task by name, in their order in the Markdown; those without rows are empty."""
-    policies, models = task.summary["policies"], task.summary["reward_models"]
     found = [
-        _tasks(policies),
-        _policies(policies),
-        _reward_models(models),
-        _settings([*policies, *models]),
+        _tasks(task.policies),
+        _of_runs("policies", "Policies", _note(task.policies), task.policies),
+        _of_runs(
+            "reward-models",
+            "Reward models",
+            "On held-out pairs. Brackets hold 95% intervals, Wilson's. The true order is by a known quality of the "
+            "responses; the labels' share of it is what a model that reproduces the labels reaches.",
+            task.reward_models,
+        ),
+        _settings([*task.policies, *task.reward_models]),
         _diversity(task.policies),
         _kinds(task.policies),
         _mistakes(task.reward_models),
@@ -74,109 +78,75 @@ def task_tables(task: Task) -> dict[str, Table]:
     return {table.name: table for table in found}
 
 
-def faults(summary: Mapping[str, Sequence[Row]]) -> list[Table]:
+def faults(incomplete: Sequence[Row], runs: Sequence[Run]) -> list[Table]:
     """Folders without results, and damaged files; they do not belong to a task."""
-    incomplete = [{"run": row["run"], "why": row["reason"]} for row in summary["incomplete"]]
-    says = "What cannot be read of the runs' files, and is not shown."
+    left_out = [{"run": row["run"], "why": row["reason"]} for row in incomplete]
+    problems = [{"run": run.label, **problem} for run in runs for problem in run.problems]
     return [
-        Table("incomplete", "Incomplete", "These folders have no figures.", incomplete),
-        Table("problems", "Problems", says, summary["problems"]),
+        Table("incomplete", "Incomplete", "These folders have no figures.", left_out),
+        Table("problems", "Problems", "What cannot be read of the runs' files, and is not shown.", problems),
     ]
 
 
-def run_figures(row: Row) -> dict[str, Any]:
-    """The figures of a policy, or of a reward model, by their titles."""
-    if "score_gain" not in row:
-        return {
-            "accuracy": row["accuracy"],
-            "n": row["accuracy"] and row["accuracy"].n,
-            "accuracy, true order": row["true_accuracy"],
-            "labels, true order": row["label_agreement"],
-            "mean margin": row["margin"],
-            "NLL (nats)": row["nll"],
-            "Brier": row["brier"],
-            "ECE": row["ece"],
-        }
-    half, agreed, kl = row["win_rate"]["half"], row["win_rate"]["agreed"], row["kl"]
-    counted = (half, *row["accuracy"].values(), row["score_gain"], *row["rewards"].values(), kl)
-    n = next((one.n for one in counted if one and one.n), None)
-    return {
-        "accuracy, sampled": row["accuracy"]["sampled"],
-        "accuracy, greedy": row["accuracy"]["greedy"],
-        "win rate, ties as half": half,
-        "n": n,
-        "win rate, ties dropped": agreed,
-        "n without ties": agreed and agreed.n,
-        "judge errors": row["judge_errors"] or None,
-        f"gain in {row['score_name']}": row["score_gain"],
-        KL: kl,
-        "n of the KL": kl.n if kl and kl.n != n else None,
-        "accuracy on held-out pairs": row["pair_accuracy"],
-        "n pairs": row["pair_accuracy"] and row["pair_accuracy"].n,
-        "tokens": row["tokens"]["policy"],
-        "may be on the Pareto front": "; ".join(row["on_front"]),
-        **{f"gain in {name}": gain for name, gain in row["rewards"].items()},
-    }
-
-
-def _tasks(rows: Sequence[Row]) -> Table:
+def _tasks(runs: Sequence[Run]) -> Table:
     """One row per task, metric and run of `trl-ext evaluate` or lm-evaluation-harness."""
-    metrics = dict.fromkeys((task, name) for row in rows for task, own in row["tasks"].items() for name in own)
-    found = [
-        {"metric": f"{task}: {name}", "run": row["run"], "model": row["model"], "figure": one, "n": one and one.n}
-        for task, name in metrics
-        for row in rows
-        if name in row["tasks"].get(task, {})
-        for one in [row["tasks"][task][name]]
+    rows = [
+        {
+            "metric": f"{task}: {name}",
+            "run": run.label,
+            "model": run.results.run.model,
+            "figure": one,
+            "n": one and one.n,
+        }
+        for run in runs
+        for task, own in task_figures(run).items()
+        for name, one in own.items()
     ]
-    return Table("tasks", "Tasks", "Evaluations on tasks. Brackets hold 95% intervals.", found)
+    places = list(dict.fromkeys(row["metric"] for row in rows))
+    rows.sort(key=lambda row: places.index(row["metric"]))
+    return Table("tasks", "Tasks", "Evaluations on tasks. Brackets hold 95% intervals.", rows)
 
 
-def _policies(rows: Sequence[Row]) -> Table:
-    """One row per policy, with the figures for comparing policies; empty if no policy has any."""
-    note = "Of the responses to held-out prompts, against each run's base; brackets hold 95% intervals. "
-    note += "Tokens are the mean length."
-    if any(row["win_rate"]["agreed"] for row in rows):
-        note += " The win rate with ties dropped is over the prompts on which both orders prefer the same model."
-    for row in rows:
-        if row["identical"]:
-            note += f" All {row['identical']} responses of {row['run']} are identical to its base's."
-    return _of_runs("policies", "Policies", note, rows)
-
-
-def _reward_models(rows: Sequence[Row]) -> Table:
-    """One row per reward model."""
+def _note(runs: Sequence[Run]) -> str:
+    """How to read the figures of the policies."""
     note = (
-        "On held-out pairs. Brackets hold 95% intervals, Wilson's. The true order is by a known quality of the "
-        "responses; the labels' share of it is what a model that reproduces the labels reaches."
+        "Of the responses to held-out prompts, against each run's base; brackets hold 95% intervals. Tokens are the "
+        "mean length. A win rate with ties dropped is over the prompts on which both orders prefer the same model."
     )
-    return _of_runs("reward-models", "Reward models", note, rows)
+    for run in runs:
+        rows = run.generations
+        if rows and all(row.response_text == row.base_response_text for row in rows):
+            note += f" All {len(rows)} responses of {run.label} are identical to its base's."
+    return note
 
 
-def _of_runs(name: str, title: str, note: str, rows: Sequence[Row]) -> Table:
+def _of_runs(name: str, title: str, note: str, runs: Sequence[Run]) -> Table:
     """The figures of each run; empty if no run has any."""
-    figures = [run_figures(row) for row in rows]
-    if all(shown(value) == "-" for own in figures for value in own.values()):
+    fronts = fronts_by_run(runs)
+    found = [figures(run, fronts) for run in runs]
+    if all(shown(value) == "-" for own in found for value in own.values()):
         return Table(name, title, note, [])
-    about = [{key: row[key] for key in ("run", "method", "seed")} for row in rows]
-    return Table(name, title, note, [one | own for one, own in zip(about, figures, strict=True)])
+    about = [{"run": run.label, "method": run.method, "seed": run.results.run.seed} for run in runs]
+    return Table(name, title, note, [one | own for one, own in zip(about, found, strict=True)])
 
 
-def _settings(rows: Sequence[Row]) -> Table:
+def _settings(runs: Sequence[Run]) -> Table:
     """The settings and duration of each run."""
-    names = ("run", "objective", "model", "data", "weights", "steps", "seed", "device", "processes")
-    found = [
-        {name: row[name] for name in names}
-        | {"training (s)": row["training_seconds"], "in all (s)": row["total_seconds"]}
-        for row in rows
+    columns = {"data": "dataset", "steps": "optimizer_steps"}
+    columns |= {"training (s)": "training_seconds", "in all (s)": "total_seconds"}
+    names = ("objective", "model", "data", "weights", "steps", "seed", "device", "processes")
+    rows = [
+        {"run": run.label}
+        | {name: getattr(run.results.run, columns.get(name, name)) for name in (*names, "training (s)", "in all (s)")}
+        for run in runs
     ]
     note = "Steps are the optimizer's; times are of the wall clock."
-    return Table("settings", "Settings and times", note, found)
+    return Table("settings", "Settings and times", note, rows)
 
 
 def _diversity(runs: Sequence[Run]) -> Table:
     """Length and diversity of each policy's responses and of its base's."""
-    found = [
+    rows = [
         {"run": run.label, "responses of": source}
         | {title: getattr(texts, name) for title, name in DIAGNOSTICS.items()}
         | {"collapsed": "yes" if texts.collapsed else "no"}
@@ -185,24 +155,24 @@ def _diversity(runs: Sequence[Run]) -> Table:
         if (texts := (run.results.generations or {}).get(source))
     ]
     note = "All but the last three change with length: compare at a common token limit."
-    return Table("diversity", "Length and diversity of the responses", note, found)
+    return Table("diversity", "Length and diversity of the responses", note, rows)
 
 
 def _kinds(runs: Sequence[Run]) -> Table:
     """The true score of each policy, over all prompts and by kind of prompt."""
-    found = []
-    for run in runs:
-        score = run.results.score
-        for kind, scores in ({"all prompts": score} | score.by_kind if score and score.by_kind else {}).items():
-            about = {"run": run.label, "kind": kind}
-            found.append({**about, "policy": scores.policy, "base": scores.base})
+    rows = [
+        {"run": run.label, "kind": kind, "policy": scores.policy, "base": scores.base}
+        for run in runs
+        if (score := run.results.score) and score.by_kind
+        for kind, scores in {"all prompts": score, **score.by_kind}.items()
+    ]
     title = f"{runs[0].score_name.capitalize() if runs else ''} by kind of prompt"
-    return Table("kinds", title, "Means over the prompts of each kind.", found)
+    return Table("kinds", title, "Means over the prompts of each kind.", rows)
 
 
 def _mistakes(runs: Sequence[Run]) -> Table:
     """The held-out pairs that each reward model ranks most clearly against their label."""
-    found = [
+    rows = [
         {
             "run": run.label,
             "margin": row.margin,
@@ -216,19 +186,19 @@ def _mistakes(runs: Sequence[Run]) -> Table:
         for row in sorted(run.mistakes, key=lambda row: row.margin)[:MISTAKES_SHOWN]
     ]
     note = f"Held-out pairs ranked against their label, the {MISTAKES_SHOWN} worst of each reward model."
-    return Table("mistakes", "Worst mistakes of the reward models", note, found)
+    return Table("mistakes", "Worst mistakes of the reward models", note, rows)
 
 
 # ---- Markdown ----
 
 
-def render_markdown(runs: Sequence[Run], summary: dict[str, list[Row]], stages: Sequence[Table] = ()) -> str:
+def render_markdown(runs: Sequence[Run], incomplete: Sequence[Row], stages: Sequence[Table] = ()) -> str:
     """The Markdown of the report; additional tables come first, followed by those of each task."""
     parts = [f"# Report of {len(runs)} run{'s' if len(runs) > 1 else ''}", *map(render_table, stages)]
-    for task in by_task(summary, runs):
+    for task in by_task(runs):
         parts += [f"## {markdown_line(task.title)}"] * bool(task.end)
         parts += [render_table(table, 3 if task.end else 2) for table in task_tables(task).values()]
-    parts += [render_table(table) for table in faults(summary)]
+    parts += map(render_table, faults(incomplete, runs))
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
