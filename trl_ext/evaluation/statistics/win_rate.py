@@ -98,7 +98,7 @@ def win_rate(outcomes: Iterable[PairOutcome]) -> WinRate:
     agreements = sum(outcome.first == outcome.second for outcome in asked)
     # In the second pass the base's response is shown first.
     shown_first = sum((value[outcome.first] - value[outcome.second]) / 2 for outcome in asked)
-    agreed, half = (_interval(row_credits(outcomes, rule)) for rule in RULES)
+    agreed, half = (credit_interval(row_credits(outcomes, rule)) for rule in RULES)
     return WinRate(
         agreed=agreed,
         half=half,
@@ -137,7 +137,8 @@ def _credit(outcome: PairOutcome, rule: Rule) -> float | None:
     return float(outcome.first == "candidate") if agrees else 0.5
 
 
-def _interval(credits: Sequence[float | None]) -> Interval:
+def credit_interval(credits: Sequence[float | None]) -> Interval:
+    """The mean of the credits that count, with Wilson's interval; a rate of 0 in (0, 1) if none counts."""
     counted = [credit for credit in credits if credit is not None]
     low, high = wilson_interval(sum(counted), len(counted))
     return Interval(rate=sum(counted) / max(len(counted), 1), low=low, high=high, n=len(counted))
