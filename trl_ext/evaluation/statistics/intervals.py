@@ -33,8 +33,8 @@ class Estimate:
     def __format__(self, form: str) -> str:
         if self.value is None:
             return "-"
-        # The option z, which comes after that of a sign.
-        form = form.replace(".", "z.")
+        # The option z comes after the one for the sign.
+        form = form[0] + "z" + form[1:] if form.startswith("+") else f"z{form}"
         if self.low is None or self.high is None:
             return format(self.value, form)
         return f"{self.value:{form}} [{self.low:{form}}, {self.high:{form}}]"
