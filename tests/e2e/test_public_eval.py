@@ -395,7 +395,7 @@ class TestTournament:
         code, out, _ = run("tournament", policy("good", win=8, tie=2), *course["judging"], "--out", "t")
         assert code == 0 and out.splitlines()[2].split()[:2] == ["good", "1382"]
         # Nine points of ten, with an interval.
-        assert re.search(r"0\.900  \[0\.\d{3}, \d\.\d{3}\]$", out.splitlines()[2])
+        assert re.search(r"0\.900 \[0\.\d{3}, \d\.\d{3}\]$", out.splitlines()[2])
         saved = json.loads((tmp_path / "t" / "tournament.json").read_text())
         assert saved["ratings"][0]["name"] == "good"
         assert out.split("column")[1].splitlines()[4].split() == ["good", "-", "0.900"]

@@ -13,10 +13,9 @@ from typing import Any
 import numpy
 
 from trl_ext.evaluation.reporting.results import Results, read_results
+from trl_ext.evaluation.statistics.win_rate import OUTCOME_VALUES
 from trl_ext.files import read_yaml
 
-# The value of a row of generations.jsonl for a win rate, with ties as half.
-CREDITS = {"candidate": 1.0, "tie": 0.5, "base": 0.0}
 METRICS = ("score", "win_rate")
 # Settings that differ between runs of one method over several seeds.
 OF_THE_SEED = ("seed", "data_seed", "output_dir", "run_name", "reward_model")
@@ -166,6 +165,6 @@ def _decoding(run: MethodRun) -> str:
 
 def _value(row: Mapping[str, Any], metric: str) -> float | None:
     if metric == "win_rate":
-        return CREDITS.get(str(row.get("outcome")))
+        return OUTCOME_VALUES.get(str(row.get("outcome")))
     value = row.get(metric)
     return value if isinstance(value, (int, float)) and math.isfinite(value) else None

@@ -90,24 +90,19 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float]:
     return mean - error * transformed(t), mean - error * transformed(-t)
 
 
-def wilson_interval(successes: float, n: float, confidence: float = CONFIDENCE) -> tuple[float, float]:
+def wilson_interval(successes: float, n: float) -> tuple[float, float]:
     """The Wilson score interval of a proportion (Wilson, 1927).
 
     Args:
         successes: in [0, n]; half successes are allowed.
         n: number of trials; for 0 the result is (0, 1).
-        confidence: in (0, 1).
 
     Raises:
         ValueError: an argument is out of range.
     """
-    if not 0 < confidence < 1:
-        raise ValueError(f"confidence must lie between 0 and 1, got {confidence}")
-    if n < 0 or n != int(n):
-        raise ValueError(f"n must be a whole number of trials, got {n}")
     if not 0 <= successes <= n:
-        raise ValueError(f"successes must lie between 0 and n = {n}, got {successes}")
-    return score_bounds(successes / n, n, float(ndtri(0.5 + confidence / 2))) if n else (0.0, 1.0)
+        raise ValueError(f"successes must lie between 0 and n, got {successes} of {n}")
+    return score_bounds(successes / n, n, NORMAL_95) if n else (0.0, 1.0)
 
 
 def rate_interval(values: Sequence[float]) -> tuple[float, float]:

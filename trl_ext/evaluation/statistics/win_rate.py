@@ -10,7 +10,8 @@ from typing import Any, Literal
 from trl_ext.evaluation.statistics.intervals import wilson_interval
 
 System = Literal["candidate", "base", "tie"]
-SYSTEMS = ("candidate", "base", "tie")
+# What an outcome is worth to the candidate.
+OUTCOME_VALUES = {"candidate": 1.0, "tie": 0.5, "base": 0.0}
 Rule = Literal["agreed", "half"]
 RULES = ("agreed", "half")
 
@@ -38,8 +39,9 @@ class PairOutcome:
     def __post_init__(self):
         for name in ("first", "second"):
             verdict = getattr(self, name)
-            if self.error is None and verdict not in SYSTEMS:
-                raise ValueError(f"row_id {self.row_id}, {name}: must be one of {', '.join(SYSTEMS)}, got {verdict!r}")
+            if self.error is None and verdict not in OUTCOME_VALUES:
+                known = ", ".join(OUTCOME_VALUES)
+                raise ValueError(f"row_id {self.row_id}, {name}: must be one of {known}, got {verdict!r}")
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,7 @@ def win_rate(outcomes: Iterable[PairOutcome]) -> WinRate:
     outcomes = list(outcomes)
     # An empty response loses without being judged, which says nothing about the judge.
     asked = [outcome for outcome in outcomes if outcome.error is None and not outcome.empty]
-    value, passes = {"candidate": 1.0, "base": 0.0, "tie": 0.5}, max(len(asked), 1)
+    value, passes = OUTCOME_VALUES, max(len(asked), 1)
     agreements = sum(outcome.first == outcome.second for outcome in asked)
     # In the second pass the base's response is shown first.
     shown_first = sum((value[outcome.first] - value[outcome.second]) / 2 for outcome in asked)
