@@ -21,8 +21,9 @@ from typing import Any
 import numpy
 import yaml
 
-from trl_ext.evaluation.methods.runs import CREDITS
 from trl_ext.evaluation.statistics.crossed import crossed_mean
+from trl_ext.evaluation.statistics.intervals import Estimate
+from trl_ext.evaluation.statistics.win_rate import OUTCOME_VALUES
 from trl_ext.instructions.scoring import KEPT_IF_CUT
 
 PAGE = Path(__file__).parents[1] / "docs" / "results.md"
@@ -137,7 +138,7 @@ def _cells(method: str, runs: Sequence[Row]) -> dict[str, str]:
         "gain in score": _over_prompts_and_seeds(rows, gain, -1.0),
         "gain, greedy": _over_prompts_and_seeds(rows, greedy_gain, -1.0),
         "gain, cuts cost nothing": _over_prompts_and_seeds(rows, uncut_gain, -1.0) if halves else NONE,
-        "win rate, ties as half": _over_prompts_and_seeds(rows, lambda row: CREDITS.get(row.get("outcome")), 0.0),
+        "win rate, ties as half": _over_prompts_and_seeds(rows, credit, 0.0),
         "KL (nats)": _over_seeds(kl, 2),
         "tokens": _over_seeds(tokens, 1),
         "cut": _over_seeds(cut, 2),
@@ -150,6 +151,11 @@ def gain(row: Row) -> float | None:
     """The score of a response minus that of the model before training."""
     scores = row.get("score"), row.get("base_score")
     return None if None in scores else scores[0] - scores[1]
+
+
+def credit(row: Row) -> float | None:
+    """What the judge's verdict is worth, with ties as half."""
+    return OUTCOME_VALUES.get(row.get("outcome"))
 
 
 def greedy_gain(row: Row) -> float | None:
@@ -175,17 +181,14 @@ def _over_prompts_and_seeds(runs: Sequence[Sequence[Row]], value: Callable[[Row]
     if not names:
         return NONE
     found = crossed_mean(numpy.array([[own[name] for own in values] for name in names]))
-    if found.low is None:
-        return f"{found.mean:z.3f}"
     # With two seeds, an interval can reach beyond the possible values.
-    return f"{found.mean:z.3f} [{max(found.low, lowest):z.3f}, {min(found.high, 1.0):z.3f}]"
+    bounds = () if found.low is None else (max(found.low, lowest), min(found.high, 1.0))
+    return f"{Estimate(found.mean, *bounds):.3f}"
 
 
 def _over_seeds(values: Sequence[float], digits: int) -> str:
-    if not values:
-        return NONE
-    ends = f" [{min(values):z.{digits}f}, {max(values):z.{digits}f}]" if len(values) > 1 else ""
-    return f"{math.fsum(values) / len(values):z.{digits}f}{ends}"
+    ends = (min(values), max(values)) if len(values) > 1 else ()
+    return f"{Estimate(math.fsum(values) / len(values), *ends):.{digits}f}" if values else NONE
 
 
 if __name__ == "__main__":

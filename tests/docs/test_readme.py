@@ -20,7 +20,7 @@ from tools import results
 from trl_ext import PolicyTrainer, PreferenceTrainer, cli
 from trl_ext.algorithms import SURROGATES, algorithms
 from trl_ext.evaluation.command_line import CommandParser
-from trl_ext.evaluation.methods.runs import read_method_run
+from trl_ext.evaluation.comparing.runs import read_method_run
 from trl_ext.losses import PreferenceObjective  # noqa: F401  the losses register before a test copies their table
 from trl_ext.registry import preference_losses
 from trl_ext.runs.studies import compare

@@ -185,7 +185,7 @@ class TestJudge:
         assert len(verdicts) == 20
         assert [row["outcome"] for row in verdicts[:10]] == ["candidate"] * 5 + ["tie"] * 3 + ["base"] * 2
         out = run("judge", "--candidate", first, *course["judging"])[1]
-        assert "0.714  [0.359, 0.918]  n 7" in out and "0.650" in out and "position bias  length bias" in out
+        assert "0.714 [0.359, 0.918]  n 7" in out and "0.650" in out and "position bias  length bias" in out
         # Seven rows are asked about in both orders; the three ties are identical texts.
         assert out.endswith("14 verdicts (equal responses need none), 0 errors; this judge costs nothing\n")
 
@@ -325,7 +325,7 @@ class TestGrade:
         for method, words in {
             "aot": ["PASS", "0.800", "0.72"],
             "reward_model": ["PASS", "0.750"],
-            "ipo": ["PASS", "0.714  [0.359, 0.918]  n 7 of 10"],
+            "ipo": ["PASS", "0.714 [0.359, 0.918]  n 7 of 10"],
             "dpo": ["FAIL", "2 bad rows"],
             "gspo": ["FAIL", "missing"],
         }.items():
@@ -395,7 +395,7 @@ class TestTournament:
         code, out, _ = run("tournament", policy("good", win=8, tie=2), *course["judging"], "--out", "t")
         assert code == 0 and out.splitlines()[2].split()[:2] == ["good", "1382"]
         # Nine points of ten, with an interval.
-        assert re.search(r"0\.900  \[0\.\d{3}, \d\.\d{3}\]$", out.splitlines()[2])
+        assert re.search(r"0\.900 \[0\.\d{3}, \d\.\d{3}\]$", out.splitlines()[2])
         saved = json.loads((tmp_path / "t" / "tournament.json").read_text())
         assert saved["ratings"][0]["name"] == "good"
         assert out.split("column")[1].splitlines()[4].split() == ["good", "-", "0.900"]

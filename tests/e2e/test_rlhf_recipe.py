@@ -235,7 +235,7 @@ def check_outputs(out: Path, models: list[str]) -> None:
         truths = [score(s["prompt_text"], s["response_text"], finished=s["finished"]) for s in samples]
         assert row["true_score"]["mean"] == pytest.approx(sum(truths) / 8)
         assert (row["kl"] is None) == (row["name"] == "sft")
-        assert f"| {row['name']} | 8 | {row['rewards']['reward_model']['mean']:.2f} [" in report
+        assert f"| {row['name']} | 8 | {row['rewards']['reward_model']['mean']:.3f} [" in report
     graded = [name for name, rows in adversarial["families"].items() if rows[0]["true_score"] is not None]
     assert graded == ["length_hack", "long"] and len(adversarial["families"]) == 5
     # One sample of each family is shown.
@@ -303,7 +303,7 @@ def test_the_front_of_reward_against_kl():
 
     models = [model("base", 0.3, 9, 9), model("sft", 0, 0.5, 0.5), model("b", 2, 0.9, 0.2), model("a", 1, 1.0, 0.4)]
     points = pareto_points(models, "r")
-    assert [(p["run"], p["kl"]["value"], p["on_front"]) for p in points] == [("sft", 0, 1), ("a", 1, 1), ("b", 2, 0)]
+    assert [(p["run"], p["kl"].value, p["on_front"]) for p in points] == [("sft", 0, 1), ("a", 1, 1), ("b", 2, 0)]
     # By the true score no policy is worth its divergence.
     assert [p["on_front"] for p in pareto_points(models, "true score")] == [True, False, False]
 

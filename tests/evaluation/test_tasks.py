@@ -269,10 +269,11 @@ class TestRun:
         write_json(path, {"results": {"mine": found}, "n-samples": samples, "model_name": "runs/dpo"})
         metrics = read_harness(path).tasks["mine"]
         low, high = (pytest.approx(bound, abs=1e-3) for bound in (0.304, 0.696))
-        assert metrics["acc"].figure() == {"value": 0.5, "low": low, "high": high, "n": 4}
+        acc = metrics["acc"]
+        assert (acc.value, acc.low, acc.high, acc.n) == (0.5, low, high, 4)
         assert (metrics["em (strict)"].value, metrics["em (strict)"].low) == (1, None)
         summary = write_report(tmp_path, tmp_path / "report.html")
-        assert summary["policies"][0]["tasks"]["mine"]["acc"]["value"] == 0.5
+        assert summary["policies"][0]["tasks"]["mine"]["acc"].value == 0.5
         assert "mine: acc" in (tmp_path / "report.html").read_text()
         write_json(path, {"results": [1]})
         assert_refused(lambda: read_harness(path), "these are no results of lm-evaluation-harness")

@@ -12,12 +12,11 @@ from typing import Any, NamedTuple
 from trl_ext.evaluation.command_line import (
     CommandParser,
     at_least_one,
-    format_interval,
     format_table,
     one_line_errors,
     print_json,
 )
-from trl_ext.evaluation.statistics.intervals import mean_interval
+from trl_ext.evaluation.statistics.intervals import Estimate, mean_interval
 from trl_ext.evaluation.submissions.assets import MAX_PROMPT_TOKENS, default_max_new_tokens, load_prompts
 from trl_ext.files import write_json
 
@@ -94,7 +93,7 @@ def compare_stages(
 
     import torch
 
-    from trl_ext.evaluation.methods.preferences import approximate_kl
+    from trl_ext.evaluation.comparing.preferences import approximate_kl
     from trl_ext.rewards import RewardModel
     from trl_ext.rollouts import SamplingSettings, TransformersEngine, sample_responses
 
@@ -124,10 +123,7 @@ def compare_stages(
         known = {
             "model": str(source),
             "model_sha256": model_sha256(source),
-            "prompts": str(prompts_jsonl),
             "seed": seed,
-        }
-        known |= {
             "reference_sha256": model_sha256(models[reference]),
             "reward_model": str(reward_model),
             "prompts": str(prompts_jsonl),
@@ -222,9 +218,9 @@ def main(arguments: list[str] | None = None) -> None:
     table = []
     for row in comparison.rows:
         reward, kl, tokens = row["reward"] or {}, row["kl"] or {}, row["tokens"]
-        shown = format_interval(reward.get("mean"), reward.get("low"), reward.get("high")), reward.get("std")
-        divergence = format_interval(kl.get("mean"), kl.get("low"), kl.get("high"), digits=2)
-        table.append((row["name"], row["n"], *shown, divergence, tokens["mean"], tokens["std"], row["finished"]))
+        shown, divergence = (Estimate(*(one.get(key) for key in ("mean", "low", "high"))) for one in (reward, kl))
+        own = row["name"], row["n"], f"{shown:.3f}", reward.get("std"), f"{divergence:.2f}"
+        table.append((*own, tokens["mean"], tokens["std"], row["finished"]))
     print(format_table(HEADER, table))
     for row in comparison.rows:
         if row["kl_note"]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from trl_ext.evaluation.methods.runs import OF_THE_SEED
+from trl_ext.evaluation.comparing.runs import OF_THE_SEED
 from trl_ext.files import read_yaml
 from trl_ext.processes import is_main_process, warn_once_per_run
 from trl_ext.resilience.checkpoints import check_checkpoint, last_checkpoint

@@ -11,9 +11,10 @@ from textwrap import shorten
 from typing import Any
 
 from trl_ext.evaluation import plot_run
-from trl_ext.evaluation.command_line import format_interval, format_table
+from trl_ext.evaluation.command_line import format_table
 from trl_ext.evaluation.reporting.model_card import results_section
 from trl_ext.evaluation.reporting.plots import PREFERENCE_PANELS
+from trl_ext.evaluation.statistics.intervals import Estimate
 from trl_ext.files import write_json, write_json_lines
 from trl_ext.held_out.generations import GenerationEvaluation
 from trl_ext.rollouts import end_processes
@@ -131,7 +132,7 @@ def say_written(run: Mapping[str, Any], output_dir: str | Path, files: Sequence[
 
 def estimate(found: Mapping[str, float], name: str = "mean", digits: int = 3) -> str:
     """A figure and its interval, formatted for a table."""
-    return format_interval(found[name], found["low"], found["high"], digits)
+    return f"{Estimate(found[name], found['low'], found['high']):.{digits}f}"
 
 
 def figure(value: float | None) -> str:

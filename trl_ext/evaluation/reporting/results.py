@@ -33,11 +33,6 @@ class Estimate(Part):
     ties: int | None = None
     margin: float | None = None
 
-    def figure(self) -> dict[str, float | None] | None:
-        """The `value` with `low`, `high` and `n`; None if it covers no rows."""
-        known = self.value is not None and self.n != 0
-        return {name: getattr(self, name) for name in ("value", "low", "high", "n")} if known else None
-
 
 class RunInfo(Part):
     """Settings and duration of a run."""

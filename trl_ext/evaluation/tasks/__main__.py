@@ -8,11 +8,11 @@ from pathlib import Path
 from trl_ext.evaluation.command_line import (
     CommandParser,
     at_least_one,
-    format_interval,
     format_table,
     one_line_errors,
     print_json,
 )
+from trl_ext.evaluation.statistics.intervals import Estimate
 from trl_ext.evaluation.tasks.task import task_names
 
 DESCRIPTION = """\
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     [(name, metrics)] = results["tasks"].items()
     for title, found in ((name, metrics), (f"minus {given['compare']}", results.get("difference"))):
         if found:
-            rows = [(key, format_interval(m["mean"], m["low"], m["high"]), m["n"]) for key, m in found.items()]
+            rows = [(key, f"{Estimate(m['mean'], m['low'], m['high']):.3f}", m["n"]) for key, m in found.items()]
             print(f"{format_table((title, 'mean', 'n'), rows)}\n")
     print(f"{folder}: {model} on {name}")
     if counts := results.get("reasoning", {}).get("categories"):

@@ -25,7 +25,7 @@ from trl_ext.evaluation import (
     win_rate,
 )
 from trl_ext.evaluation.command_line import format_table
-from trl_ext.evaluation.methods.generations import compare_generations
+from trl_ext.evaluation.comparing.generations import compare_generations
 from trl_ext.files import write_json, write_json_lines, write_text
 from trl_ext.models.loading import model_sha256
 from trl_ext.rollouts import (

@@ -26,8 +26,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trl_ext.evaluation.command_line import CommandParser, at_least_one, format_table, one_line_errors
-from trl_ext.evaluation.methods.report import compare_runs, difference_table, method_table, write_comparison
-from trl_ext.evaluation.methods.runs import read_method_run
+from trl_ext.evaluation.comparing.report import compare_runs, difference_table, method_table, write_comparison
+from trl_ext.evaluation.comparing.runs import read_method_run
 from trl_ext.evaluation.report import write_report
 from trl_ext.runs import RECIPES
 from trl_ext.runs.studies.compare_plan import Plan, check_metric, read_plan

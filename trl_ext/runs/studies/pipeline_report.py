@@ -10,7 +10,8 @@ from trl_ext.evaluation.command_line import format_table
 from trl_ext.evaluation.report import write_report
 from trl_ext.evaluation.reporting.plots import distances, new_figure, save_figure, share_legend
 from trl_ext.evaluation.reporting.summary import pareto_front
-from trl_ext.evaluation.reporting.tables import Cell, Table, count, estimate, figure
+from trl_ext.evaluation.reporting.tables import Table
+from trl_ext.evaluation.statistics.intervals import Estimate
 from trl_ext.files import read_json
 from trl_ext.runs.results import drawing
 from trl_ext.runs.studies.pipeline import SFT, Pipeline, RLHFArguments
@@ -45,8 +46,7 @@ def print_tables(summary: Mapping[str, Any]) -> None:
         # Families are too many for a terminal.
         if table.name == FAMILIES:
             continue
-        rows = [[cell.text for cell in row] for row in table.rows]
-        print(f"\n{table.title}\n{format_table(table.columns, rows)}")
+        print(f"\n{table.title}\n{format_table(table.columns, table.texts())}")
 
 
 # ---- Tables ----
@@ -55,70 +55,58 @@ def print_tables(summary: Mapping[str, Any]) -> None:
 def _model_tables(summary: Mapping[str, Any]) -> list[Table]:
     tables = []
     for name, found in summary["prompts"].items():
-        rows = found["models"]
-        cells = [[Cell(row["name"]), *_figures(row, rows), estimate(row["kl"], 2, name="mean")] for row in rows]
-        columns = ["model", *_figure_names(rows), "KL to SFT (nats per response)"]
-        tables.append(Table(f"stages-{name}", TITLES[name], SAMPLED, columns, cells))
-        rows = [{**row, "family": family} for family, models in found["families"].items() for row in models]
+        rows = [
+            {"model": row["name"], **_figures(row), "KL to SFT (nats per response)": _estimate(row["kl"])}
+            for row in found["models"]
+        ]
+        tables.append(Table(f"stages-{name}", TITLES[name], SAMPLED, rows))
+        rows = [
+            {"family": family, "model": row["name"], **_figures(row)}
+            for family, models in found["families"].items()
+            for row in models
+        ]
         if rows:
-            cells = [[Cell(row["family"]), Cell(row["name"]), *_figures(row, rows)] for row in rows]
-            columns = ["family", "model", *_figure_names(rows)]
             note = f"{SAMPLED} The true score is that of the benchmark's instruction in the prompt, if there is one."
-            tables.append(Table(FAMILIES, "Adversarial prompts by family", note, columns, cells))
+            tables.append(Table(FAMILIES, "Adversarial prompts by family", note, rows))
     return tables
 
 
-def _figure_names(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    names = [part for name in rows[0]["rewards"] for part in (f"reward, {name}", "std")]
-    graded = [TRUE_SCORE, "n graded"] if any(row["true_score"] for row in rows) else []
-    return ["n", *names, *graded, "tokens"]
+def _figures(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The figures of a model by column."""
+    figures = {"n": row["n"]}
+    for name, one in row["rewards"].items():
+        figures |= {f"reward, {name}": _estimate(one), f"std, {name}": one["std"]}
+    true = row["true_score"]
+    return figures | {TRUE_SCORE: _estimate(true), "n graded": true and true["n"], "tokens": row["tokens"]["mean"]}
 
 
-def _figures(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[Cell]:
-    """The cells of one of the rows for the columns of `_figure_names(rows)`."""
-    cells = [count(row["n"])]
-    for one in row["rewards"].values():
-        cells += [estimate(one, 2, name="mean"), figure(one["std"], 2)]
-    if any(other["true_score"] for other in rows):
-        true = row["true_score"]
-        cells += [estimate(true, name="mean"), count(true["n"])] if true else [Cell("-"), count(0)]
-    return [*cells, figure(row["tokens"]["mean"], 1)]
+def _estimate(found: Mapping[str, Any] | None) -> Estimate | None:
+    return found and Estimate(found["mean"], found["low"], found["high"])
 
 
 def _mistake_table(summary: Mapping[str, Any]) -> Table:
+    texts = {"prompt": "prompt_text", "chosen": "chosen_text", "rejected": "rejected_text"}
     rows = [
-        [
-            Cell(name),
-            figure(row["margin"], 2),
-            *(Cell(row[key], prose=True) for key in ("prompt_text", "chosen_text", "rejected_text")),
-        ]
+        {"reward model": name, "margin": row["margin"]} | {column: row[key] for column, key in texts.items()}
         for name, found in summary["mistakes"].items()
         for row in found
     ]
     note = "Held-out pairs that a reward model ranks most clearly against their label."
-    columns = ["reward model", "margin", "prompt", "chosen", "rejected"]
-    return Table("stages-mistakes", "Worst mistakes of the reward models", note, columns, rows)
+    return Table("stages-mistakes", "Worst mistakes of the reward models", note, rows)
 
 
 def _sample_tables(summary: Mapping[str, Any]) -> list[Table]:
     tables = []
     for name, found in summary["prompts"].items():
-        samples = found["samples"]
-        names = list(next(iter(samples.values()))[0]["rewards"])
         rows = [
-            [
-                Cell(rows[index]["prompt_text"], prose=True),
-                Cell(model),
-                Cell(rows[index]["response_text"], prose=True),
-                *(figure(rows[index]["rewards"][key], 2) for key in names),
-                figure(rows[index]["true_score"], 2),
-            ]
-            for index in range(len(next(iter(samples.values()))))
-            for model, rows in samples.items()
+            {"prompt": sample["prompt_text"], "model": model, "response": sample["response_text"]}
+            | {f"reward, {key}": value for key, value in sample["rewards"].items()}
+            | {TRUE_SCORE: sample["true_score"]}
+            for samples in zip(*found["samples"].values(), strict=True)
+            for model, sample in zip(found["samples"], samples, strict=True)
         ]
-        columns = ["prompt", "model", "response", *(f"reward, {key}" for key in names), TRUE_SCORE]
         note = f"All of them are in evaluation/samples_{name}_*.jsonl."
-        tables.append(Table(f"stages-samples-{name}", f"Samples, {TITLES[name].lower()}", note, columns, rows))
+        tables.append(Table(f"stages-samples-{name}", f"Samples, {TITLES[name].lower()}", note, rows))
     return tables
 
 
@@ -126,10 +114,10 @@ def _stage_table(pipeline: Pipeline) -> Table:
     rows = []
     for stage in pipeline.stages:
         run = read_json(stage.folder / "results.json")["run"]
-        seconds = [figure(run.get(name), 0) for name in ("training_seconds", "total_seconds")]
-        rows.append([Cell(stage.name), Cell(str(run.get("objective"))), count(run.get("optimizer_steps")), *seconds])
-    columns = ["stage", "objective", "steps", "training (s)", "in all (s)"]
-    return Table("stages-runs", "Runs of the stages", "Each is a run of one recipe in its own folder.", columns, rows)
+        about = {"stage": stage.name, "objective": str(run.get("objective")), "steps": run.get("optimizer_steps")}
+        seconds = {"training (s)": run.get("training_seconds"), "in all (s)": run.get("total_seconds")}
+        rows.append(about | seconds)
+    return Table("stages-runs", "Runs of the stages", "Each is a run of one recipe in its own folder.", rows)
 
 
 # ---- The plot ----
@@ -141,21 +129,18 @@ def pareto_points(models: Sequence[Mapping[str, Any]], what: str) -> list[dict[s
     The base is left out, since no policy started from it.
 
     Returns:
-        By ascending KL: `run`, `kl` and `reward` with `value`, `low` and `high`, and `on_front`: whether no other has
-        at least its reward at no more KL.
+        By ascending KL: `run`, the estimates `kl` and `reward`, and `on_front`: whether no other has at least its
+        reward at no more KL.
     """
     points = []
     for row in models:
         reward = row["true_score"] if what == TRUE_SCORE else row["rewards"].get(what)
-        kl = {"mean": 0.0, "low": 0.0, "high": 0.0} if row["name"] == SFT else row["kl"]
+        kl = Estimate(0.0, 0.0, 0.0) if row["name"] == SFT else _estimate(row["kl"])
         if row["name"] != "base" and reward is not None and kl is not None:
-            estimates = {
-                name: {"value": one["mean"], "low": one["low"], "high": one["high"]}
-                for name, one in (("kl", kl), ("reward", reward))
-            }
-            points.append({"run": row["name"], "setting": (), **estimates})
+            points.append({"run": row["name"], "setting": (), "kl": kl, "reward": _estimate(reward)})
     front = pareto_front(points, intervals=False)
-    return sorted(({**point, "on_front": point["run"] in front} for point in points), key=lambda p: p["kl"]["value"])
+    points = [{**point, "on_front": point["run"] in front} for point in points]
+    return sorted(points, key=lambda point: point["kl"].value)
 
 
 def plot_pareto(summary: Mapping[str, Any], path: str | Path) -> None:
@@ -170,13 +155,13 @@ def plot_pareto(summary: Mapping[str, Any], path: str | Path) -> None:
     for axis, (name, points) in zip(axes, panels.items(), strict=False):
         axis.set_title(name if name == TRUE_SCORE else f"reward, {name}")
         axis.set_xlabel("KL from the SFT model (nats per response)")
-        front = [(point["kl"]["value"], point["reward"]["value"]) for point in points if point["on_front"]]
+        front = [(point["kl"].value, point["reward"].value) for point in points if point["on_front"]]
         axis.plot(*zip(*front, strict=True), color="grey", linestyle="--", linewidth=1, label="Pareto front")
         for point in points:
             kl, reward = point["kl"], point["reward"]
-            errors = {"xerr": distances(**kl), "yerr": distances(**reward), "fmt": "o", "capsize": 3}
+            errors = {"xerr": distances(kl), "yerr": distances(reward), "fmt": "o", "capsize": 3}
             style = {"fillstyle": "full" if point["on_front"] else "none", "color": colors[point["run"]]}
-            axis.errorbar(kl["value"], reward["value"], **errors, **style, label=point["run"])
+            axis.errorbar(kl.value, reward.value, **errors, **style, label=point["run"])
         axis.grid(alpha=0.3)
     share_legend(drawing, axes, loc="outside lower center", ncols=1 + len(models))
     save_figure(drawing, path)

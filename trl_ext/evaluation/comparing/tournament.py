@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from trl_ext.evaluation.judging.protocol import Usage
-from trl_ext.evaluation.statistics.intervals import wilson_interval
 from trl_ext.evaluation.statistics.ratings import Ratings, expected_score, ratings_with_intervals
-from trl_ext.evaluation.statistics.win_rate import row_credits
+from trl_ext.evaluation.statistics.win_rate import credit_interval, row_credits
 from trl_ext.evaluation.submissions.candidates import judge_responses
 from trl_ext.evaluation.submissions.rows import Response
 
@@ -37,19 +36,18 @@ class Tournament:
     usage: Usage
 
     def table(self) -> list[dict[str, Any]]:
-        """One JSON-ready row for each system, the best first.
+        """One JSON-ready row for each system, the best first: `name`, and `rating` with its interval `low` and `high`.
 
-        `expected_against_base` is the win rate predicted by the ratings, with ties as half. `expected_low` and
-        `expected_high` are its 95% interval, which follows from the rating's, since the base's rating is fixed. The
-        base has none.
+        `expected_against_base` is the win rate predicted by the ratings, with ties as half, and `expected_low` and
+        `expected_high` its 95% interval, which follows from the rating's, since the base's rating is fixed. They are
+        None for the base.
         """
-        names = {"expected_against_base": "rating", "expected_low": "low", "expected_high": "high"}
-        columns = (self.names, self.ratings.ratings, self.ratings.low, self.ratings.high)
-        rows = [dict(zip(("name", "rating", "low", "high"), row, strict=True)) for row in zip(*columns, strict=True)]
-        base = next(row["rating"] for row in rows if row["name"] == BASE)
+        columns = zip(self.names, self.ratings.ratings, self.ratings.low, self.ratings.high, strict=True)
+        rows = [dict(zip(("name", "rating", "low", "high"), row, strict=True)) for row in columns]
+        base = self.ratings.ratings[self.names.index(BASE)]
         for row in rows:
-            is_base = row["name"] == BASE
-            row |= {name: None if is_base else expected_score(row[key] - base) for name, key in names.items()}
+            for name, key in (("expected_against_base", "rating"), ("expected_low", "low"), ("expected_high", "high")):
+                row[name] = None if row["name"] == BASE else expected_score(row[key] - base)
         return sorted(rows, key=lambda row: -row["rating"])
 
     def to_dict(self) -> dict[str, Any]:
@@ -84,28 +82,13 @@ def run_tournament(
     names = list(systems)
     if BASE not in names or len(names) < 2:
         raise ValueError(f"a tournament needs the system {BASE!r} and at least one other, got {', '.join(names)}")
-    pairs = list(itertools.combinations(range(len(names)), 2))
-    results = [judge_responses(judge, prompts, systems[names[a]], systems[names[b]], **judging) for a, b in pairs]
-    credits = [row_credits(result.outcomes, "half") for result in results]
+    pairs, credits, matches, usage = list(itertools.combinations(range(len(names)), 2)), [], [], Usage()
+    for first, second in itertools.combinations(names, 2):
+        result = judge_responses(judge, prompts, systems[first], systems[second], **judging)
+        credits.append(row_credits(result.outcomes, "half"))
+        rate = credit_interval(credits[-1])
+        match = {"first": first, "second": second, "rate": rate.rate if rate.n else None}
+        matches.append({**match, "low": rate.low, "high": rate.high, "n": rate.n, "errors": len(prompts) - rate.n})
+        usage += result.usage
     ratings = ratings_with_intervals(credits, pairs, len(names), anchor=names.index(BASE))
-    return Tournament(
-        names=names,
-        ratings=ratings,
-        matches=[_match(names[a], names[b], row) for (a, b), row in zip(pairs, credits, strict=True)],
-        prompts=len(prompts),
-        usage=sum((result.usage for result in results), Usage()),
-    )
-
-
-def _match(first: str, second: str, credits: Sequence[float | None]) -> dict[str, Any]:
-    judged = [credit for credit in credits if credit is not None]
-    low, high = wilson_interval(sum(judged), len(judged))
-    return {
-        "first": first,
-        "second": second,
-        "rate": sum(judged) / len(judged) if judged else None,
-        "low": low,
-        "high": high,
-        "n": len(judged),
-        "errors": len(credits) - len(judged),
-    }
+    return Tournament(names, ratings, matches, len(prompts), usage)

@@ -13,10 +13,9 @@ from typing import Any
 import numpy
 
 from trl_ext.evaluation.reporting.results import Results, read_results
+from trl_ext.evaluation.statistics.win_rate import OUTCOME_VALUES
 from trl_ext.files import read_yaml
 
-# The value of a row of generations.jsonl for a win rate, with ties as half.
-CREDITS = {"candidate": 1.0, "tie": 0.5, "base": 0.0}
 METRICS = ("score", "win_rate")
 # Settings that differ between runs of one method over several seeds.
 OF_THE_SEED = ("seed", "data_seed", "output_dir", "run_name", "reward_model")
@@ -73,31 +72,25 @@ def check_alike(runs: Sequence[MethodRun]) -> None:
         ValueError: the model, benchmark or prompts differ from the first run's, or seeds of a method have different
             settings.
     """
-    first = runs[0]
-    settings: dict[str, MethodRun] = {}
+    first, of_method = runs[0], {}
     for run in runs:
         for name in ("model", "dataset"):
             own, other = (getattr(one.results.run, name) for one in (run, first))
             if own != other:
                 raise ValueError(f"{run.folder} has the {name} {own!r} and {first.folder} {other!r}: compare alike")
-        odd = sorted(run.rows.keys() ^ first.rows.keys())
-        if odd:
+        if odd := sorted(run.rows.keys() ^ first.rows.keys()):
             raise ValueError(f"{run.folder} and {first.folder} were evaluated on different prompts, such as {odd[0]}")
-        alike = settings.setdefault(run.method, run)
-        digests = [one.results.run.settings_digest for one in (run, alike)]
-        if digests[0] != digests[1] and (odd := _odd_settings(run.settings, alike.settings)):
+        alike = of_method.setdefault(run.method, run)
+        if run.results.run.settings_digest == alike.results.run.settings_digest:
+            continue
+        own, other = run.settings, alike.settings
+        names = sorted((own.keys() | other.keys()).difference(OF_THE_SEED))
+        odd = [name for name in names if own.get(name) != other.get(name) and not name.startswith(WITHOUT_EFFECT)]
+        if odd or not own or not other:
+            odd = ", ".join(odd) if own and other else "no config.yaml"
             raise ValueError(
                 f"{run.folder} and {alike.folder} are of one method and differ in more than their seed: {odd}"
             )
-
-
-def _odd_settings(own: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    """Settings in which two runs of a method differ in more than the seed."""
-    if not own or not other:
-        return "no config.yaml"
-    names = sorted((own.keys() | other.keys()).difference(OF_THE_SEED))
-    odd = [name for name in names if own.get(name) != other.get(name) and not name.startswith(WITHOUT_EFFECT)]
-    return ", ".join(odd)
 
 
 def choose_metric(runs: Iterable[MethodRun], wanted: str | None = None) -> str:
@@ -172,6 +165,6 @@ def _decoding(run: MethodRun) -> str:
 
 def _value(row: Mapping[str, Any], metric: str) -> float | None:
     if metric == "win_rate":
-        return CREDITS.get(str(row.get("outcome")))
+        return OUTCOME_VALUES.get(str(row.get("outcome")))
     value = row.get(metric)
     return value if isinstance(value, (int, float)) and math.isfinite(value) else None

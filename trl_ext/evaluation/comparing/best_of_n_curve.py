@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy
 
-from trl_ext.evaluation.methods.reward_models import best_of_n
+from trl_ext.evaluation.comparing.reward_models import best_of_n
 from trl_ext.evaluation.reporting.plots import new_figure, save_figure
 from trl_ext.evaluation.statistics.intervals import mean_with_interval
 from trl_ext.rollouts.best_of_n import kl_bound

@@ -10,7 +10,7 @@ from typing import Any
 import numpy
 
 from trl_ext.evaluation.command_line import markdown_table
-from trl_ext.evaluation.methods.runs import (
+from trl_ext.evaluation.comparing.runs import (
     MethodRun,
     check_alike,
     choose_metric,
@@ -19,6 +19,7 @@ from trl_ext.evaluation.methods.runs import (
     metric_values,
 )
 from trl_ext.evaluation.statistics.crossed import compare_with_baseline, crossed_mean
+from trl_ext.evaluation.statistics.intervals import Estimate
 from trl_ext.files import write_json, write_text
 
 _WHAT_IT_SAYS = (
@@ -66,7 +67,13 @@ def compare_runs(
         for method, seeds in shared.items()
         if seeds
     }
-    differences = compare_with_baseline(compared)
+    seeds = {method: ", ".join(map(str, sorted(own))) for method, own in by_method.items()}
+    found = [f"{left_out} prompts lack a value in some run, and are left out for all."] if left_out else []
+    if len(set(seeds.values())) > 1:
+        listed = "; ".join(f"{method}: {own}" for method, own in seeds.items())
+        found.append(f"Methods do not have the same seeds ({listed}); each is compared on those it shares.")
+    found += [f"{name} shares no seed with the baseline and is not compared." for name in shared if not shared[name]]
+    steps, seconds = (mean_by_method(runs, name) for name in ("optimizer_steps", "training_seconds"))
     return {
         "metric": metric,
         "baseline": baseline,
@@ -79,21 +86,16 @@ def compare_runs(
                 "objective": next(iter(own.values())).results.run.objective or "",
                 "by_seed": {str(seed): float(values[method, seed].mean()) for seed in own},
                 **dataclasses.asdict(crossed_mean(numpy.stack([values[method, seed] for seed in own], axis=1))),
-                **{name: mean_by_method(runs, name)[method] for name in ("optimizer_steps", "training_seconds")},
+                "optimizer_steps": steps[method],
+                "training_seconds": seconds[method],
             }
             for method, own in by_method.items()
         ],
         "comparisons": [
             {"method": method, "paired_seeds": shared[method], **dataclasses.asdict(difference)}
-            for method, difference in differences.items()
+            for method, difference in compare_with_baseline(compared).items()
         ],
-        "notes": [
-            *notes,
-            _UNTUNED,
-            *_notes(by_method, shared),
-            *([f"{left_out} prompts lack a value in some run, and are left out for all."] if left_out else []),
-            *inequalities(runs),
-        ],
+        "notes": [*notes, _UNTUNED, *found, *inequalities(runs)],
     }
 
 
@@ -110,55 +112,31 @@ def render(summary: Mapping[str, Any]) -> str:
     parts = [title, markdown_table(*method_table(summary))]
     if summary["comparisons"]:
         parts += [f"## Against {summary['baseline']}", markdown_table(*difference_table(summary))]
-    if summary["notes"]:
-        parts += ["## To keep in mind", "\n".join(f"- {note}" for note in summary["notes"])]
+    parts += ["## To keep in mind", "\n".join(f"- {note}" for note in summary["notes"])]
     return "\n\n".join(part.strip() for part in [*parts, _WHAT_IT_SAYS]) + "\n"
 
 
 def method_table(summary: Mapping[str, Any]) -> tuple[list[str], list[list[Any]]]:
     """Header and rows: each method with its mean, steps and training time."""
-    header = ["method", "seeds", _metric(summary), "95%", "lowest and highest seed", "steps", "training (s)"]
+    header = ["method", "seeds", _metric(summary), "lowest and highest seed", "steps", "training (s)"]
     rows = []
     for one in summary["methods"]:
-        means = one["by_seed"].values()
-        spent = [_whole(one["optimizer_steps"]), _whole(one["training_seconds"])]
-        spread = f"{min(means):.3f} to {max(means):.3f}"
-        rows.append([one["method"], one["seeds"], f"{one['mean']:.3f}", _range(one), spread, *spent])
+        means, spent = one["by_seed"].values(), (Estimate(one[n]) for n in ("optimizer_steps", "training_seconds"))
+        mean, spread = Estimate(one["mean"], one["low"], one["high"]), f"{min(means):.3f} to {max(means):.3f}"
+        rows.append([one["method"], one["seeds"], f"{mean:.3f}", spread, *(f"{value:,.0f}" for value in spent)])
     return header, rows
 
 
 def difference_table(summary: Mapping[str, Any]) -> tuple[list[str], list[list[Any]]]:
     """Header and rows: each comparison with the baseline."""
-    header = ["method", "difference", "95%", "p", "p, Holm", "verdict"]
     rows = []
     for one in summary["comparisons"]:
-        rows.append(
-            [one["method"], f"{one['difference']['mean']:+.4f}", _range(one["difference"], "+.4f")]
-            + [_p(one["p_value"]), _p(one["adjusted_p_value"]), one["verdict"]]
-        )
-    return header, rows
-
-
-def _notes(by_method: Mapping[str, Mapping[int, Any]], shared: Mapping[str, Sequence[int]]) -> list[str]:
-    notes = []
-    if len({tuple(sorted(own)) for own in by_method.values()}) > 1:
-        seeds = "; ".join(f"{method}: {', '.join(map(str, sorted(own)))}" for method, own in by_method.items())
-        notes.append(f"Methods do not have the same seeds ({seeds}); each is compared on those it shares.")
-    alone = [method for method, seeds in shared.items() if not seeds]
-    return notes + [f"{method} shares no seed with the baseline and is not compared." for method in alone]
+        found = one["difference"]
+        p_values = ("< 0.001" if one[name] < 0.001 else f"{one[name]:.3f}" for name in ("p_value", "adjusted_p_value"))
+        difference = f"{Estimate(found['mean'], found['low'], found['high']):+.4f}"
+        rows.append([one["method"], difference, *p_values, one["verdict"]])
+    return ["method", "difference", "p", "p, Holm", "verdict"], rows
 
 
 def _metric(summary: Mapping[str, Any]) -> str:
     return "win rate, ties as half" if summary["metric"] == "win_rate" else str(summary["metric"])
-
-
-def _range(mean: Mapping[str, Any], form: str = ".3f") -> str:
-    return "-" if mean["low"] is None else f"[{mean['low']:{form}}, {mean['high']:{form}}]"
-
-
-def _whole(value: float | None) -> str:
-    return "-" if value is None else f"{value:,.0f}"
-
-
-def _p(value: float) -> str:
-    return "< 0.001" if value < 0.001 else f"{value:.3f}"

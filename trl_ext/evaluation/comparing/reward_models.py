@@ -186,15 +186,15 @@ def _margins(chosen: Sequence[float], rejected: Sequence[float]) -> numpy.ndarra
 
 
 def _calibration(margins: numpy.ndarray, bins: int) -> list[dict[str, Any]]:
-    confidences = expit(numpy.abs(margins))
+    confidences, correct = expit(numpy.abs(margins)), margins > 0
     # The last bin includes its upper end.
     places = numpy.minimum((confidences - 0.5) * 2 * bins, bins - 1).astype(int)
     rows = []
     for index in range(bins):
         own = places == index
-        means = (float(confidences[own].mean()), float((margins[own] > 0).mean())) if own.any() else (None, None)
-        row = {"low": 0.5 + 0.5 * index / bins, "high": 0.5 + 0.5 * (index + 1) / bins, "n": int(own.sum())}
-        rows.append({**row, **dict(zip(("confidence", "accuracy"), means, strict=True))})
+        means = [float(values[own].mean()) if own.any() else None for values in (confidences, correct)]
+        bounds = {"low": 0.5 + 0.5 * index / bins, "high": 0.5 + 0.5 * (index + 1) / bins}
+        rows.append({**bounds, "n": int(own.sum()), "confidence": means[0], "accuracy": means[1]})
     return rows
 
 
