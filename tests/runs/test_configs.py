@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from datasets import Dataset
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -17,11 +16,12 @@ from tests.support import REPOSITORY, recipes
 from tests.support.trl_private import BeforeLoss
 from trl_ext import PolicyTrainer
 from trl_ext.algorithms import algorithms
+from trl_ext.runs.configs import read_config
 from trl_ext.runs.course_config import CourseConfig
 from trl_ext.toy import MODEL_DIR
 
 CONFIGS = sorted((recipes.RECIPES / "configs").glob("**/*.yaml"))
-CONFIGS = [path for path in CONFIGS if path.parent.name != "compare"]
+CONFIGS = [path for path in CONFIGS if path.parent.name != "compare" and not path.name.startswith("_")]
 COMMAND = re.compile(r"^# .*recipes/(\w+)\.py --config (\S+)$", re.MULTILINE)
 ACCELERATE_CONFIGS = sorted((REPOSITORY / "accelerate_configs").glob("*.yaml"))
 
@@ -41,7 +41,7 @@ def test_recipe_configurations_build(monkeypatch):
 
 def _check_configuration(path: Path, monkeypatch) -> None:
     parts = recipes.parse(monkeypatch, recipe_of(path), "--config", str(path))
-    values = yaml.safe_load(path.read_text())
+    values = read_config(path)
     for key, value in values.items():
         holder = next(part for part in parts if hasattr(part, key))
         # The course's word is also transformers' for something else: trl_ext/runs/course_config.py.
@@ -61,7 +61,7 @@ def course_run(monkeypatch, recipe: str) -> tuple:
     assert model.lora_target_modules == projections
     # TRL's default would switch the adapter's dropout off.
     assert getattr(training, "disable_dropout", False) is False
-    assert model.dtype == "bfloat16" and "bf16: true" in path.read_text()
+    assert model.dtype == "bfloat16" and training.bf16
     return arguments, training
 
 

@@ -1,189 +1,241 @@
-"""The end of a training run: the files that it writes and the table that it prints."""
+"""The model of results.json, which recipes write and the report, comparisons and model cards read, and of its rows."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from importlib.metadata import version
+import json
 from pathlib import Path
-from textwrap import shorten
-from typing import Any
+from typing import Any, Literal
 
-from trl_ext.evaluation import plot_run
-from trl_ext.evaluation.command_line import format_interval, format_table
-from trl_ext.evaluation.reporting.model_card import results_section
-from trl_ext.evaluation.reporting.plots import PREFERENCE_PANELS
-from trl_ext.files import write_json, write_json_lines
-from trl_ext.held_out.generations import GenerationEvaluation
-from trl_ext.rollouts import end_processes
-from trl_ext.runs import RECIPES
-from trl_ext.runs.arguments import MENDABLE_IN_TRAINING, one_line_errors
-from trl_ext.runs.folder import RESULT_FILES
-from trl_ext.runs.training_run import TrainingRun
-from trl_ext.trainers.callbacks import read_metrics
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 
-SFT_PANELS = {
-    "Loss (nats per token)": {"train": "loss", "held out": "eval_loss"},
-    "KL to the base (nats per response)": {"sampled responses": "kl"},
-    "Response length (tokens)": {"policy": "completions/mean_length"},
-}
-DIAGNOSTICS = {
-    "mean_tokens": "mean length (tokens)",
-    "distinct_1": "distinct-1",
-    "distinct_2": "distinct-2",
-    "unique_token_ratio": "unique-token ratio",
-    "dominant_token_fraction": "dominant-token fraction",
-    "repetition": "repeated 4-grams",
-    "empty_fraction": "empty responses",
-    "truncated_fraction": "cut at the token limit",
-}
-ACCURACIES = {"summed": "summed log-prob", "mean": "mean log-prob", "reference_corrected": "log-ratio"}
-OUTCOMES = {"candidate": "   (the policy wins)", "base": "   (the base wins)", "tie": "   (a tie)"}
+from trl_ext.evaluation.statistics.intervals import NORMAL_95
+from trl_ext.files import brief, read_json, write_json
+
+RESULTS_NAME = "results.json"
+HARNESS_NAMES = "results_*.json"
+MAX_SHOWN = 43
 
 
-def end_with_results(
-    run: TrainingRun,
-    trainer,
-    evaluation: GenerationEvaluation | None,
-    *,
-    pairs: dict[str, Any] | None = None,
-    panels: dict[str, dict[str, str]] = PREFERENCE_PANELS,
-    **described: Any,
-) -> None:
-    """Compare the policy with its base, write and print the results, and shut the processes down.
+class Part(BaseModel):
+    """Accepts finite numbers and text without conversion, and keeps unknown fields."""
 
-    `evaluation` is on held-out prompts, `pairs` are preference metrics of held-out pairs, and `described` are the
-    recipe's own entries in the description of the run, including `objective`.
+    # Build models on first use, so that a report waits only for the four models that it reads.
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, defer_build=True)
+
+
+class Estimate(Part):
+    """A mean, rate or accuracy, its 95% interval, and the number of rows that it covers; null if there are none."""
+
+    value: float | None = Field(validation_alias=AliasChoices("mean", "rate", "accuracy"))
+    low: float | None = None
+    high: float | None = None
+    n: int | None = None
+    ties: int | None = None
+    margin: float | None = None
+
+    def figure(self) -> dict[str, float | None] | None:
+        """The `value` with `low`, `high` and `n`; None if it covers no rows."""
+        known = self.value is not None and self.n != 0
+        return {name: getattr(self, name) for name in ("value", "low", "high", "n")} if known else None
+
+
+class RunInfo(Part):
+    """Settings and duration of a run."""
+
+    objective: str | None = None
+    model: str | None = None
+    dataset: str | None = None
+    weights: str | None = None
+    device: str | None = None
+    settings_digest: str | None = None
+    optimizer_steps: int | None = None
+    seed: int | None = None
+    processes: int | None = None
+    training_seconds: float | None = None
+    total_seconds: float | None = None
+    sampling: dict[str, Any] | None = None
+
+
+class WinRate(Part):
+    """Ties count as half, or only rows on which both orders agree count."""
+
+    half: Estimate
+    agreed: Estimate
+    n_errors: int = 0
+
+
+class Scores(Part):
+    policy: float | None = None
+    base: float | None = None
+
+
+class Score(Scores):
+    """Mean scores on held-out prompts, by a known measure."""
+
+    gain: Estimate | None = None
+    by_kind: dict[str, Scores] = {}
+
+
+class Reward(Part):
+    """The gain in mean reward on held-out prompts."""
+
+    gain: Estimate | None = None
+
+
+class Rankings(Part):
+    n: int
+    reference_corrected: Estimate | None = None
+
+
+class Preferences(Part):
+    after: Rankings | None = None
+
+
+class Diagnostics(Part):
+    """Diagnostics of responses; null if undefined, such as the repetition of responses that are all empty."""
+
+    mean_tokens: float | None = None
+    distinct_1: float | None = None
+    distinct_2: float | None = None
+    unique_token_ratio: float | None = None
+    dominant_token_fraction: float | None = None
+    repetition: float | None = None
+    compression_ratio: float | None = None
+    empty_fraction: float | None = None
+    truncated_fraction: float | None = None
+    collapsed: bool = False
+
+
+class Decoding(Part):
+    accuracy: Estimate
+
+
+class Reasoning(Part):
+    """Verified problems: by decoding before and after training, or a single `accuracy` of an untrained model."""
+
+    accuracy: Estimate | None = None
+    before: dict[str, Decoding] = {}
+    after: dict[str, Decoding] = {}
+
+
+class Pairs(Estimate):
+    """A reward model on held-out pairs."""
+
+    nll: float | None = None
+    brier: float | None = None
+    ece: float | None = None
+
+
+class TrueOrder(Estimate):
+    """A reward model's ranking of held-out pairs, compared with a known quality."""
+
+    label_agreement: float | None = None
+
+
+class Results(Part):
+    """The results of a run. Parts that the run does not have are null or missing."""
+
+    run: RunInfo
+    win_rate: WinRate | None = None
+    score: Score | None = None
+    rewards: dict[str, Reward] | None = None
+    preferences: Preferences | None = None
+    kl: Estimate | None = None
+    generations: dict[str, Diagnostics] | None = None
+    reasoning: Reasoning | None = None
+    pairs: Pairs | None = None
+    true_order: TrueOrder | None = None
+    # Metrics by task and name.
+    tasks: dict[str, dict[str, Estimate]] = {}
+
+
+class Logged(Part):
+    """A row of metrics.jsonl: metrics by name; NaN is stored as null."""
+
+    step: int
+
+
+class Response(Part):
+    """A row of generations.jsonl. Rewards are stored under `reward/NAME` and `base_reward/NAME`."""
+
+    prompt_text: str
+    response_text: str
+    base_response_text: str | None = None
+    row_id: str | None = None
+    kind: str | None = None
+    outcome: Literal["candidate", "base", "tie"] | None = None
+    score: float | None = None
+    base_score: float | None = None
+    generated_num_tokens: int | None = None
+    base_generated_num_tokens: int | None = None
+    finished: bool | None = None
+    base_finished: bool | None = None
+
+
+class Mistake(Part):
+    """A row of reward_mistakes.jsonl."""
+
+    prompt_text: str
+    chosen_text: str
+    rejected_text: str
+    margin: float
+    chosen_score: float
+    rejected_score: float
+
+
+def save_results(folder: Path, content: dict[str, Any]) -> None:
+    """Check a run's figures against the model, and write them, as they are, into its results.json."""
+    Results.model_validate(content)
+    write_json(folder / RESULTS_NAME, content)
+
+
+def read_results(path: str | Path) -> Results:
+    """Read a results.json.
+
+    Raises:
+        FileNotFoundError: the file does not exist.
+        ValueError: the file is damaged; the message names the file, the first bad field and its value.
     """
-    with one_line_errors(MENDABLE_IN_TRAINING):
-        comparison = None if evaluation is None else evaluation.compare(run.arguments.num_eval_prompts, progress=True)
-    if trainer.accelerator.is_main_process:
-        summary, rows = ({}, []) if comparison is None else (comparison.summary, comparison.rows)
-        results = {"run": describe_run(trainer, run.describe(**described)), "preferences": pairs}
-        results |= {name: summary.get(name) for name in ("win_rate", "score", "rewards", "kl", "generations")}
-        if rows:
-            write_json_lines(run.folder / "generations.jsonl", rows)
-        write_results(
-            trainer,
-            results,
-            lambda metrics, path: plot_run(metrics, results, path, panels),
-            lambda: _show(results, rows),
-        )
-    end_processes(trainer.accelerator)
-
-
-def write_results(
-    trainer, results: dict[str, Any], plot: Callable[[list[dict], Path], None], show: Callable[[], None]
-) -> None:
-    """Write `results.json`, the model card and `report.png` into the run folder, and print the results.
-
-    `plot` draws `report.png` from the rows of `metrics.jsonl` and a path, and `show` prints the tables.
-    """
-    folder = Path(trainer.args.output_dir)
-    write_json(folder / "results.json", results)
-    trainer.card_results = results_section(results)
-    trainer.create_model_card()
-    with drawing("report.png"):
-        plot(read_metrics(folder / "metrics.jsonl"), folder / "report.png")
-    run = results["run"]
-    print(f"\n{run['objective']}, model {run['model']}, data {run['dataset']}, {run['optimizer_steps']} steps")
-    show()
-    say_written(run, trainer.args.output_dir, RESULT_FILES)
-
-
-@contextmanager
-def drawing(name: str) -> Iterator[None]:
-    """Skip a plot with a message, instead of failing, if matplotlib is missing."""
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"no file {path}")
     try:
-        yield
-    except ImportError as error:
-        print(f"{name} was not drawn: {error}")
+        return Results.model_validate_json(Path(path).read_bytes())
+    except ValidationError as error:
+        raise ValueError(f"{path}: {first_fault(error)}") from None
 
 
-def describe_run(trainer, run: dict[str, Any]) -> dict[str, Any]:
-    """The description of a run, with rounded times and its trainer's own entries."""
-    seconds = {name: round(run[name], 1) for name in ("training_seconds", "total_seconds")}
-    script = Path(sys.argv[0])
-    recipe = {"recipe": script.stem} if (RECIPES / script.name).is_file() else {}
-    return {
-        **recipe,
-        **run,
-        **seconds,
-        "optimizer_steps": trainer.state.global_step,
-        "seed": trainer.args.seed,
-        **describe_machine(trainer.accelerator),
-    }
+def read_harness(path: Path) -> Results:
+    """The results file of lm-evaluation-harness, whose intervals are its standard errors times 1.96.
+
+    Raises:
+        ValueError: the file is damaged, or of another program.
+    """
+    tasks: dict[str, dict[str, dict[str, Any]]] = {}
+    try:
+        found = read_json(path)
+        for task, metrics in found["results"].items():
+            samples = found.get("n-samples", {}).get(task, {}).get("effective")
+            for key, value in metrics.items():
+                name, _, how = key.partition(",")
+                if not isinstance(value, (int, float)) or name.endswith("_stderr"):
+                    continue
+                error = metrics.get(f"{name}_stderr,{how}")
+                margin = NORMAL_95 * error if isinstance(error, (int, float)) else None
+                bounds = {} if margin is None else {"low": value - margin, "high": value + margin}
+                title = name if how in ("", "none") else f"{name} ({how})"
+                tasks.setdefault(task, {})[title] = {"mean": float(value), **bounds, "n": samples}
+        run = {"objective": "lm-evaluation-harness", "model": found.get("model_name"), "dataset": ", ".join(tasks)}
+        return Results.model_validate({"run": run, "tasks": tasks})
+    except (KeyError, AttributeError, TypeError) as error:
+        raise ValueError(f"{path}: these are no results of lm-evaluation-harness ({error!r})") from None
+    except ValidationError as error:
+        raise ValueError(f"{path}: {first_fault(error)}") from None
 
 
-def describe_machine(accelerator) -> dict[str, Any]:
-    """The processes, their device, and the versions of the libraries."""
-    versions = {name: version(name) for name in ("trl_ext", "trl", "transformers", "torch", "peft")}
-    return {"processes": accelerator.num_processes, "device": accelerator.device.type, "versions": versions}
-
-
-def say_written(run: Mapping[str, Any], output_dir: str | Path, files: Sequence[str]) -> None:
-    """Print the times of a run and the files that it wrote."""
-    training = f" in all, {run['training_seconds']:.0f} s of training" if "training_seconds" in run else ""
-    names = ", ".join(name for name in files if (Path(output_dir) / name).exists())
-    print(f"\n{run['total_seconds']:.0f} s{training}; in {output_dir}: {names}")
-
-
-def estimate(found: Mapping[str, float], name: str = "mean", digits: int = 3) -> str:
-    """A figure and its interval, formatted for a table."""
-    return format_interval(found[name], found["low"], found["high"], digits)
-
-
-def figure(value: float | None) -> str:
-    """A figure formatted for a table."""
-    return "-" if value is None else f"{value:.3f}"
-
-
-def _show(results: dict[str, Any], generations: list[dict[str, Any]]) -> None:
-    """Print one table of figures, and three responses with the base's: a win, a loss and a tie."""
-    rows = list(_rows(results))
-    if rows:
-        print(f"\n{format_table(('', 'base', 'policy'), rows)}")
-    else:
-        print("\nno held-out rows to evaluate on; metrics.jsonl has what was logged in training")
-    firsts = list({row.get("outcome"): row for row in reversed(generations)}.values())
-    for row in [*firsts, *(row for row in generations if row not in firsts)][:3]:
-        print(f"\nprompt: {shorten(row['prompt_text'], 100)}{OUTCOMES.get(row.get('outcome'), '')}")
-        print(f"  base: {shorten(row['base_response_text'], 400) or '(empty)'}")
-        print(f"  policy: {shorten(row['response_text'], 400) or '(empty)'}")
-    if generations and all(row["response_text"] == row["base_response_text"] for row in generations):
-        print(f"\nthe policy's and the base's responses are identical, all {len(generations)} of them")
-    if results["win_rate"] is None and generations:
-        print("\nno win rate: only the embedded benchmark comes with a judge; generations.jsonl holds both responses")
-
-
-def _rows(results: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """The rows of the table: label, figure of the base, figure of the policy."""
-    if results["win_rate"] is not None:
-        for label, rule in (("win rate, ties as half", "half"), ("win rate, ties dropped", "agreed")):
-            rate = results["win_rate"][rule]
-            yield label, "", f"{estimate(rate, 'rate') if rate['n'] else '-'}  n {rate['n']}"
-    score = results["score"]
-    if score is not None:
-        yield "ground-truth score", figure(score["base"]), figure(score["policy"])
-        yield "  gain", "", estimate(score["gain"])
-    for name, reward in (results["rewards"] or {}).items():
-        yield f"reward, {name}", figure(reward.get("base")), figure(reward.get("policy"))
-        for key, label in (("gain", "  gain"), ("gain_over_reference", "  gain over the reference responses")):
-            if key in reward:
-                yield label, "", estimate(reward[key])
-    if results["preferences"] is not None:
-        before, after = results["preferences"]["before"], results["preferences"]["after"]
-        for key, label in ACCURACIES.items():
-            base, own = figure(before[key]["accuracy"]) if key in before else "", after[key]
-            # If the model has not moved, every log-ratio is a tie, and an accuracy of 0 would be misleading.
-            yield f"held-out accuracy, {label}", base, "-" if own["ties"] == after["n"] else estimate(own, "accuracy")
-    if results["kl"] is not None:
-        yield "KL to the base (nats per response)", "", estimate(results["kl"], digits=2)
-    if results["generations"] is not None:
-        base, policy = results["generations"]["base"], results["generations"]["policy"]
-        for key, label in DIAGNOSTICS.items():
-            yield label, figure(base[key]), figure(policy[key])
-        yield "collapsed", *("yes" if model["collapsed"] else "no" for model in (base, policy))
-        for reason in policy["collapse_reasons"]:
-            yield "", "", reason
+def first_fault(error: ValidationError) -> str:
+    """The first bad field, its expected and actual values, and the number of other faults."""
+    fault, *others = error.errors(include_url=False, include_context=False)
+    where = ".".join(map(str, fault["loc"])) + ": " if fault["loc"] else ""
+    known = fault["type"] not in ("missing", "json_invalid")
+    value = f", got {brief(json.dumps(fault['input'], ensure_ascii=False), MAX_SHOWN)}" if known else ""
+    return f"{where}{fault['msg']}{value}" + (f" (and {len(others)} more)" if others else "")

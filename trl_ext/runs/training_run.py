@@ -20,7 +20,8 @@ from trl_ext.files import write_text
 from trl_ext.processes import is_main_process, world_size
 from trl_ext.resilience.preemption import Preemption
 from trl_ext.resilience.secrets import arguments_without_secrets
-from trl_ext.runs.arguments import MENDABLE_IN_TRAINING, ModelArguments, one_line_errors, parse_arguments, toy_config
+from trl_ext.runs.arguments import MENDABLE_IN_TRAINING, ModelArguments, one_line_errors, parse_arguments
+from trl_ext.runs.configs import toy_config
 from trl_ext.runs.engine import LaunchArguments, check_engine, engine_in_force, print_batch
 from trl_ext.runs.folder import (
     check_same_settings,
@@ -122,6 +123,11 @@ class TrainingRun:
         """A callback that ends training after `max_hours`, at a multiple of `period` steps; None without a limit."""
         hours = self.arguments.max_hours
         return None if hours is None else TimeBudgetCallback(hours, self.metrics, trainer.accelerator, period=period)
+
+    def limit_hours(self, trainer, *, period: int = 1) -> None:
+        """Let the trainer end after `max_hours`, if they are given, at a multiple of `period` steps."""
+        if budget := self.time_budget(trainer, period=period):
+            trainer.add_callback(budget)
 
     def _check_time_left(self) -> None:
         hours = getattr(self.arguments, "max_hours", None)

@@ -36,8 +36,8 @@ from trl_ext.rollouts import (
 )
 from trl_ext.rollouts.best_of_n import EMPTY_CHOICES
 from trl_ext.rollouts.graded import Row
+from trl_ext.runs.finish import drawing, estimate
 from trl_ext.runs.online import RewardSources, only_reward
-from trl_ext.runs.results import drawing, estimate
 from trl_ext.runs.studies.sampling import EngineArguments, SamplingRun, sampling_errors
 from trl_ext.trainers.defaults import check_at_least, check_choice
 

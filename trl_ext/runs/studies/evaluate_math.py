@@ -10,9 +10,8 @@ from transformers.hf_argparser import HfArg
 from trl_ext.evaluation.command_line import format_table
 from trl_ext.evaluation.reasoning import evaluate_reasoning, summarize_reasoning
 from trl_ext.rollouts import end_processes
+from trl_ext.runs.finish import LENGTHS, TITLES, estimate, examples
 from trl_ext.runs.reasoning import ProblemArguments, load_problems, sampling_settings
-from trl_ext.runs.reasoning_results import LENGTHS, TITLES, examples
-from trl_ext.runs.results import estimate
 from trl_ext.runs.studies.sampling import EngineArguments, SamplingRun, sampling_errors
 from trl_ext.trainers.defaults import check_at_least
 

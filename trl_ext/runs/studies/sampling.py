@@ -18,9 +18,10 @@ from trl_ext.files import write_json, write_text
 from trl_ext.models import resolve_model_path
 from trl_ext.rollouts import SamplingSettings, TransformersEngine, VLLMEngine
 from trl_ext.rollouts.generation import warn_of_ignored_settings
-from trl_ext.runs.arguments import ModelArguments, one_line_errors, parse_arguments, toy_config
+from trl_ext.runs.arguments import ModelArguments, one_line_errors, parse_arguments
+from trl_ext.runs.configs import toy_config
+from trl_ext.runs.finish import describe_machine, say_written
 from trl_ext.runs.folder import changed_settings, config_text, settings_digest
-from trl_ext.runs.results import describe_machine, say_written
 from trl_ext.trainers.defaults import runs_on_cpu
 
 # Settings that may change when a run is resumed.
