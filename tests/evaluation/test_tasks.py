@@ -13,13 +13,13 @@ import torch
 from tests.support import REPOSITORY
 from tests.support.refusals import assert_one_line, assert_refused
 from trl_ext.evaluation import OpenAIModel, Usage, write_report
+from trl_ext.evaluation.reporting.results import read_harness
 from trl_ext.evaluation.tasks import __main__ as command
 from trl_ext.evaluation.tasks.checks import make_check
 from trl_ext.evaluation.tasks.evaluate import difference
 from trl_ext.evaluation.tasks.task import Task, fill, read_rows, read_task, task_names
 from trl_ext.files import write_json, write_json_lines
 from trl_ext.rollouts import Generation
-from trl_ext.runs.results import read_harness
 
 DATA = Path(os.environ.get("TRL_EXT_BENCHMARK_DATA", REPOSITORY.parent / "shared" / "data"))
 ROWS = [

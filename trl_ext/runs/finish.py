@@ -15,6 +15,7 @@ from trl_ext.evaluation.command_line import format_interval, format_table
 from trl_ext.evaluation.reasoning import CATEGORIES, accuracy_gain, summarize_reasoning
 from trl_ext.evaluation.reporting.model_card import results_section
 from trl_ext.evaluation.reporting.plots import PREFERENCE_PANELS
+from trl_ext.evaluation.reporting.results import save_results
 from trl_ext.files import write_json_lines
 from trl_ext.held_out.generations import GenerationEvaluation
 from trl_ext.held_out.reasoning import DECODINGS, ReasoningEvaluation
@@ -22,7 +23,6 @@ from trl_ext.rollouts import end_processes
 from trl_ext.runs import RECIPES
 from trl_ext.runs.arguments import MENDABLE_IN_TRAINING, one_line_errors
 from trl_ext.runs.folder import RESULT_FILES
-from trl_ext.runs.results import save_results
 from trl_ext.runs.training_run import TrainingRun
 from trl_ext.trainers.callbacks import read_metrics
 

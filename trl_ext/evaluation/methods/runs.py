@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy
 
+from trl_ext.evaluation.reporting.results import Results, read_results
 from trl_ext.files import read_yaml
-from trl_ext.runs.results import Results, read_results
 
 # The value of a row of generations.jsonl for a win rate, with ties as half.
 CREDITS = {"candidate": 1.0, "tie": 0.5, "base": 0.0}

@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from trl_ext.evaluation.reporting.results import Response
 from trl_ext.evaluation.reporting.runs import Run
-from trl_ext.runs.results import Response
 
 OUTCOMES = {"candidate": "win", "base": "loss", "tie": "tie"}
 

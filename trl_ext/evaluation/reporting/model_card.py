@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from trl_ext.evaluation.reporting.results import Results
 from trl_ext.evaluation.reporting.runs import Run
 from trl_ext.evaluation.reporting.summary import policy_row, reward_model_row
 from trl_ext.evaluation.reporting.tables import NOTHING, Cell, Table, estimate, render_table, run_figures
-from trl_ext.runs.results import Results
 
 
 def results_section(content: dict[str, Any]) -> str:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from trl_ext.runs.results import (
+from trl_ext.evaluation.reporting.results import (
     HARNESS_NAMES,
     RESULTS_NAME,
     Logged,

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from trl_ext.evaluation.reporting.results import Estimate
 from trl_ext.evaluation.reporting.runs import Run
-from trl_ext.runs.results import Estimate
 
 Row = dict[str, Any]
 # Tables that each task has separately.

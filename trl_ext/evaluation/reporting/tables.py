@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from trl_ext.evaluation.reporting.results import Scores
 from trl_ext.evaluation.reporting.runs import Run
 from trl_ext.evaluation.reporting.summary import Row, Task, by_task
 from trl_ext.files import markdown_line
-from trl_ext.runs.results import Scores
 
 MISTAKES_SHOWN = 10
 NOTHING = "-"
