@@ -8,16 +8,18 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from datasets import Dataset
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.support import REPOSITORY, recipes
 from tests.support.trl_private import BeforeLoss
-from trl_ext import PolicyTrainer
+from trl_ext import PolicyTrainer, cli
 from trl_ext.algorithms import algorithms
 from trl_ext.runs.configs import read_config
 from trl_ext.runs.course_config import CourseConfig
+from trl_ext.runs.folder import config_text
 from trl_ext.toy import MODEL_DIR
 
 CONFIGS = sorted((recipes.RECIPES / "configs").glob("**/*.yaml"))
@@ -49,6 +51,23 @@ def _check_configuration(path: Path, monkeypatch) -> None:
         built = getattr(built, "value", built)
         # `none` is nothing.
         assert built == value or (value, built) == ("none", None), (path, key, value, built)
+
+
+def test_a_file_stands_over_its_base(tmp_path, monkeypatch, capsys):
+    """Over several levels, relative to each file, with a null; config.yaml holds the result without a base."""
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "_base.yaml").write_text("beta: 0.3\nseed: 1\nmax_prompt_tokens: 64\n")
+    (tmp_path / "deep" / "middle.yaml").write_text("base: ../_base.yaml\nseed: 2\n")
+    path = tmp_path / "deep" / "own.yaml"
+    path.write_text("base: middle.yaml\nmax_prompt_tokens: null\nreport_to: [none]\n")
+    *_, training = recipes.parse(monkeypatch, "dpo", f"--config={path}", "--learning_rate=0.5")
+    assert (training.beta, training.seed, training.learning_rate) == (0.3, 2, 0.5)
+    assert training.max_prompt_tokens is None
+    written = yaml.safe_load(config_text(training))
+    assert written["seed"] == 2 and "base" not in written
+    path.write_text("base: missing.yaml\n")
+    assert "no configuration file" in recipes.refused(monkeypatch, capsys, "dpo", f"--config={path}")
+    assert not [name for name in cli.shipped_configs() if Path(name).name.startswith("_")]
 
 
 def course_run(monkeypatch, recipe: str) -> tuple:

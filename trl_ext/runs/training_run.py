@@ -38,9 +38,9 @@ from trl_ext.trainers.callbacks import MetricsFileCallback, StepLineCallback, Ti
 class TrainingRun:
     """One call of a recipe that trains, from its arguments to its results.
 
-    A recipe creates it with `begin_run`, calls `load_trainer`, `open` and `train` in this order, and uses `describe`
-    for its results. `checkpoint` is the one that the run resumes from, or None; `resolved` are the arguments as
-    config.yaml holds them. `training_seconds` include evaluations and the parts before a resumption.
+    A recipe creates it with `begin_run` and calls `load_trainer`, `open` and `train` in this order. `checkpoint` is
+    the one that the run resumes from, or None; `resolved` are the arguments as config.yaml holds them.
+    `training_seconds` include evaluations and the parts before a resumption.
     """
 
     arguments: Any
@@ -63,7 +63,7 @@ class TrainingRun:
         self.resolved = config_text(self.arguments, self.model, self.training)
         if self.checkpoint is not None:
             check_same_settings(self.folder / "config.yaml", self.resolved)
-            self._check_time_left()
+            self._check_hours_left()
         if "eval_dataset" in datasets and datasets["eval_dataset"] is None:
             if self.training.load_best_model_at_end:
                 raise ValueError(
@@ -129,13 +129,11 @@ class TrainingRun:
         if budget := self.time_budget(trainer, period=period):
             trainer.add_callback(budget)
 
-    def _check_time_left(self) -> None:
+    def _check_hours_left(self) -> None:
         hours = getattr(self.arguments, "max_hours", None)
-        if hours is None:
-            return
         rows = read_metrics(self.folder / "metrics.jsonl")
         taken = max((row.get("seconds", 0.0) for row in rows), default=0.0) / 3600
-        if taken >= hours:
+        if hours is not None and taken >= hours:
             raise ValueError(f"the run has taken {taken:.2f} of its --max_hours {hours:g}: give more")
 
 
@@ -145,7 +143,7 @@ def begin_run(
     """Read the arguments, and check the run folder before anything is loaded.
 
     Args:
-        argument_class: class of the recipe's own arguments, with `dataset_name` and `overwrite_output_dir`.
+        argument_class: class of the recipe's own arguments, such as a subclass of `BenchmarkArguments`.
         config_class: class of the trainer's configuration.
         config: name of the file in configs/toy that is used without arguments.
         description: text for `--help`.
