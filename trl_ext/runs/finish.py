@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -22,7 +23,7 @@ from trl_ext.held_out.reasoning import DECODINGS, ReasoningEvaluation
 from trl_ext.rollouts import end_processes
 from trl_ext.runs import RECIPES
 from trl_ext.runs.arguments import MENDABLE_IN_TRAINING, one_line_errors
-from trl_ext.runs.folder import RESULT_FILES
+from trl_ext.runs.folder import RESULT_FILES, settings_digest
 from trl_ext.runs.training_run import TrainingRun
 from trl_ext.trainers.callbacks import read_metrics
 
@@ -113,7 +114,7 @@ def finish(
     reward model's held-out pairs.
     """
     if trainer.accelerator.is_main_process:
-        results = {"run": describe_run(trainer, run.describe(**described)), **results}
+        results = {"run": describe_run(run, trainer, described), **results}
         save_results(run.folder, results)
         trainer.card_results = results_section(results)
         trainer.create_model_card()
@@ -136,15 +137,18 @@ def drawing(name: str) -> Iterator[None]:
         print(f"{name} was not drawn: {error}")
 
 
-def describe_run(trainer, run: dict[str, Any]) -> dict[str, Any]:
-    """The description of a run, with rounded times and its trainer's own entries."""
-    seconds = {name: round(run[name], 1) for name in ("training_seconds", "total_seconds")}
+def describe_run(run: TrainingRun, trainer, own: Mapping[str, Any]) -> dict[str, Any]:
+    """The description of a run for results.json: common entries and the recipe's own; the total time ends now."""
     script = Path(sys.argv[0])
     recipe = {"recipe": script.stem} if (RECIPES / script.name).is_file() else {}
     return {
         **recipe,
-        **run,
-        **seconds,
+        **own,
+        "settings_digest": settings_digest(run.resolved),
+        "model": run.model.model_name_or_path,
+        "dataset": run.arguments.dataset_name,
+        "training_seconds": round(run.training_seconds, 1),
+        "total_seconds": round(time.time() - run.started, 1),
         "optimizer_steps": trainer.state.global_step,
         "seed": trainer.args.seed,
         **describe_machine(trainer.accelerator),

@@ -28,7 +28,6 @@ from trl_ext.runs.folder import (
     clear_run_folder,
     config_text,
     open_run_folder,
-    settings_digest,
 )
 from trl_ext.runs.loading import load_trainer
 from trl_ext.trainers.callbacks import MetricsFileCallback, StepLineCallback, TimeBudgetCallback, read_metrics
@@ -107,17 +106,6 @@ class TrainingRun:
             trainer.train(resume_from_checkpoint=self.checkpoint)
         self.training_seconds = self.metrics.seconds
         trainer.save_model(self.training.output_dir)
-
-    def describe(self, **own: Any) -> dict[str, Any]:
-        """The description of the run for results.json: common entries and `own`; the total time ends now."""
-        return {
-            **own,
-            "settings_digest": settings_digest(self.resolved),
-            "model": self.model.model_name_or_path,
-            "dataset": self.arguments.dataset_name,
-            "training_seconds": self.training_seconds,
-            "total_seconds": time.time() - self.started,
-        }
 
     def time_budget(self, trainer, *, period: int = 1) -> TimeBudgetCallback | None:
         """A callback that ends training after `max_hours`, at a multiple of `period` steps; None without a limit."""
