@@ -14,7 +14,8 @@ import os
 import shlex
 
 from trl_ext.evaluation.command_line import one_line_errors
-from trl_ext.runs.arguments import parse_arguments, toy_config
+from trl_ext.runs.arguments import parse_arguments
+from trl_ext.runs.configs import toy_config
 from trl_ext.runs.studies.pipeline import RLHFArguments, plan_pipeline
 from trl_ext.runs.studies.pipeline_evaluation import check_evaluation, evaluate_pipeline
 from trl_ext.runs.studies.pipeline_report import print_tables, write_pipeline_report

@@ -204,7 +204,7 @@ SHORT_SFT += ["--save_steps=3", "--save_total_limit=3", "--logging_steps=1", "--
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("sft")
-    recipes.launch("sft", *SHORT_SFT, folder=folder)
+    recipes.launch("sft_math", *SHORT_SFT, folder=folder)
     return folder
 
 
@@ -237,7 +237,7 @@ def test_rows_are_graded_and_beside_the_base(finished):
 @pytest.mark.long
 def test_a_run_of_the_defaults_learns_to_add(tmp_path):
     """Sampled accuracy from about 0.17 to at least 0.6, and an interval of the paired difference clear of zero."""
-    recipes.launch("sft", folder=tmp_path)
+    recipes.launch("sft_math", folder=tmp_path)
     results = read(tmp_path / "runs" / "sft-toy", "results.json")
     assert results["score"]["base"] < 0.25 and results["score"]["policy"] > 0.6
     assert results["score"]["gain"]["low"] > 0.4
@@ -248,7 +248,7 @@ def test_a_run_of_the_defaults_learns_to_add(tmp_path):
 def test_several_processes(finished, tmp_path):
     """Two processes divide the evaluation: the base's greedy responses are those that one process finds."""
     arguments = [*SHORT_SFT, "--per_device_train_batch_size=16", "--use_cpu=true"]
-    in_processes(2, str(recipes.RECIPES / "sft.py"), *arguments, cwd=tmp_path)
+    in_processes(2, str(recipes.RECIPES / "sft_math.py"), *arguments, cwd=tmp_path)
     run, alone = (folder / "runs" / "sft-toy" for folder in (tmp_path, finished))
     assert read(run, "results.json")["run"]["processes"] == 2
     assert len(read(run, "generations.jsonl")) == 16
@@ -263,7 +263,7 @@ class TestChoosingDemonstrations:
 
     @staticmethod
     def choose(monkeypatch, *arguments: str):
-        parsed = recipes.parse(monkeypatch, "sft", *arguments)[0]
+        parsed = recipes.parse(monkeypatch, "sft_math", *arguments)[0]
         rows, counts = reasoning.choose_demonstrations(parsed, reasoning.load_problems(parsed, parsed.train_split))
         return rows.to_list(), counts
 
@@ -295,11 +295,11 @@ def test_a_folder_without_a_whole_checkpoint_says_how_to_begin_anew(left, monkey
         (tmp_path / "run" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "run" / name).write_text("{}\n")
     names = ", ".join(Path(name).parts[0] for name in left)
-    said = refused(monkeypatch, capsys, "sft", "--output_dir=run")
+    said = refused(monkeypatch, capsys, "sft_math", "--output_dir=run")
     assert f"({names})" in said and "--overwrite_output_dir" in said and "--resume_from_checkpoint" not in said
-    said = refused(monkeypatch, capsys, "sft", "--output_dir=run", "--resume_from_checkpoint")
+    said = refused(monkeypatch, capsys, "sft_math", "--output_dir=run", "--resume_from_checkpoint")
     assert f"no checkpoint to resume, only {names}" in said and "--overwrite_output_dir" in said
     # With a complete checkpoint, resuming is one of the ways.
     (tmp_path / "run" / "checkpoint-1").mkdir()
     (tmp_path / "run" / "checkpoint-1" / MARKER).touch()
-    assert "resume it with --resume_from_checkpoint" in refused(monkeypatch, capsys, "sft", "--output_dir=run")
+    assert "resume it with --resume_from_checkpoint" in refused(monkeypatch, capsys, "sft_math", "--output_dir=run")

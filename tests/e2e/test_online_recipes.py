@@ -125,7 +125,7 @@ def test_rollouts_are_counted_as_they_were_made(args, prompts, rollouts, tiny_mo
     trainer = build(spec, str(tmp_path / "run"), reward_funcs=reward)
     trainer.train()
     assert len(calls) == rollouts
-    described = online.describe_online(trainer, online.OnlineArguments())
+    described = online.describe_online(trainer, online.RewardSources())
     assert (described["rollouts"], described["sampled_responses"]) == (rollouts, sum(calls))
 
 
@@ -137,7 +137,7 @@ def test_rollouts_before_a_resumed_run_are_counted(tiny_model_path, tmp_path):
     build(spec, str(tmp_path / "run")).train()
     trainer = build(spec, str(tmp_path / "run"))
     trainer.train(resume_from_checkpoint=str((tmp_path / "run" / "checkpoint-3").rename(tmp_path / "kept")))
-    described = online.describe_online(trainer, online.OnlineArguments())
+    described = online.describe_online(trainer, online.RewardSources())
     assert (described["rollouts"], described["sampled_responses"]) == (8, 16 * 8)
 
 
@@ -263,7 +263,7 @@ def test_the_recipe_and_a_round_trip_through_fine_tuning(known, tmp_path, monkey
     assert [row["completion"][0]["content"] for row in demonstrations] == [row["response_text"] for row in kept]
     short = ["--max_steps=6", "--learning_rate=1e-3", f"--per_device_train_batch_size={len(kept)}"]
     short += ["--logging_steps=1", "--prompt_split=none", "--eval_split=none", "--save_strategy=no"]
-    recipes.run(monkeypatch, "rlhf_sft", "--demonstrations=straight/sft.jsonl", "--output_dir=tuned", *short)
+    recipes.run(monkeypatch, "sft", "--demonstrations=straight/sft.jsonl", "--output_dir=tuned", *short)
     losses = [row["loss"] for row in read(tmp_path / "tuned", "metrics.jsonl") if "loss" in row]
     assert losses[-1] < 0.7 * losses[0]
 

@@ -81,7 +81,7 @@ def test_the_stages_in_order_and_what_each_is_given(recipe):
     assert recipe.main() == 0
     assert list(recipe.calls) == STAGES
     calls = recipe.calls
-    recipes_of = ["rlhf_sft", "reward_model", "reward_model", "ppo", "ppo", "grpo", "dpo"]
+    recipes_of = ["sft", "reward_model", "reward_model", "ppo", "ppo", "grpo", "dpo"]
     assert [calls[name]["recipe"] for name in STAGES] == recipes_of
     assert calls["sft"]["model_name_or_path"] == "toy"
     assert {calls[name]["model_name_or_path"] for name in STAGES[1:]} == {"runs/rlhf/sft"}
@@ -139,11 +139,9 @@ def test_a_stage_with_other_settings_is_refused(recipe, capsys, tmp_path):
     assert "runs/rlhf/sft was run with learning_rate 0.001, and now it is 0.5: take that back" in said
     assert recipe.main("--seed", "1") == 2 and "sft was run with seed 0, and now it is 1" in capsys.readouterr().err
     # A setting within a stage's configuration file is one, too.
-    configs = tmp_path / "configs"
-    configs.mkdir()
-    for name in ("rlhf_sft", "reward_model", "ppo", "grpo", "dpo"):
-        text = (TOY.parent / f"{name}.yaml").read_text()
-        (configs / f"{name}.yaml").write_text(text.replace("beta: 0.1", "beta: 0.2"))
+    shutil.copytree(TOY.parent, tmp_path / "configs")
+    path = tmp_path / "configs" / "dpo.yaml"
+    path.write_text(path.read_text().replace("beta: 0.1", "beta: 0.2"))
     assert recipe.main("--configs", "configs") == 2
     assert "runs/rlhf/dpo was run with beta 0.1, and now it is 0.2" in capsys.readouterr().err
     # Where the first stage was made anew, those after it are of another model.
@@ -162,7 +160,7 @@ def test_a_stage_with_other_settings_is_refused(recipe, capsys, tmp_path):
         (["--policy_methods", "ppo:weak", "--weak_reward_model", "{}"], "only beside weak_reward_model"),
         (["--policy", '{"output_dir": "x"}'], "output_dir is set by the study"),
         (["--sft", '{"learning_rat": 1}'], "unknown flag --learning_rat"),
-        (["--configs", "nowhere"], "no configuration nowhere/rlhf_sft.yaml"),
+        (["--configs", "nowhere"], "no configuration nowhere/sft.yaml"),
         (["--eval_split", "nope"], "toy has no split 'nope', only train_prefs"),
         (["--adversarial_prompts", "nope.jsonl"], "no file --adversarial_prompts nope.jsonl"),
         (["--adversarial_prompts", "plain.jsonl"], "plain.jsonl, row_id plain:1: every adversarial prompt must say"),

@@ -39,10 +39,11 @@ from trl_ext.rollouts import (
     pick_best,
 )
 from trl_ext.rollouts.responses import Row, check_settings, settings_path
-from trl_ext.runs.arguments import one_line_errors, parse_arguments, toy_config
+from trl_ext.runs.arguments import one_line_errors, parse_arguments
+from trl_ext.runs.configs import toy_config
+from trl_ext.runs.finish import describe_machine, drawing, estimate, say_written
 from trl_ext.runs.folder import config_text, settings_digest
 from trl_ext.runs.online import RewardSources, only_reward
-from trl_ext.runs.results import describe_machine, drawing, estimate, say_written
 from trl_ext.trainers.defaults import check_at_least, check_choice, runs_on_cpu
 
 RESPONSES = "responses.jsonl"

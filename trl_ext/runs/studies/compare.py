@@ -12,7 +12,7 @@ Each method is a recipe with its configuration for the embedded benchmark, or is
       dpo_low: {recipe: dpo, config: recipes/configs/toy/dpo.yaml, beta: 0.05}
 
 Methods that need a reward model get one trained for each seed. Methods that are evaluated on problems with known
-answers (sft, expert_iteration, grpo_math) are compared by accuracy, and only with one another.
+answers (sft_math, expert_iteration, grpo_math) are compared by accuracy, and only with one another.
 
 Finished runs are skipped and interrupted ones are resumed. The results are compare.json and compare.md in
 --output_dir.

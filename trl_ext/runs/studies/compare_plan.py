@@ -11,15 +11,16 @@ from trl_ext.data.benchmark import EMBEDDED
 from trl_ext.files import brief, read_yaml
 from trl_ext.names import nearest
 from trl_ext.runs import SCRIPTS
+from trl_ext.runs.configs import read_config
 from trl_ext.runs.studies.processes import launcher_options
 
 PAIR_RECIPES = ("aot", "dpo", "ipo", "kto", "preference")
 # Methods that learn from demonstrations.
-DEMONSTRATION_RECIPES = ("rlhf_sft",)
+DEMONSTRATION_RECIPES = ("sft",)
 # Methods that need a reward model.
-ONLINE_RECIPES = ("dr_grpo", "grpo", "gspo", "online_preference", "policy", "ppo", "remax", "rloo")
+ONLINE_RECIPES = ("dr_grpo", "grpo", "gspo", "online", "online_preference", "ppo", "remax", "rloo")
 # Methods that are evaluated on problems with known answers.
-REASONING_RECIPES = ("expert_iteration", "grpo_math", "sft")
+REASONING_RECIPES = ("expert_iteration", "grpo_math", "sft_math")
 RECIPES = (*PAIR_RECIPES, *DEMONSTRATION_RECIPES, *ONLINE_RECIPES, *REASONING_RECIPES)
 CONFIG_KEYS = ("baseline", "common", "reward_model", "methods")
 
@@ -39,9 +40,8 @@ class Method:
     @property
     def settings(self) -> dict[str, Any]:
         """The arguments, and what their configuration file adds."""
-        config = read_yaml(self.arguments["config"]) if "config" in self.arguments else None
-        # The recipe itself reports a malformed file.
-        return {**(config if isinstance(config, dict) else {}), **self.arguments}
+        config = read_config(self.arguments["config"]) if "config" in self.arguments else {}
+        return {**config, **self.arguments}
 
     @property
     def evaluated_on(self) -> str:

@@ -28,7 +28,7 @@ class RLHFArguments:
     sft_dataset_name: str | None = HfArg(default=None, help="Demonstrations. Default: dataset_name.")
     configs: str = HfArg(
         default="recipes/configs/toy",
-        help="Folder of the stages' configurations: rlhf_sft.yaml, reward_model.yaml, {method}.yaml.",
+        help="Folder of the stages' configurations: sft.yaml, reward_model.yaml, {method}.yaml.",
     )
     policy_methods: str = HfArg(
         default="ppo,dpo", help="Recipes with commas; `ppo:weak` is rewarded by the weak reward model."
@@ -92,7 +92,7 @@ def plan_pipeline(given: RLHFArguments) -> Pipeline:
     model, data = given.model_name_or_path, given.dataset_name
     demonstrations = {"dataset_name": given.sft_dataset_name or data, "model_name_or_path": model}
     demonstrations["prompt_split"] = given.prompt_split
-    sft = stage(SFT, "rlhf_sft", {**demonstrations, **given.sft})
+    sft = stage(SFT, "sft", {**demonstrations, **given.sft})
     start = {"dataset_name": data, "model_name_or_path": str(folder / SFT)}
     rewarding = {**start, "eval_split": given.eval_split, **given.reward_model}
     stages = [sft, stage(REWARD_MODEL, "reward_model", rewarding, [sft])]

@@ -13,7 +13,7 @@ from trl_ext.evaluation.reporting.summary import pareto_front
 from trl_ext.evaluation.reporting.tables import Table
 from trl_ext.evaluation.statistics.intervals import Estimate
 from trl_ext.files import read_json
-from trl_ext.runs.results import drawing
+from trl_ext.runs.finish import drawing
 from trl_ext.runs.studies.pipeline import SFT, Pipeline, RLHFArguments
 from trl_ext.runs.studies.pipeline_evaluation import ADVERSARIAL, HELD_OUT
 

@@ -16,9 +16,10 @@ from typing import Any
 
 import psutil
 
-from trl_ext.files import read_json, read_yaml, write_json
+from trl_ext.files import read_json, write_json
 from trl_ext.resilience.checkpoints import last_checkpoint
 from trl_ext.runs import RECIPES
+from trl_ext.runs.configs import read_config
 
 # The settings of a run, kept in its folder; a folder without this file belongs to something else.
 RECORD_NAME = "run.json"
@@ -90,8 +91,7 @@ class Run:
         """Every setting of the run, with those in its configuration, and a digest of each run that it uses."""
         settings = dict(self.arguments)
         if "config" in settings:
-            # The recipe itself refuses an empty file.
-            settings = {**(read_yaml(settings.pop("config")) or {}), **settings}
+            settings = {**read_config(settings.pop("config")), **settings}
         settings.pop("output_dir", None)
         for run in self.after:
             earlier = json.dumps(run.record(), sort_keys=True).encode()
