@@ -18,7 +18,7 @@ from trl_ext.runs.arguments import parse_arguments, toy_config
 from trl_ext.runs.studies.pipeline import RLHFArguments, plan_pipeline
 from trl_ext.runs.studies.pipeline_evaluation import check_evaluation, evaluate_pipeline
 from trl_ext.runs.studies.pipeline_report import print_tables, write_pipeline_report
-from trl_ext.runs.studies.processes import check_runs, print_commands, run_all
+from trl_ext.studies.processes import check_runs, print_commands, run_all
 
 
 def main() -> None:

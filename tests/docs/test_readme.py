@@ -23,7 +23,7 @@ from trl_ext.evaluation.command_line import CommandParser
 from trl_ext.evaluation.methods.runs import read_method_run
 from trl_ext.losses import PreferenceObjective  # noqa: F401  the losses register before a test copies their table
 from trl_ext.registry import preference_losses
-from trl_ext.runs.studies import compare
+from trl_ext.studies import study
 
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
 # Pages whose Python trains a model.
@@ -132,9 +132,9 @@ def _check_study(script: str, given: list[str], tmp_path, monkeypatch) -> None:
         at = given.index("--output_dir")
         given = [*given[:at], "--output_dir", str(tmp_path), *given[at + 2 :]]
     if "--runs" in given:  # Of finished runs, which a fresh clone has not.
-        compare.read_plan(compare._parse(given))
+        study.read_study(study.parse(given))
     else:
-        compare.main([*given, "--dry_run"])
+        study.main([*given, "--dry_run"])
 
 
 def _check_launch(words: list[str], tmp_path, monkeypatch) -> None:

@@ -11,8 +11,8 @@ from transformers.hf_argparser import HfArg
 
 from trl_ext.files import brief
 from trl_ext.names import nearest
-from trl_ext.runs.studies.compare_plan import ONLINE_RECIPES, PAIR_RECIPES, find_shipped, read_arguments
-from trl_ext.runs.studies.processes import Run, launcher_options
+from trl_ext.studies.processes import Run, launcher_options
+from trl_ext.studies.study import ONLINE_RECIPES, PAIR_RECIPES, find_shipped, read_arguments
 from trl_ext.trainers.defaults import check_at_least, parse_json_option
 
 SFT, REWARD_MODEL, WEAK_REWARD_MODEL = "sft", "reward_model", "reward_model_weak"

@@ -15,8 +15,8 @@ from trl_ext.evaluation.submissions.assets import load_prompts
 from trl_ext.files import write_json, write_json_lines
 from trl_ext.rewards import RewardModel
 from trl_ext.runs.loading import optional_split
-from trl_ext.runs.studies.compare_plan import find_shipped
 from trl_ext.runs.studies.pipeline import REWARD_MODEL, SFT, Pipeline, RLHFArguments
+from trl_ext.studies.study import find_shipped
 
 FOLDER = "evaluation"
 HELD_OUT, ADVERSARIAL = "held_out", "adversarial"

@@ -1,0 +1,1 @@
+"""Runs that are compared: comparisons of methods over seeds, and the RLHF pipeline."""
