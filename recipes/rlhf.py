@@ -6,8 +6,8 @@
 
 Each stage is one of the recipes, run in its own folder. The next call skips finished stages, resumes an interrupted
 one from its checkpoint, and refuses one whose settings changed. On SIGTERM the running stage saves, and the pipeline
-exits with code 143. `--stages` runs some of the stages. The evaluation, which comes last, starts over. Policies start from the SFT model; base, SFT and
-every policy are compared on held-out and adversarial prompts.
+exits with code 143. `--stages` names the stages to run. The evaluation, which comes last, starts over. Policies start
+from the SFT model; base, SFT and every policy are compared on held-out and adversarial prompts.
 """
 
 import os

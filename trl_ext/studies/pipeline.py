@@ -1,4 +1,4 @@
-"""The stages of RLHF as runs of recipes, their evaluation on held-out and adversarial prompts, and a report on them."""
+"""The stages of RLHF as runs of recipes, their evaluation on held-out and adversarial prompts, and a report."""
 
 from __future__ import annotations
 
