@@ -1,5 +1,6 @@
 """Submissions: model names, generation, scores and packing."""
 
+import codecs
 import zipfile
 from functools import partial
 
