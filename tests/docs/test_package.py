@@ -118,7 +118,7 @@ def test_every_trainer_imports_without_what_windows_lacks():
         "for name in ('SIGUSR1', 'SIGHUP', 'SIGALRM', 'setitimer', 'ITIMER_REAL'): delattr(signal, name)\n"
         "del os.register_at_fork\n"
         "for name in trl_ext.__all__: getattr(trl_ext, name)\n"
-        "import trl_ext.runs.training_run, trl_ext.runs.studies.processes"
+        "import trl_ext.runs.training_run, trl_ext.studies.processes"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

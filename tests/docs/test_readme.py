@@ -23,7 +23,7 @@ from trl_ext.evaluation.command_line import CommandParser
 from trl_ext.evaluation.comparing.runs import read_method_run
 from trl_ext.losses import PreferenceObjective  # noqa: F401  the losses register before a test copies their table
 from trl_ext.registry import preference_losses
-from trl_ext.runs.studies import compare
+from trl_ext.studies import study
 
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
 # Pages whose Python trains a model.
@@ -132,9 +132,9 @@ def _check_study(script: str, given: list[str], tmp_path, monkeypatch) -> None:
         at = given.index("--output_dir")
         given = [*given[:at], "--output_dir", str(tmp_path), *given[at + 2 :]]
     if "--runs" in given:  # Of finished runs, which a fresh clone has not.
-        compare.read_plan(compare._parse(given))
+        study.read_study(study.parse(given))
     else:
-        compare.main([*given, "--dry_run"])
+        study.main([*given, "--dry_run"])
 
 
 def _check_launch(words: list[str], tmp_path, monkeypatch) -> None:
@@ -343,8 +343,8 @@ def test_the_tables_are_those_of_the_files(tmp_path):
     page = results.PAGE.read_text(encoding="utf-8")
     studies = sorted(path for path in (REPOSITORY / "docs" / "results").iterdir())
     assert [study.name for study in studies] == ["smollm2-instructions", "smollm2-word_problems"]
-    for study in studies:
-        assert results.with_table(page, study) == page, "run python tools/results.py"
+    for one in studies:
+        assert results.with_table(page, one) == page, "run python tools/results.py"
     results.unpack(studies[1], tmp_path)
     run = read_method_run(tmp_path / "sft-1", "sft", 1)
     assert len(run.rows) == 300 and sum("response_text" in row for row in run.rows.values()) == 10

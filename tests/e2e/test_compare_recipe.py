@@ -35,7 +35,7 @@ def score(recipe: str, prompt: int, seed: str) -> float:
 @pytest.fixture
 def compare(monkeypatch, tmp_path):
     """The recipe's module, whose runs write made-up scores; `calls` has the script and the arguments of each."""
-    from trl_ext.runs.studies import compare, processes
+    from trl_ext.studies import processes, study
 
     monkeypatch.chdir(tmp_path)
     calls = []
@@ -51,7 +51,7 @@ def compare(monkeypatch, tmp_path):
         return 0
 
     monkeypatch.setattr(processes, "run_or_stop", run)
-    return SimpleNamespace(module=compare, calls=calls, main=lambda *words: compare.main([*words]))
+    return SimpleNamespace(module=study, calls=calls, main=lambda *words: study.main([*words]))
 
 
 def fake_run(recipe: str, folder: Path, given: dict, **about) -> None:
@@ -254,7 +254,7 @@ def test_prompts_without_a_judge_need_a_metric(compare, capsys):
 @pytest.mark.slow
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_run_of_the_files_has_arguments_that_its_recipe_takes(path, compare, monkeypatch):
-    plan = compare.module.read_plan(compare.module._parse(["--config", str(path), "--seeds", "3"]))
-    for run in compare.module.planned_runs(plan):
+    study = compare.module.read_study(compare.module.parse(["--config", str(path), "--seeds", "3"]))
+    for run in study.runs(study.seeds):
         arguments, _, training = recipes.parse(monkeypatch, run.recipe, *run.flags())
         assert training.seed == 3

@@ -26,9 +26,8 @@ from trl_ext.data.formats import main as convert
 from trl_ext.evaluation.submissions.assets import load_prompts
 from trl_ext.runs.offline import demonstrations, shared_prompts
 from trl_ext.runs.reward import training_pairs
-from trl_ext.runs.studies import pipeline_evaluation, pipeline_report, processes
-from trl_ext.runs.studies.pipeline_evaluation import find_adversarial
-from trl_ext.runs.studies.pipeline_report import pareto_points
+from trl_ext.studies import pipeline, processes
+from trl_ext.studies.pipeline import find_adversarial, pareto_points
 from trl_ext.toy import score
 from trl_ext.toy.prompts import parse
 
@@ -43,9 +42,9 @@ class Recipe:
     def __init__(self, monkeypatch):
         self.monkeypatch, self.calls, self.failing = monkeypatch, {}, set()
         monkeypatch.setattr(processes, "run_or_stop", self._stage)
-        monkeypatch.setattr(pipeline_evaluation, "evaluate_pipeline", lambda given, pipeline: {})
-        monkeypatch.setattr(pipeline_report, "write_pipeline_report", lambda *_: ["report.html"])
-        monkeypatch.setattr(pipeline_report, "print_tables", lambda summary: None)
+        monkeypatch.setattr(pipeline, "evaluate_pipeline", lambda given, pipeline: {})
+        monkeypatch.setattr(pipeline, "write_pipeline_report", lambda *_: ["report.html"])
+        monkeypatch.setattr(pipeline, "print_tables", lambda summary: None)
 
     def _stage(self, command):
         given = flags(command)
@@ -156,7 +155,9 @@ def test_a_stage_with_other_settings_is_refused(recipe, capsys, tmp_path):
     [
         (["--policy_methods", "ppo,dpoo"], "no method 'dpoo'; did you mean 'dpo'?"),
         (["--policy_methods", "dpo:weak"], "'dpo:weak': only :weak may follow, only a method with rewards"),
-        (["--policy_methods", "ppo,ppo"], "'ppo' is named twice"),
+        (["--policy_methods", "ppo,ppo"], "each once"),
+        (["--stages", "sft,policy"], "no stage 'policy'; did you mean 'policies'?"),
+        (["--stages", "policies"], "the stage sft is not finished, and --stages policies leaves it out"),
         (["--policy_methods", "ppo:weak", "--weak_reward_model", "{}"], "only beside weak_reward_model"),
         (["--policy", '{"output_dir": "x"}'], "output_dir is set by the study"),
         (["--sft", '{"learning_rat": 1}'], "unknown flag --learning_rat"),

@@ -18,8 +18,8 @@ from trl_ext import cli
 from trl_ext.resilience.checkpoints import MARKER
 from trl_ext.runs import training_run
 from trl_ext.runs.arguments import argument_types
-from trl_ext.runs.studies import processes
-from trl_ext.runs.studies.processes import Run, check_runs, launcher_options, print_commands, run_all
+from trl_ext.studies import processes
+from trl_ext.studies.processes import Run, check_runs, launcher_options, print_commands, run_all
 
 # A recipe that takes --value and --output_dir, writes results, and fails where it is told to.
 RECIPE = """
@@ -148,7 +148,7 @@ def test_arguments_are_checked_against_what_the_recipe_reads(recipe, monkeypatch
 
 DRIVER = """
 import json, signal, sys
-from trl_ext.runs.studies.processes import run_or_stop
+from trl_ext.studies.processes import run_or_stop
 # Whoever runs the tests may ignore them, in the background or under nohup.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)

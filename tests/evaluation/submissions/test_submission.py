@@ -1,5 +1,6 @@
 """Submissions: model names, generation, scores and packing."""
 
+import codecs
 import zipfile
 from functools import partial
 
@@ -208,3 +209,18 @@ class TestBuildScoreAndPack:
         words = f"row_id {rows[7]['row_id']}: over the token budget: the text has {counted} tokens, at most 48"
         assert problem.startswith(f"{path}: {words}")
         assert_refused(lambda: pack_submission(tmp_path / "submission", tmp_path / "s.zip", ["aot"]), problem)
+
+    def test_a_byte_order_mark_is_said_and_left_out(self, tmp_path):
+        """The course's grader stops at it, as `json.loads` does."""
+        folder = tmp_path / "submission"
+        rows = [response(row["row_id"], "yes", 2, row["prompt_text"]) for row in load_prompts()]
+        path = write_rows(folder / "policy_generations" / "aot.jsonl", rows)
+        plain, (expected,) = path.read_bytes(), grade_submission(folder, {"aot": 0.5}).grades
+        path.write_bytes(codecs.BOM_UTF8 + plain)
+        (grade,) = grade_submission(folder, {"aot": 0.5}).grades
+        assert (grade.figure, grade.passed, grade.problems) == (expected.figure, expected.passed, [])
+        packed = pack_submission(folder, tmp_path / "s.zip", ["aot"])
+        with zipfile.ZipFile(tmp_path / "s.zip") as archive:
+            assert archive.read("policy_generations/aot.jsonl") == plain
+        for (warning,) in (grade.warnings, packed["warnings"]):
+            assert warning.startswith(f"{path}: begins with a UTF-8 byte order mark")

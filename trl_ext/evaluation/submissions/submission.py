@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 import zipfile
+from codecs import BOM_UTF8
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -286,9 +287,14 @@ class PublicData:
         """The result of `read_responses` or `read_pair_scores` on a method's file."""
         path = Path(folder) / submission_file(method)
         if method == REWARD_MODEL:
-            return read_pair_scores(path, [row["row_id"] for row in self.pairs])
-        limits = {"max_new_tokens": self.max_new_tokens, "count_tokens": self.count_tokens}
-        return read_responses(path, self.prompts, **limits)
+            rows, problems = read_pair_scores(path, [row["row_id"] for row in self.pairs])
+        else:
+            limits = {"max_new_tokens": self.max_new_tokens, "count_tokens": self.count_tokens}
+            rows, problems = read_responses(path, self.prompts, **limits)
+        if path.read_bytes().startswith(BOM_UTF8):
+            mark = "begins with a UTF-8 byte order mark, on which the course's grader stops; pack leaves it out"
+            problems = [*problems, RowProblem(str(path), None, mark, fatal=False)]
+        return rows, problems
 
 
 def pack_submission(
@@ -333,7 +339,7 @@ def pack_submission(
             # Use a fixed time, so that the archive depends only on its content.
             entry = zipfile.ZipInfo(file, date_time=(1980, 1, 1, 0, 0, 0))
             entry.compress_type, entry.external_attr = zipfile.ZIP_DEFLATED, 0o644 << 16
-            archive.writestr(entry, (folder / file).read_bytes())
+            archive.writestr(entry, (folder / file).read_bytes().removeprefix(BOM_UTF8))
     return {
         "files": {submission_file(name): (folder / submission_file(name)).stat().st_size for name in there},
         "missing": [submission_file(name) for name in names if name not in there],

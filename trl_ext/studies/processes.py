@@ -1,4 +1,4 @@
-"""Runs of recipes as processes, one after another, for studies, comparisons and the pipeline."""
+"""Runs of recipes as processes, one after another, for comparisons and the pipeline."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ RECORD_NAME = "run.json"
 # Windows has TERM and INT.
 _NAMES = ("SIGTERM", "SIGHUP", "SIGQUIT", "SIGINT")
 SIGNALS = tuple(getattr(signal, name) for name in _NAMES if hasattr(signal, name))
-POLL_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
@@ -56,19 +55,19 @@ class Run:
         return (self.folder / "results.json").is_file()
 
     def state(self) -> str:
-        """finished, new, interrupted (the run continues), or to begin anew (updates without a checkpoint)."""
+        """finished, new, interrupted (the run is resumed), or to begin anew (updates without a checkpoint)."""
         if self.finished:
             return "finished"
         if not self.folder.exists():
             return "new"
-        return "to begin anew" if self._has_updates() and not self._has_checkpoint() else "interrupted"
+        return "to begin anew" if "--overwrite_output_dir" in self._continuation() else "interrupted"
 
-    def _has_checkpoint(self) -> bool:
-        return last_checkpoint(self.folder) is not None
-
-    def _has_updates(self) -> bool:
-        # A recipe that samples, or runs others, has no such file, and continues from what its folder holds.
-        return (self.folder / "metrics.jsonl").is_file()
+    def _continuation(self) -> list[str]:
+        """The flags by which a recipe takes up what its folder holds."""
+        if last_checkpoint(self.folder) is not None:
+            return ["--resume_from_checkpoint", "last"]
+        # A recipe that samples has no such file, and continues from its responses.
+        return ["--overwrite_output_dir", "true"] if (self.folder / "metrics.jsonl").is_file() else []
 
     def flags(self) -> list[str]:
         """The flags that start the run, or resume it from its last checkpoint."""
@@ -76,11 +75,7 @@ class Run:
         from trl_ext.runs.arguments import as_flag
 
         flags = [text for name, value in self.arguments.items() for text in as_flag(name, value)]
-        if self._has_checkpoint():
-            flags += ["--resume_from_checkpoint", "last"]
-        elif self._has_updates():
-            flags += ["--overwrite_output_dir", "true"]
-        return [*flags, "--output_dir", str(self.folder)]
+        return [*flags, *self._continuation(), "--output_dir", str(self.folder)]
 
     def command(self) -> list[str]:
         """The command of `flags`."""
@@ -89,15 +84,19 @@ class Run:
 
     def record(self) -> dict[str, Any]:
         """Every setting of the run, with those in its configuration, and a digest of each run that it uses."""
-        settings = dict(self.arguments)
-        if "config" in settings:
-            settings = {**read_config(settings.pop("config")), **settings}
+        settings = settings_of(self.arguments)
         settings.pop("output_dir", None)
         for run in self.after:
             earlier = json.dumps(run.record(), sort_keys=True).encode()
             settings[f"settings of {run.name}"] = hashlib.sha256(earlier).hexdigest()[:16]
-        # Normalize to the form in which JSON returns it.
+        # In the form in which JSON returns it.
         return json.loads(json.dumps({"recipe": self.recipe, **settings}))
+
+
+def settings_of(arguments: dict[str, Any]) -> dict[str, Any]:
+    """A recipe's arguments, above those in their configuration file."""
+    own = {name: value for name, value in arguments.items() if name != "config"}
+    return {**(read_config(arguments["config"]) if "config" in arguments else {}), **own}
 
 
 def check_runs(runs: Sequence[Run]) -> None:
@@ -113,23 +112,20 @@ def check_runs(runs: Sequence[Run]) -> None:
         if not run.folder.exists() or not any(run.folder.iterdir()):
             continue
         if not (run.folder / RECORD_NAME).is_file():
-            raise ValueError(
-                f"{run.folder} holds something that no study started: move it away, or choose another --output_dir"
-            )
+            raise ValueError(f"{run.folder} holds something that no study started: choose another --output_dir")
         begun, now = read_json(run.folder / RECORD_NAME), run.record()
         changed = [name for name in sorted({*begun, *now}) if begun.get(name) != now.get(name)]
         if changed:
-            values = f"{begun.get(changed[0])!r}, and now it is {now.get(changed[0])!r}"
             raise ValueError(
-                f"{run.folder} was run with {changed[0]} {values}: take that back, remove the folder, or choose "
-                "another --output_dir"
+                f"{run.folder} was run with {changed[0]} {begun.get(changed[0])!r}, and now it is "
+                f"{now.get(changed[0])!r}: take that back, remove the folder, or choose another --output_dir"
             )
 
 
-def print_commands(runs: Sequence[Run], stage: str = "") -> None:
+def print_commands(runs: Sequence[Run]) -> None:
     """Print the command of each run, under its name and state."""
     for run in runs:
-        print(f"# {stage}{run.name}: {run.state()}\n{shlex.join(run.command())}")
+        print(f"# {run.name}: {run.state()}\n{shlex.join(run.command())}")
 
 
 def run_all(runs: Sequence[Run], *, stop_at_failure: bool = False) -> list[str]:
@@ -154,11 +150,8 @@ def run_all(runs: Sequence[Run], *, stop_at_failure: bool = False) -> list[str]:
     return failed
 
 
-# ---- Processes ----
-
-
 def launcher_options(accelerate_config: str | None) -> list[str]:
-    """Options of `accelerate launch` that silence its warnings about defaults and its own traceback.
+    """Options of `accelerate launch`, without its warnings about defaults and its own traceback.
 
     Without a file, the user's accelerate configuration applies, or else one process per device.
     """
@@ -178,12 +171,11 @@ def launcher_options(accelerate_config: str | None) -> list[str]:
 
 
 def run_or_stop(command: Sequence[str]) -> int:
-    """Run a launcher of training processes and forward the signals that arrive meanwhile; return its exit status.
+    """Run a launcher of training processes, and return its exit status.
 
-    The launcher gets its own session, so that only this process receives signals from a terminal. INT is forwarded
-    unchanged to the training processes, the launcher's direct children. TERM and HUP are forwarded to them as TERM,
-    on which they save and exit. Once the launcher has children, it is not signalled: torchrun would kill them before
-    they have saved. QUIT (Ctrl-\\) kills them all.
+    The launcher has its own session, so that only this process receives signals from a terminal. It passes them on to
+    the training processes, the launcher's children, on which they save and exit. The launcher itself is not signalled
+    once it has children, since torchrun would kill them before they have saved. QUIT (Ctrl-\\) kills all.
 
     Raises:
         KeyboardInterrupt, SystemExit: the program was asked to stop; the code is 128 plus the signal's number.
@@ -192,26 +184,32 @@ def run_or_stop(command: Sequence[str]) -> int:
     workers: list[psutil.Process] = []
     told: set[psutil.Process] = set()
     with _received_signals() as received:
+        # Somebody else may end the launcher while its children still save.
         while (code := launcher.poll()) is None or any(map(_runs, workers)):
             with contextlib.suppress(psutil.Error):
                 workers = launcher.children() or workers
-            # A launcher that has not started any process has nothing to save.
-            for process in {*(workers or [launcher])} - told if received else ():
-                number = signal.SIGINT if workers and received[0] == signal.SIGINT else signal.SIGTERM
-                with contextlib.suppress(psutil.Error):
-                    process.send_signal(number)
-                told.add(process)
             if any(number.name == "SIGQUIT" for number in received):
                 for process in (launcher, *workers):
                     with contextlib.suppress(psutil.Error):
                         process.kill()
-            time.sleep(POLL_SECONDS)
+            for process in {*(workers or [launcher])} - told if received else ():
+                interrupts = workers and received[0] == signal.SIGINT
+                with contextlib.suppress(psutil.Error):
+                    process.send_signal(signal.SIGINT if interrupts else signal.SIGTERM)
+                told.add(process)
+            time.sleep(0.2)
     if not received:
         return code
     if received[0] == signal.SIGINT:
         raise KeyboardInterrupt
     print(f"\nreceived {received[0].name}; the same command resumes this run")
     raise SystemExit(128 + received[0])
+
+
+def _runs(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 @contextlib.contextmanager
@@ -225,9 +223,3 @@ def _received_signals() -> Iterator[list[signal.Signals]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _runs(process: psutil.Process) -> bool:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    return False
