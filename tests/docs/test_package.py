@@ -1,4 +1,4 @@
-"""The package: its imports and public names, the workflow, the versions that it tests, and the pages."""
+"""The package: its imports and public names, the versions that it tests, and the pages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
-import yaml
 
 import trl_ext
 from tests.support import REPOSITORY
@@ -144,7 +143,6 @@ def test_the_trainers_repeat_no_two_lines_of_trl():
 
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
 PINS = dict(re.findall(r"^([\w.-]+)==(\S+)$", (REPOSITORY / "constraints.txt").read_text(), flags=re.MULTILINE))
-WORKFLOW = yaml.safe_load((REPOSITORY / ".github" / "workflows" / "ci.yml").read_text())
 
 
 @pytest.fixture
@@ -157,28 +155,6 @@ def versions(tmp_path):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-# ---- The workflow ----
-
-
-def test_the_workflow_does_what_ci_run_does():
-    wanted = re.findall(r"^make ([\w-]+)$", (REPOSITORY / ".ci" / "run").read_text(), flags=re.MULTILINE)
-    # A step with a condition is of the weekly run alone.
-    steps = [step.get("run", "") for step in WORKFLOW["jobs"]["test"]["steps"] if "if" not in step]
-    assert [step.split()[1] for step in steps if step.startswith("make ")] == wanted
-    assert wanted == ["lint", "test", "test-processors", "test-slow", "test-zero", "test-oldest", "test-newest"]
-    targets = re.findall(r"^([\w-]+):", (REPOSITORY / "Makefile").read_text(), flags=re.MULTILINE)
-    assert {*wanted, "docs"} <= set(targets)
-
-
-def test_the_pythons_are_those_of_the_project(versions):
-    matrix = {"python": "${{ fromJSON(needs.versions.outputs.pythons) }}"}
-    assert WORKFLOW["jobs"]["test"]["strategy"]["matrix"] == matrix
-    pythons = versions.pythons()
-    assert pythons == ["3.11", "3.12", "3.13"]
-    assert PROJECT["project"]["requires-python"] == f">={pythons[0]}"
-    assert PROJECT["tool"]["ruff"]["target-version"] == f"py{pythons[0].replace('.', '')}"
 
 
 def test_both_ends_of_every_range(versions):

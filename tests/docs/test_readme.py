@@ -184,11 +184,12 @@ def _write_own_functions(folder) -> None:
     (folder / "my_algorithm.py").write_text(own_algorithm.partition("policy_config =")[0])
 
 
+class Parsed(Exception):
+    """The arguments are valid."""
+
+
 def _check_flags(name: str, arguments: list[str], monkeypatch) -> None:
     """Parse a command's arguments with its own parser, and no further."""
-
-    class Parsed(Exception):
-        pass
 
     def parse_args(self, *given):
         parse(self, *given)
@@ -245,18 +246,16 @@ def test_paths_and_links_lead_somewhere():
     named = set(re.findall(NAMED_PATH, TEXT + contributing))
     assert len(named) > 20
     assert sorted(path for path in named if not (REPOSITORY / path).exists()) == []
-    targets, makefile = re.findall(r"^make ([\w-]+)", contributing, flags=re.MULTILINE), REPOSITORY / "Makefile"
-    assert len(targets) > 5
-    assert [one for one in targets if f"\n{one}:" not in makefile.read_text(encoding="utf-8")] == []
-    broken, checked = [], 0
+    makefile = (REPOSITORY / "Makefile").read_text()
+    targets = re.findall(r"^make ([\w-]+)", contributing, flags=re.MULTILINE)
+    assert targets and [one for one in targets if f"\n{one}:" not in makefile] == []
+    broken = []
     for name, text in TEXTS.items():
         for link in {link for link in _links(text) if "://" not in link}:
             path, _, anchor = link.partition("#")
             target = (REPOSITORY / name).parent / path if path else REPOSITORY / name
-            checked += 1
             if not target.exists() or (anchor and anchor not in _anchors(target)):
                 broken.append(f"{name}: {link}")
-    assert checked > 50
     assert broken == []
 
 
