@@ -25,8 +25,9 @@ NOT_RUN = {
     "pip install ": "installs; tests/docs/test_wheel.py does that",
     "python recipes/one_file/": "trains for a minute; tests/invariants/test_one_file.py runs its steps",
     "python recipes/own/": "trains for minutes; tests/algorithms/test_own_recipes.py runs its update",
-    "accelerate launch recipes/aot.py --config recipes/configs/wildchat/": "needs the course's data and Qwen",
-    "accelerate launch --config_file accelerate_configs/multi_gpu.yaml": "needs GPUs",
+    "python recipes/dr_grpo.py --config recipes/configs/smollm2/": "needs the weights of smollm2",
+    "python recipes/sft_math.py --config recipes/configs/smollm2/": "the same",
+    "python recipes/grpo_math.py --config recipes/configs/smollm2/": "the same",
 }
 STEPS = "--max_steps 2 --per_device_train_batch_size 4"
 SHORT = f"{STEPS} --num_eval_prompts 4 --generation_eval_every 0 --eval_strategy no --save_strategy no"
