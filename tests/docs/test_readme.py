@@ -338,8 +338,8 @@ def test_every_recipe_and_folder_of_configurations_is_listed():
 
 def test_the_tables_are_those_of_the_files(tmp_path):
     page = results.PAGE.read_text(encoding="utf-8")
-    for study in results.studies():
-        assert results.with_table(page, study) == page, "run python tools/results.py"
+    for folder in results.studies():
+        assert results.with_table(page, folder) == page, "run python tools/results.py"
     results.draw(tmp_path / "results.png")
     assert results.CHART.is_file() and (tmp_path / "results.png").is_file()
     results.unpack(results.DATA / "smollm2-word_problems", tmp_path)
