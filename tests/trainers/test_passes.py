@@ -56,8 +56,8 @@ def test_every_unit_is_in_one_pass_and_passes_are_few(seed):
 def test_auto_is_the_padded_size_of_the_largest_micro_batch():
     """Pairs of 6 + 2, 5 + 1, 3 + 3 and 2 + 2 tokens, one in a micro-batch: 2 x 6 tokens take 8, 6 and 6 + 4 in a pass.
 
-    Micro-batches of two responses of at most 4 tokens to a prompt of 3 are padded to 14. Two passes of at most that take
-    3 + 4 + 1 tokens, and 3 + 1 + 1 with 3 + 2 + 2.
+    Micro-batches of two responses of at most 4 tokens to a prompt of 3 are padded to 14. Two passes of at most that
+    take 3 + 4 + 1 tokens, and 3 + 1 + 1 with 3 + 2 + 2.
     """
 
     def up_to(*lengths: int) -> torch.Tensor:
