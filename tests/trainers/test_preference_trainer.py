@@ -362,7 +362,7 @@ def test_a_missing_column_is_named(tiny_model_path, tmp_path):
 def test_a_column_that_is_not_a_number_is_named(value, tiny_model_path, tmp_path):
     rows = [{**row, "avg_confidence": value} for row in pairs(4)]
     spec = {"model": tiny_model_path, "args": {"weighting": ["confidence"]}}
-    with pytest.raises(ValueError, match="column 'avg_confidence'"):
+    with pytest.raises(ValueError, match="numbers from the columns .'avg_confidence'"):
         train(spec, str(tmp_path), train_dataset=Dataset.from_list(rows))
 
 
@@ -387,8 +387,8 @@ def test_prompts_lose_their_beginning_and_responses_their_end(name, models, tiny
             assert both == [first + second, first + rejected]
         # Cut once, and not to a joint limit again.
         assert next(iter(trainer.get_train_dataloader()))["input_ids"].shape == (4, len(first + second))
-    assert "train: 1 of 2 prompts are longer than max_prompt_tokens 512 and are cut" in caplog.text
-    assert "train: 1 of 4 responses are longer than max_response_tokens 512 and are cut" in caplog.text
+    assert "train: 1 of 2 prompts are longer than max_prompt_tokens 512 and are truncated" in caplog.text
+    assert "train: 1 of 4 responses are longer than max_response_tokens 512 and are truncated" in caplog.text
 
 
 def test_streamed_pairs_train_alike(tiny_model_path, tmp_path):

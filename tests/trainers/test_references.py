@@ -131,6 +131,22 @@ def test_computing_it_in_advance_draws_no_random_numbers(tiny_model_path, tmp_pa
     assert states[0].equal(states[1]) and states[0].equal(states[2])
 
 
+def test_other_pairs_are_evaluated_after_training_with_references_computed_unasked(tiny_model_path, tmp_path):
+    """Six steps on two batches: the reference of pairs that come later is the model from before training."""
+    logs, other = [], Dataset.from_list(pairs(4, seed=9))
+    for ahead in (None, False):
+        model = AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.float64)
+        settings = {"loss": "dpo", "max_steps": 6, "precompute_ref_log_probs": ahead}
+        held_out = Dataset.from_list(pairs(4, seed=5))
+        trainer = build("PreferenceTrainer", model, tiny_model_path, tmp_path, settings, eval_dataset=held_out)
+        for dataset in (trainer.train_dataset, trainer.eval_dataset):
+            assert ("ref_chosen_logps" in dataset.column_names) == (ahead is None)
+        trainer.train()
+        logs.append([trainer.evaluate(given)["eval_loss"] for given in (None, other)])
+    assert logs[0] == pytest.approx(logs[1], abs=1e-6)
+    assert abs(logs[0][1] - math.log(2)) > 1e-3
+
+
 ADAPTERS = {
     "plain": ({}, None),
     "gaussian": ({"init_lora_weights": "gaussian"}, None),

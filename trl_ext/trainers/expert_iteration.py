@@ -5,13 +5,13 @@ from __future__ import annotations
 import gc
 import json
 import random
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import fmean
+from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
 
 import torch
@@ -85,8 +85,8 @@ class ExpertIterationTrainer(SFTTrainer):
     A run resumed from a checkpoint continues as the original would have, from the beginning of the next round.
 
     Logged before a round's fine-tuning: `expert_step`, and of its responses `rollouts/reward`, `/format`, `/entropy`
-    (nats per token), `/mean_length`, `/kept`, `/questions` (with a kept response) and `/correct_but_cut` (cut at the
-    limit, and so not kept). Steps count the updates of all rounds.
+    (nats per token), `/mean_length`, `/kept` and `/questions` (with a kept response). Steps count the updates of all
+    rounds.
 
     Args:
         model: as for `SFTTrainer`.
@@ -128,10 +128,7 @@ class ExpertIterationTrainer(SFTTrainer):
     ):
         args = configuration(self, args, ExpertIterationConfig)
         if len(rows) < args.questions_per_step:
-            raise ValueError(
-                f"questions_per_step {args.questions_per_step} is more than the {len(rows)} problems to train on: "
-                "lower it"
-            )
+            raise ValueError(f"questions_per_step {args.questions_per_step} is more than the {len(rows)} problems")
         self.rows, self.prompts, self.grade, self.settings = list(rows), list(prompts), grade, settings
         self.validate = validate or (lambda: None)
         self.stops: Callable[[], bool] = lambda: False
@@ -140,7 +137,7 @@ class ExpertIterationTrainer(SFTTrainer):
         example = demonstration(self.rows[0], self.prompts[0], str(self.rows[0]["answer"]))
         super().__init__(model, args, train_dataset=Dataset.from_list([example]), **kwargs)
         if self.is_deepspeed_enabled or self.is_fsdp_enabled:
-            raise ValueError("expert iteration has not been tried under DeepSpeed or FSDP: use one GPU or DDP")
+            raise ValueError("expert iteration has not been tested under DeepSpeed or FSDP: use one GPU or DDP")
         if args.use_vllm and (self.accelerator.num_processes > 1 or is_peft_model(self.model)):
             raise ValueError("use_vllm samples in one process from all parameters: leave out adapters and processes")
         warn_of_ignored_settings(self.model, asdict(settings))
@@ -243,15 +240,12 @@ class ExpertIterationTrainer(SFTTrainer):
         if not self.args.use_vllm:
             yield TransformersEngine(policy, self.processing_class, self.settings)
             return
-        folder = Path(self.args.output_dir) / "samples" / "policy"
-        self.save_model(str(folder))
         share = {"gpu_memory_utilization": self.args.vllm_gpu_memory_utilization}
-        try:
-            yield VLLMEngine(str(folder), self.processing_class, self.settings, **share)
-        finally:
-            gc.collect()
-            torch.cuda.empty_cache()
-            shutil.rmtree(folder, ignore_errors=True)
+        with TemporaryDirectory(dir=self.args.output_dir) as folder:
+            self.save_model(folder)
+            yield VLLMEngine(folder, self.processing_class, self.settings, **share)
+        gc.collect()
+        torch.cuda.empty_cache()
 
     def _file(self, step: int, kind: str) -> Path:
         return Path(self.args.output_dir) / "samples" / f"expert_{step}_{kind}.jsonl"
@@ -260,7 +254,6 @@ class ExpertIterationTrainer(SFTTrainer):
         """Log the metrics of a round's responses, and write the correct ones as demonstrations."""
         kept = keep_correct(graded, self.args.max_per_question)
         entropies = [row["entropy"] for row in graded if row.get("entropy") is not None]
-        cut = sum(row["category"] == "correct" and not row["finished"] for row in graded)
         metrics = {
             "expert_step": step,
             "rollouts/reward": fmean(row["answer_reward"] for row in graded),
@@ -269,16 +262,14 @@ class ExpertIterationTrainer(SFTTrainer):
             "rollouts/mean_length": fmean(row["generated_num_tokens"] for row in graded),
             "rollouts/kept": len(kept),
             "rollouts/questions": len({row["row_id"] for row in kept}),
-            "rollouts/correct_but_cut": cut,
         }
         # TRL's own `log` would add the previous round's training metrics.
         Trainer.log(self, metrics)
         if not kept:
             raise NoCorrectResponseError(
                 f"round {step} of expert iteration: none of {len(graded)} responses to "
-                f"{self.args.questions_per_step} questions was correct and ended ({dict(count_categories(graded))}, "
-                f"{cut} of the correct cut): raise questions_per_step or rollouts_per_question, or check the model, "
-                "the prompt and the reward"
+                f"{self.args.questions_per_step} questions was correct and ended ({dict(count_categories(graded))}): "
+                "raise questions_per_step or rollouts_per_question, or check the model, the prompt and the reward"
             )
         prompts = {row["row_id"]: prompt for row, prompt in zip(self.rows, self.prompts, strict=True)}
         demonstrations = [demonstration(row, prompts[row["row_id"]], row["response_text"]) for row in kept]
