@@ -349,12 +349,12 @@ def test_columns_reach_the_loss(precompute, tiny_model_path, tmp_path):
 
 def test_a_missing_column_is_named(tiny_model_path, tmp_path):
     spec = {"model": tiny_model_path, "args": {"loss": "seen_dpo", "loss_columns": ["margin"]}}
-    with pytest.raises(ValueError, match="column 'margin', which train_dataset does not have"):
+    with pytest.raises(ValueError, match="column 'margin', which the train dataset lacks"):
         build(spec, str(tmp_path))
     bare = Dataset.from_list(pairs(4)).remove_columns("avg_confidence")
     spec["args"] = {"weighting": ["confidence"]}
-    for name, held_out in (("eval_dataset", bare), ("held_out", {"held_out": bare})):
-        with pytest.raises(ValueError, match=f"column 'avg_confidence', which {name} does not have"):
+    for name, held_out in (("eval", bare), ("held_out", {"held_out": bare})):
+        with pytest.raises(ValueError, match=f"column 'avg_confidence', which the {name} dataset lacks"):
             build(spec, str(tmp_path), eval_dataset=held_out)
 
 

@@ -26,12 +26,9 @@ PROMPTS = (("prompt",),)
 
 
 def check_inputs(model: Any, given: Mapping[str, Any], formats: Formats) -> Any:
-    """The model as TRL takes it: a model or a name, with `toy` and `smollm2` resolved to their folders.
+    """Check a trainer's model, and its datasets by `check_dataset`; return the model as TRL takes it.
 
-    Args:
-        model: the model, its name or its folder.
-        given: a trainer's arguments, of which `train_dataset`, `eval_dataset` and `ref_model` are read.
-        formats: as for `check_dataset`, whose errors this raises.
+    The names `toy` and `smollm2` become those of their folders.
 
     Raises:
         FileNotFoundError: the model's folder does not exist.
@@ -41,10 +38,7 @@ def check_inputs(model: Any, given: Mapping[str, Any], formats: Formats) -> Any:
     if isinstance(model, (str, os.PathLike)):
         model = resolve_model_path(os.fspath(model))
         if (Path(model) / "adapter_config.json").is_file() and not (Path(model) / "config.json").is_file():
-            raise ValueError(
-                f"{model} is an adapter, and training starts from a whole model: merge it into its base "
-                "(merge_and_unload, save_pretrained) and give that folder"
-            )
+            raise ValueError(f"{model} is an adapter, and training starts from a whole model: merge it into its base")
     if isinstance(given.get("ref_model"), str):
         raise TypeError("ref_model must be a model, got str: AutoModelForCausalLM.from_pretrained loads one")
     held_out = given.get("eval_dataset")
@@ -57,16 +51,12 @@ def check_inputs(model: Any, given: Mapping[str, Any], formats: Formats) -> Any:
 
 
 def check_dataset(name: str, dataset: Any, formats: Formats) -> None:
-    """Check a dataset by its first row; a streamed one by its type.
-
-    Args:
-        name: how messages name the dataset.
-        dataset: the dataset.
-        formats: the columns of a dataset, in one or more ways; none to leave them to TRL.
+    """Check a dataset, which messages name `name`, by its first row; a streamed one by its type.
 
     Raises:
         TypeError: it is no dataset.
-        ValueError: it is empty or lacks a column, or a text is neither a string nor messages.
+        ValueError: it is empty, has the columns of none of the `formats` (none to leave them to TRL), or has a text
+            that is neither a string nor messages.
     """
     if isinstance(dataset, IterableDataset):
         return
@@ -131,12 +121,9 @@ def quiet_about_length(processing_class: Any) -> None:
 def truncate_rows(
     dataset: Any, dataset_name: str, args: Any, responses: Sequence[str] = ("chosen_ids", "rejected_ids")
 ) -> Any:
-    """Truncate `prompt_ids` at the beginning and responses at the end, to the limits of a configuration.
+    """Truncate `prompt_ids` at the beginning and `responses` at the end, to the limits of a configuration.
 
     A truncated response loses its end token, so it does not teach the model to stop there. One line counts them.
-
-    Args:
-        responses: columns of token ids, of which a dataset may lack some.
     """
     prompt_limit, response_limit = args.max_prompt_tokens, args.max_response_tokens
     if prompt_limit is None and response_limit is None:
@@ -167,7 +154,7 @@ def check_context(model, data: Any, limits: Mapping[str, int | None], tokenizer:
 
     Args:
         model: a model with a `config`.
-        data: a tokenized dataset; or prompts, messages or text, whose responses may have the maximum length.
+        data: a tokenized dataset; or prompts for the tokenizer, whose responses may have the maximum length.
         limits: maximum tokens of a response, then of a prompt (None for no limit), by the names of the settings.
         tokenizer: encodes the prompts.
     """
@@ -184,7 +171,4 @@ def check_context(model, data: Any, limits: Mapping[str, int | None], tokenizer:
     length = max(lengths, default=0)
     if length > context:
         flags = " or ".join(f"--{name} (now {value})" for name, value in limits.items())
-        raise ValueError(
-            f"a prompt and its response take up to {length} tokens, and the model's context holds {context}: lower "
-            f"{flags}"
-        )
+        raise ValueError(f"rows have up to {length} tokens, and the model's context holds {context}: lower {flags}")

@@ -132,7 +132,7 @@ def configuration(trainer: object, args: Any, config_class: type) -> Any:
 def check_at_least(
     args: Any, least: dict[str, float], *, positive: Sequence[str] = (), shares: Sequence[str] = ()
 ) -> None:
-    """Check that the fields that are not None are finite numbers within their bounds; a ValueError names one.
+    """Raise ValueError for a field that is neither None nor a finite number within its bounds.
 
     Args:
         args: the configuration.

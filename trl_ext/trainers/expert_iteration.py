@@ -84,9 +84,8 @@ class ExpertIterationTrainer(SFTTrainer):
     dataset to `{output_dir}/samples/expert_{k}_rollouts.jsonl` and `expert_{k}_dataset.jsonl`, and `checkpoint-{k}`.
     A run resumed from a checkpoint continues as the original would have, from the beginning of the next round.
 
-    Logged before a round's fine-tuning: `expert_step`, and of its responses `rollouts/reward`, `/format`, `/entropy`
-    (nats per token), `/mean_length`, `/kept` and `/questions` (with a kept response). Steps count the updates of all
-    rounds.
+    Metrics of a round's responses (`rollouts/*`, entropy in nats per token) are logged before its fine-tuning. Steps
+    count the updates of all rounds.
 
     Args:
         model: as for `SFTTrainer`.
@@ -161,9 +160,7 @@ class ExpertIterationTrainer(SFTTrainer):
         if self.rounds == 0:
             self.validate()
         for step in range(self.rounds + 1, self.args.n_steps + 1):
-            graded = self._sample(step)
-            demonstrations = self._keep(step, graded)
-            self._fine_tune(step, demonstrations)
+            self._fine_tune(step, self._keep(step, self._sample(step)))
             self.validate()
             self._save_checkpoint_of(step)
             self.rounds = step
@@ -205,8 +202,8 @@ class ExpertIterationTrainer(SFTTrainer):
         if step:
             self.save_model(str(folder))
         if self.args.should_save:
-            record = {"expert_step": step, "carried_over": counts_of(self, self.carried_over)}
-            write_json(folder / ROUND_FILE, record)
+            carried_over = counts_of(self, self.carried_over)
+            write_json(folder / ROUND_FILE, {"expert_step": step, "carried_over": carried_over})
             self.state.save_to_json(str(folder / checkpoints.STATE_FILE))
             checkpoints.mark_complete(folder, self.get_total_train_batch_size(self.args))
             in_use = self._resumed_from if step < self.args.n_steps else None
@@ -216,23 +213,23 @@ class ExpertIterationTrainer(SFTTrainer):
 
     def _sample(self, step: int) -> list[dict[str, Any]]:
         """Graded responses to the questions of a round."""
-        drawn = random.Random(f"{self.args.seed} {step}").sample(range(len(self.rows)), self.args.questions_per_step)
-        progress = f"round {step}, sampling" if self.accelerator.is_main_process else None
-        batches = {"batch_size": self.args.per_device_eval_batch_size}
-        batches |= {"pad_token_id": self.processing_class.pad_token_id}
+        args = self.args
+        drawn = random.Random(f"{args.seed} {step}").sample(range(len(self.rows)), args.questions_per_step)
+        batches = {"batch_size": args.per_device_eval_batch_size, "pad_token_id": self.processing_class.pad_token_id}
+        shows_progress = self.accelerator.is_main_process and not args.disable_tqdm
         with trained_policy(self) as policy, self._engine(policy) as engine:
             return evaluate_reasoning(
                 [self.rows[index] for index in drawn],
                 [self.prompts[index] for index in drawn],
                 engine,
                 self.grade,
-                samples=self.args.rollouts_per_question,
+                samples=args.rollouts_per_question,
                 # Spaced so that no two rounds, or runs with neighbouring seeds, sample the same.
-                seed=self.args.seed + 7919 * step,
+                seed=args.seed + 7919 * step,
                 path=self._file(step, "rollouts"),
                 entropies=partial(response_entropies, policy, **batches),
                 accelerator=self.accelerator,
-                progress=None if self.args.disable_tqdm else progress,
+                progress=f"round {step}, sampling" if shows_progress else None,
             )
 
     @contextmanager
@@ -268,8 +265,7 @@ class ExpertIterationTrainer(SFTTrainer):
         if not kept:
             raise NoCorrectResponseError(
                 f"round {step} of expert iteration: none of {len(graded)} responses to "
-                f"{self.args.questions_per_step} questions was correct and ended ({dict(count_categories(graded))}): "
-                "raise questions_per_step or rollouts_per_question, or check the model, the prompt and the reward"
+                f"{self.args.questions_per_step} questions was correct and ended ({dict(count_categories(graded))})"
             )
         prompts = {row["row_id"]: prompt for row, prompt in zip(self.rows, self.prompts, strict=True)}
         demonstrations = [demonstration(row, prompts[row["row_id"]], row["response_text"]) for row in kept]
@@ -300,13 +296,9 @@ class ExpertIterationTrainer(SFTTrainer):
 
 
 def keep_correct(graded: Sequence[Row], max_per_question: int | None = None) -> list[Row]:
-    """The correct responses in order, each text once per question, up to `max_per_question` of each question.
+    """The correct rows of `evaluate_reasoning`, each text once per question, up to `max_per_question` of a question.
 
-    A response cut at the limit has no end to train on, and is left out even if its answer is correct.
-
-    Args:
-        graded: rows of `evaluate_reasoning`.
-        max_per_question: None for no limit.
+    A truncated response has no end to train on, and is left out even if its answer is correct.
     """
     texts: dict[str, set[str]] = {}
     kept = []

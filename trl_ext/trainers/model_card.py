@@ -31,8 +31,6 @@ OURS["smollm2"] = f"[SmolLM2-135M-Instruct](https://huggingface.co/{HUB_BASE['sm
 class WritesModelCard:
     """Mixin for a TRL trainer that writes this library's card where TRL and PEFT would write theirs.
 
-    The card names the method and its paper, the base model and the data. It shows only the last part of a path.
-
     Attributes:
         card_results: Markdown with the results for the card; empty until the run has some.
     """

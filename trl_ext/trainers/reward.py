@@ -119,9 +119,7 @@ class RewardTrainer(ResilientTraining, WritesModelCard, TRLRewardTrainer):
         columns = dataset.column_names or list(next(iter(dataset)))
         margins = args.margin_column or "margin"
         if margins not in columns and (args.margin_column is not None or args.margin_scale != 1):
-            raise ValueError(
-                f"the margin_column {margins!r} is not in the {dataset_name} dataset; it has {', '.join(columns)}"
-            )
+            raise ValueError(f"the margin_column {margins!r} is not in the {dataset_name} dataset, but {columns} are")
         workers = args.dataset_num_proc
         # TRL also accepts its earlier names, chosen_input_ids and rejected_input_ids.
         if not {"chosen_ids", "chosen_input_ids"} & {*columns}:
@@ -219,10 +217,7 @@ class RewardTrainer(ResilientTraining, WritesModelCard, TRLRewardTrainer):
         options |= {"pad_token_id": self.processing_class.pad_token_id}
         options |= {"progress": progress if self.accelerator.is_main_process else None}
         with trained_policy(self) as model:
-
-            def score(own: list[Sequence[int]]) -> list[float]:
-                return score_sequences(model, own, **options).tolist()
-
+            score = lambda own: score_sequences(model, own, **options).tolist()  # noqa: E731
             return torch.tensor(map_over_ranks(score, sequences, self.accelerator))
 
     def score_pairs(self, dataset: Dataset, *, progress: str | None = None) -> tuple[Tensor, Tensor]:
@@ -289,8 +284,7 @@ def _reward_model(model: Any, args: RewardConfig) -> Any:
     saved = model.active_peft_config.modules_to_save if isinstance(model, PeftModel) else ["score"]
     if not {"score", "classifier"} & {*(saved or ())}:
         raise ValueError(
-            "the given adapter would leave the score head untrained and unsaved: build it with a configuration of "
-            "task_type SEQ_CLS, or pass peft_config to the trainer, which sees to it"
+            "the given adapter leaves the score head untrained and unsaved: give it the task_type SEQ_CLS"
         )
     return model
 

@@ -51,20 +51,16 @@ _NOT_OF_THE_MODEL = (*_OWN, "completion_mask", *_REFERENCE)
 class PreferenceTrainer(ResilientTraining, WritesModelCard, StepMetrics, TRLDPOTrainer):
     """Trains on pairs with any preference loss: `PreferenceConfig(loss=...)`.
 
-    Accepts the arguments of `trl.DPOTrainer`, with a `PreferenceConfig`, and keeps its features: adapters that are
-    switched off to give the reference, precomputed reference log-probabilities, checkpoints, metrics, distributed
-    training. It differs in five ways. The loss is replaced. A reference-free loss uses no reference model and
-    no reference pass. Prompts are truncated at the beginning and responses at the end, each to its own limit. The loss
-    can read dataset columns. The gradient of an optimizer step is that of the mean over its pairs, however they are
-    divided into micro-batches and ranks.
+    Accepts the arguments of `trl.DPOTrainer`, with a `PreferenceConfig`, and keeps its features and the names of its
+    metrics. It differs in five ways. The loss is replaced. A reference-free loss uses no reference model. Prompts are
+    truncated at the beginning and responses at the end, each to its own limit. The loss can read dataset columns. The
+    gradient of an optimizer step is that of the mean over its pairs, however they are divided into micro-batches and
+    ranks.
 
     A batch-coupled loss (`aot`, `aot_paired`) with `aot_scope="global"` is evaluated on the whole optimizer batch.
     With accumulated micro-batches, that costs a second forward pass of the policy, without gradients. With one
     micro-batch per step, it costs only the exchange of a few numbers per pair. Extra memory is a few numbers per pair.
     Held-out losses of such a loss, or of a normalised weighting, treat all held-out pairs as one batch.
-
-    The logged `rewards/*` are TRL's: beta times the log-ratio of summed log-probabilities to the reference (to zero,
-    for a reference-free loss), whatever the loss itself compares.
 
     Raises:
         TypeError: `args` is not a `PreferenceConfig`.
@@ -82,7 +78,6 @@ class PreferenceTrainer(ResilientTraining, WritesModelCard, StepMetrics, TRLDPOT
         self.objective = args.build_objective()
         self._held_out = []
         self._check_reference(ref_model, args)
-        self._check_columns(kwargs.get("train_dataset"), kwargs.get("eval_dataset"))
         setup = {
             # Only with this setting does TRL keep no reference model; `_precompute_ref_logps` then has nothing to do.
             "precompute_ref_log_probs": bool(args.precompute_ref_log_probs) or not self.objective.needs_reference,
@@ -109,16 +104,10 @@ class PreferenceTrainer(ResilientTraining, WritesModelCard, StepMetrics, TRLDPOT
 
     # ---- Data ----
 
-    def _check_columns(self, train_dataset, eval_dataset) -> None:
-        held_out = eval_dataset if isinstance(eval_dataset, dict) else {"eval_dataset": eval_dataset}
-        for name, dataset in {"train_dataset": train_dataset, **held_out}.items():
-            # A streamed dataset may not know its columns.
-            have = getattr(dataset, "column_names", None)
-            if have is not None and (missing := {*self.objective.columns} - {*have}):
-                column, known = missing.pop(), ", ".join(have)
-                raise ValueError(f"the loss reads the column {column!r}, which {name} does not have; it has {known}")
-
     def _prepare_dataset(self, dataset, processing_class, args, dataset_name):
+        # A streamed dataset may not know its columns.
+        if missing := {*self.objective.columns} - {*(dataset.column_names or self.objective.columns)}:
+            raise ValueError(f"the loss reads the column {missing.pop()!r}, which the {dataset_name} dataset lacks")
         report_plain_prompts(processing_class, dataset)
         quiet_about_length(processing_class)
         dataset = super()._prepare_dataset(dataset, processing_class, args, dataset_name)
@@ -135,17 +124,12 @@ class PreferenceTrainer(ResilientTraining, WritesModelCard, StepMetrics, TRLDPOT
             raise ValueError(f"the loss {args.loss!r} uses no reference model: leave out {', '.join(given)}")
 
     def _saves_reference_passes(self) -> bool:
-        """Whether reference log-probabilities computed before training are used several times."""
+        """Whether training uses reference log-probabilities of the same pairs several times."""
         args, held_out = self.args, self.eval_dataset
-        sets = [self.train_dataset, *(held_out.values() if isinstance(held_out, dict) else [held_out])]
-        if (
-            not self.objective.needs_reference
-            or args.sync_ref_model
-            or self.is_fsdp_enabled
-            or self._is_vision_dataset
-        ):
+        if not self.objective.needs_reference or args.sync_ref_model or self.is_fsdp_enabled:
             return False
-        if any(not isinstance(dataset, (Dataset, type(None))) for dataset in sets):
+        sets = [self.train_dataset, *(held_out.values() if isinstance(held_out, dict) else [held_out])]
+        if self._is_vision_dataset or not all(isinstance(one, (Dataset, type(None))) for one in sets):
             return False
         if args.max_steps <= 0:
             return args.num_train_epochs > 1
@@ -157,18 +141,15 @@ class PreferenceTrainer(ResilientTraining, WritesModelCard, StepMetrics, TRLDPOT
 
         A dataset passed to `evaluate` after training has none, and needs the model.
         """
-        args, held_out = self.args, self.eval_dataset
         self._precompute_model_hash = hash_module(self.accelerator.unwrap_model(self.ref_model or self.model))
-        of_training, of_evaluation = (
-            args.precompute_ref_batch_size or size
-            for size in (args.per_device_train_batch_size, args.per_device_eval_batch_size)
-        )
-        self.train_dataset = self._precompute_ref_logps(self.train_dataset, "train", of_training)
+        size, held_out = self.args.precompute_ref_batch_size, self.eval_dataset
+        of_training, of_evaluation = self.args.per_device_train_batch_size, self.args.per_device_eval_batch_size
+        self.train_dataset = self._precompute_ref_logps(self.train_dataset, "train", size or of_training)
+        compute = partial(self._precompute_ref_logps, batch_size=size or of_evaluation)
         if isinstance(held_out, dict):
-            items = held_out.items()
-            self.eval_dataset = {name: self._precompute_ref_logps(one, name, of_evaluation) for name, one in items}
+            self.eval_dataset = {name: compute(dataset, name) for name, dataset in held_out.items()}
         elif held_out is not None:
-            self.eval_dataset = self._precompute_ref_logps(held_out, "eval", of_evaluation)
+            self.eval_dataset = compute(held_out, "eval")
 
     def _precompute_ref_logps(self, dataset, name, batch_size):
         if not self.objective.needs_reference:
