@@ -35,7 +35,7 @@ def test_all_of_it_on_a_cpu(tmp_path, capsys, monkeypatch):
         assert 0 < row["packed"] < (1e-5 if row["precision"] == "float32" else 0.1)
         assert row["packed_tokens"] == passes[0]["packed_tokens"]
     for workload in ("grpo", "dpo"):
-        for name in ("packed", "packed-no-checkpointing"):
+        for name in ("packed", "packed-no-checkpointing", "packed-in-one-pass", "packed-in-one-pass-compiled"):
             rows = results[f"C/{workload}/24M/{name}"]
             stock, tuned, packed = (rows[arm] for arm in ("stock", "tuned", name))
             # Equal weights, equal windows, however they are padded, packed or divided.
