@@ -141,7 +141,8 @@ class PreferenceTrainer(ResilientTraining, WritesModelCard, StepMetrics, TRLDPOT
 
         A dataset passed to `evaluate` after training has none, and needs the model.
         """
-        self._precompute_model_hash = hash_module(self.accelerator.unwrap_model(self.ref_model or self.model))
+        model = self.model if self.ref_model is None else self.ref_model
+        self._precompute_model_hash = hash_module(self.accelerator.unwrap_model(model))
         size, held_out = self.args.precompute_ref_batch_size, self.eval_dataset
         of_training, of_evaluation = self.args.per_device_train_batch_size, self.args.per_device_eval_batch_size
         self.train_dataset = self._precompute_ref_logps(self.train_dataset, "train", size or of_training)
