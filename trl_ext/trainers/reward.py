@@ -14,7 +14,6 @@ import torch
 from datasets import Dataset
 from peft import PeftConfig, PeftModel, TaskType
 from torch import Tensor
-from transformers import AutoConfig
 from trl import RewardConfig as TRLRewardConfig
 from trl import RewardTrainer as TRLRewardTrainer
 from trl import maybe_extract_prompt
@@ -87,7 +86,7 @@ class RewardTrainer(ResilientTraining, WritesModelCard, TRLRewardTrainer):
 
     def __init__(self, model, args: RewardConfig | None = None, **kwargs: Any):
         args = configuration(self, args, RewardConfig)
-        model = _reward_model(check_inputs(model, kwargs, PAIRS), args)
+        model = _reward_model(check_inputs(model, kwargs, PAIRS))
         if kwargs.get("peft_config") is not None:
             kwargs["peft_config"] = _with_score_head(kwargs["peft_config"])
         # Scores of the micro-batches of an optimizer step and of the batches of an evaluation, each [n, 2].
@@ -262,24 +261,16 @@ def _read_margin(row: dict, column: str) -> dict:
 # ---- Models ----
 
 
-def _reward_model(model: Any, args: RewardConfig) -> Any:
-    """The model, or its path, which must have one label and save its head.
+def _reward_model(model: Any) -> Any:
+    """The model, or its path: of a folder the absolute path, which a saved adapter stores as the name of its base.
 
-    A folder becomes an absolute path, which a saved adapter stores as the name of its base.
+    TRL loads a path with one label.
     """
     if isinstance(model, str):
-        model = str(Path(model).resolve()) if Path(model).is_dir() else model
-        options = args.model_init_kwargs if isinstance(args.model_init_kwargs, dict) else {}
-        config = AutoConfig.from_pretrained(
-            model, revision=options.get("revision"), trust_remote_code=args.trust_remote_code
-        )
-        # A language model's configuration defaults to two labels although it has no head for them.
-        has_head = any(kind.endswith("ForSequenceClassification") for kind in config.architectures or ())
-    else:
-        config, has_head = model.config, True
-    if has_head and config.num_labels != 1:
+        return str(Path(model).resolve()) if Path(model).is_dir() else model
+    if model.config.num_labels != 1:
         raise ValueError(
-            f"a reward model has one label, and the model has {config.num_labels}: load it with num_labels=1"
+            f"a reward model has one label, and the model has {model.config.num_labels}: set num_labels=1"
         )
     saved = model.active_peft_config.modules_to_save if isinstance(model, PeftModel) else ["score"]
     if not {"score", "classifier"} & {*(saved or ())}:
