@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from accelerate.utils import is_peft_model
+from accelerate.utils import broadcast, is_peft_model
 from transformers import PreTrainedModel
 from trl.models import unwrap_model_for_generation
 from trl.trainer.utils import use_adapter
@@ -97,8 +97,8 @@ def trained_policy(trainer) -> Iterator:
 def remember_base(trainer) -> None:
     """Keep the weights that `base_policy` will need; call it before training.
 
-    With an adapter or a fixed reference model, nothing is kept. Otherwise every process copies the initial weights to
-    CPU memory, and also the trained ones while `base_policy` is in use.
+    With an adapter or a fixed reference model, nothing is kept. Otherwise the first process copies the initial weights
+    to CPU memory, and also the trained ones while `base_policy` is in use.
 
     Raises:
         ValueError: FSDP shards the weights, so that they cannot be exchanged; or see `check_base_of_adapter`.
@@ -111,7 +111,7 @@ def remember_base(trainer) -> None:
     if trainer.is_fsdp_enabled:
         raise ValueError("FSDP needs a reference model or an adapter for a comparison with the base")
     with trained_policy(trainer) as model:
-        trainer.base_weights = _weights(model)
+        trainer.base_weights = _weights(model, trainer.accelerator)
 
 
 @contextmanager
@@ -136,12 +136,12 @@ def base_policy(trainer) -> Iterator:
             return
         if getattr(trainer, "base_weights", None) is None:
             raise ValueError("the base is not known: call remember_base(trainer) before training")
-        trained = _weights(policy)
+        trained = _weights(policy, trainer.accelerator)
         try:
-            _load(policy, trainer.base_weights)
+            _load(policy, trainer.base_weights, trainer.accelerator)
             yield policy
         finally:
-            _load(policy, trained)
+            _load(policy, trained, trainer.accelerator)
 
 
 def _fixed_reference(trainer):
@@ -149,15 +149,20 @@ def _fixed_reference(trainer):
     return None if getattr(trainer.args, "sync_ref_model", False) else getattr(trainer, "ref_model", None)
 
 
-def _weights(model) -> dict[str, torch.Tensor]:
-    """A copy of the model's weights in CPU memory."""
-    return {name: weight.detach().cpu().clone() for name, weight in model.named_parameters()}
+def _weights(model, accelerator) -> dict[str, torch.Tensor]:
+    """A copy of the model's weights in the CPU memory of the first process; the others have none."""
+    parameters = model.named_parameters() if accelerator.is_main_process else ()
+    return {name: weight.detach().cpu().clone() for name, weight in parameters}
 
 
 @torch.no_grad()
-def _load(model, weights: dict[str, torch.Tensor]) -> None:
+def _load(model, weights: dict[str, torch.Tensor], accelerator) -> None:
+    """Set the weights of all processes to those of the first."""
     for name, weight in model.named_parameters():
-        weight.copy_(weights[name])
+        if weights:
+            weight.copy_(weights[name])
+        if accelerator.num_processes > 1:
+            broadcast(weight.data)
     # An open autocast context may hold copies of the previous weights.
     torch.clear_autocast_cache()
 
