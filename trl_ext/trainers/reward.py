@@ -89,7 +89,7 @@ class RewardTrainer(ResilientTraining, WritesModelCard, TRLRewardTrainer):
         model = _reward_model(check_inputs(model, kwargs, PAIRS))
         if kwargs.get("peft_config") is not None:
             kwargs["peft_config"] = _with_score_head(kwargs["peft_config"])
-        # Scores of the micro-batches of an optimizer step and of the batches of an evaluation, each [n, 2].
+        # Scores of this process's passes of an optimizer step, and of the batches of an evaluation, each [n, 2].
         self._scores: dict[str, list[Tensor]] = {"train": [], "eval": []}
         self._step_tokens: list[Tensor] = []
         super().__init__(model, args, **kwargs)
@@ -166,7 +166,7 @@ class RewardTrainer(ResilientTraining, WritesModelCard, TRLRewardTrainer):
         scores = torch.stack([chosen, rejected], dim=1).detach()
         if self.model.training:
             self._step_tokens.append(inputs["attention_mask"].sum())
-            self._scores["train"].append(self.accelerator.gather(scores))
+            self._scores["train"].append(scores)
             if self.accelerator.sync_gradients:
                 self._summarize_scores("train")
         else:
@@ -175,18 +175,25 @@ class RewardTrainer(ResilientTraining, WritesModelCard, TRLRewardTrainer):
 
     def _summarize_scores(self, mode: str) -> None:
         """Add the metrics of all pairs of a step or an evaluation to those that TRL logs the means of."""
-        scores = torch.cat(self._scores[mode]).double()
+        # Apple's GPUs have no float64.
+        dtype = torch.float32 if self.accelerator.device.type == "mps" else torch.float64
+        scores = torch.cat(self._scores[mode]).to(dtype)
         self._scores[mode].clear()
         margins = scores[:, 0] - scores[:, 1]
-        metrics = {"min_reward": scores.min(), "mean_reward": scores.mean(), "max_reward": scores.max()}
-        metrics |= {"accuracy": (margins > 0).double().mean(), "margin": margins.mean()}
-        for name, value in zip(metrics, torch.stack([*metrics.values()]).tolist(), strict=True):
+        tokens = sum(self._step_tokens, torch.zeros((), device=scores.device))
+        self._step_tokens.clear()
+        figures = scores.min(), scores.max(), scores.sum() / 2, margins.sum(), (margins > 0).sum(), tokens
+        found = torch.stack([figure.to(dtype) for figure in (*figures, torch.full_like(tokens, len(scores)))])[None]
+        # Passes hold different numbers of pairs, and an evaluation has already gathered its scores.
+        found = self.accelerator.gather(found) if mode == "train" else found
+        least, most, *_ = found.T.tolist()
+        total, margin, right, tokens, pairs = found[:, 2:].sum(dim=0).tolist()
+        metrics = {"min_reward": min(least), "mean_reward": total / pairs, "max_reward": max(most)}
+        metrics |= {"accuracy": right / pairs, "margin": margin / pairs}
+        for name, value in metrics.items():
             self._metrics[mode][name].append(value)
-        if mode == "train":
-            tokens = self.accelerator.gather(torch.stack(self._step_tokens).sum()).sum().item()
-            self._step_tokens.clear()
-            # Ranks of a tensor-parallel group hold the same batch.
-            self._total_train_tokens += tokens // self._tp_size
+        # Ranks of a tensor-parallel group hold the same batch.
+        self._total_train_tokens += int(tokens) // self._tp_size
         self._metrics[mode]["num_tokens"] = [self._total_train_tokens]
 
     def evaluation_loop(self, *args, **kwargs):
