@@ -360,3 +360,13 @@ def test_a_reader_that_closes_the_output_is_no_error():
     program = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=REPOSITORY)
     program.stdout.close()
     assert program.stderr.read() == b"" and program.wait() == 1
+
+
+def test_on_and_off_in_a_file_are_words(monkeypatch, tmp_path):
+    (tmp_path / "own.yaml").write_text(
+        "doctor: off\npacking: off\ntokens_per_pass: off\nkeep_groups: on\nbf16: false\n"
+    )
+    given = [*REWARD["grpo"], f"--config={tmp_path / 'own.yaml'}"]
+    _, _, training = recipes.parse(monkeypatch, "grpo", *given)
+    assert (training.packing, training.tokens_per_pass, training.keep_groups) == ("off", "off", "on")
+    assert training.bf16 is False
