@@ -280,7 +280,7 @@ def test_ties_and_replay_are_counted(policy_path, tmp_path):
     assert second["replay/size"] == first["pairs/count"]
     assert second["replay/fraction"] == 0.5
     assert (second["replay/age_mean"], second["replay/staleness"]) == (1, 0.5), "half of the pairs, of age 1"
-    assert third["replay/age_max"] == 2
+    assert third["replay/age_mean"] > 1
     weighted = logs(**REPLAY, replay_weights="sequence", pairs="all")
     assert weighted[0]["replay/ess"] == pytest.approx(1, abs=1e-4), "all pairs are new"
     assert weighted[2]["replay/ess"] < 0.999

@@ -21,12 +21,9 @@ from trl_ext.processes import warn_once_per_run
 from trl_ext.rollouts.sampler import evaluation_sampler
 from trl_ext.rollouts.stopping import StopInResponse, check_stop, cut_at_stop
 
-# Settings saved with a model that are no part of the distribution of its responses.
-_NOT_OF_THE_DISTRIBUTION = frozenset(
-    {"do_sample", "max_length", "max_new_tokens", "use_cache", "cache_implementation", "transformers_version"}
-)
-
-
+# Settings of the distribution of responses that models are saved with.
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "no_repeat_ngram_size")
+_SAMPLING += ("suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id")
 ANSWER_END = "</answer>"
 
 
@@ -199,21 +196,13 @@ def without_own_settings(model) -> Iterator[None]:
 
 
 def warn_of_ignored_settings(model, used: Mapping[str, Any]) -> None:
-    """Log in one line the settings saved with a model that differ from those `used` for rollouts, if there are any."""
+    """Log in one line the sampling settings saved with a model that differ from those `used`, if there are any."""
     saved = unwrapped(model).generation_config.to_diff_dict()
-    ignored = [
-        f"{name} {value}"
-        for name, value in sorted(saved.items())
-        if value is not False
-        and value not in (None, used.get(name))
-        and name not in _NOT_OF_THE_DISTRIBUTION
-        and not name.startswith("_")
-        and (not name.endswith("_token_id") or name.startswith("forced_"))
-    ]
-    if ignored:
+    names = [name for name in _SAMPLING if saved.get(name) not in (None, used.get(name))]
+    if names:
         warn_once_per_run(
             "responses are sampled with the run's settings, and these of the model's generation_config are ignored: "
-            + ", ".join(ignored)
+            + ", ".join(f"{name} {saved[name]}" for name in names)
         )
 
 

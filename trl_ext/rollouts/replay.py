@@ -75,11 +75,9 @@ class ReplayBuffer:
         """Add pairs as the most recent."""
         self.pairs = [*self.pairs, *pairs][-self.capacity :]
 
-    def drop_old(self, version: int) -> int:
-        """Drop pairs older than `max_age` at this version of the policy, and return their number."""
-        before = len(self.pairs)
+    def drop_old(self, version: int) -> None:
+        """Drop pairs older than `max_age` at this version of the policy."""
         self.pairs = [pair for pair in self.pairs if version - pair.version <= self.max_age]
-        return before - len(self.pairs)
 
     def draw(self, count: int, version: int) -> list[SampledPair]:
         """Draw `count` pairs, or all if there are fewer, for this version of the policy, without replacement."""

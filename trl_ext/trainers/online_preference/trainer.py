@@ -88,9 +88,9 @@ class OnlinePreferenceTrainer(PolicyTrainer):
     Logged in addition to TRL's rollout metrics: `rewards/chosen`, `rewards/rejected`, `rewards/margins`,
     `rewards/accuracies`, `logps/chosen` and `logps/rejected` as in TRL's `DPOTrainer`; `kl`, the mean log-ratio to the
     reference per token of new pairs; `pairs/count`, `pairs/ties_dropped`, `pairs/unscored` and `pairs/reward_margin`
-    (the mean lead of the chosen response's reward); and with a replay `replay/size`, `replay/dropped`,
-    `replay/age_mean` and `replay/age_max` of the stored pairs, `replay/fraction` and `replay/staleness` (mean age) of
-    the training pairs, and `replay/ess` (effective sample size over number of pairs) and `replay/weight_max`.
+    (the mean lead of the chosen response's reward); and with a replay `replay/size` and `replay/age_mean` of the
+    stored pairs, `replay/fraction` and `replay/staleness` (mean age) of the training pairs, and `replay/ess`
+    (effective sample size over number of pairs) and `replay/weight_max`.
 
     Args:
         judge: a `trl_ext.evaluation.PairwiseJudge` or a function of that kind; None for no judge.
@@ -162,17 +162,15 @@ class OnlinePreferenceTrainer(PolicyTrainer):
     def _with_replayed(self, fresh: list[SampledPair]) -> list[SampledPair]:
         """The pairs to train on: new ones, and as many replayed ones as the configuration asks for and are stored."""
         version = self.state.global_step
-        dropped = self.replay.drop_old(version)
+        self.replay.drop_old(version)
         held = ages(self.replay.pairs, version)
         replayed = self.replay.draw(replayed_count(len(fresh), self.args.replay_fraction), version)
         self.replay.add(fresh)
         pairs = [*fresh, *replayed]
         metrics = self.metrics
         metrics["replay/size"].append(float(len(held)))
-        metrics["replay/dropped"].append(float(dropped))
         if held:
             metrics["replay/age_mean"].append(sum(held) / len(held))
-            metrics["replay/age_max"].append(float(max(held)))
         if pairs:
             metrics["replay/fraction"].append(len(replayed) / len(pairs))
             metrics["replay/staleness"].append(sum(ages(pairs, version)) / len(pairs))

@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 
 from transformers.hf_argparser import HfArg
 from trl import GRPOConfig as TRLGRPOConfig
-from trl import RLOOConfig as TRLRLOOConfig
 
 from trl_ext.algorithms import SETTINGS, Algorithm, AlgorithmSettings, algorithms
 from trl_ext.names import check_choice
@@ -24,14 +23,6 @@ from trl_ext.trainers.defaults import (
 )
 from trl_ext.trainers.trl_settings import POLICY_SETTINGS, explain, merge, refuse_given, translate
 
-# Method -> TRL's configuration of the same name, and the fields of its loss whose defaults differ, each with the
-# fields here that decide the same.
-_OF_GRPO = {"beta": "beta", "loss_type": "loss_type surrogate aggregation"}
-_OF_GRPO |= {"scale_rewards": "scale_rewards advantage std_ddof"}
-_UNLIKE_TRL = {
-    "grpo": (TRLGRPOConfig, _OF_GRPO),
-    "rloo": (TRLRLOOConfig, {"beta": "beta", "num_generations": "num_generations"}),
-}
 # TRL's settings that act inside its own loss: setting -> what to use.
 _NOT_CARRIED = {
     **dict.fromkeys(
@@ -66,8 +57,6 @@ class PolicyConfig(AlgorithmSettings, PackedFields, TRLGRPOConfig):
     _method: ClassVar[str | None] = None
     # Its row, if it is not in the table.
     _row: ClassVar[Algorithm | None] = None
-    # One line: which defaults of TRL's configuration of the same name are others; empty if there are none.
-    unlike_trl = ""
 
     algorithm: str = HfArg(
         default="grpo",
@@ -134,7 +123,6 @@ class PolicyConfig(AlgorithmSettings, PackedFields, TRLGRPOConfig):
                 f"{type(self).__name__} is the algorithm {self._method!r} and cannot be {self.algorithm!r}: "
                 "use PolicyConfig, or recipes/policy.py --algorithm, to choose an algorithm by name"
             )
-        self._compare_defaults_with_trl()
         self.algorithm_kwargs = parse_json_option("algorithm_kwargs", self.algorithm_kwargs)
         algorithm = self.build_algorithm()
         self.beta = algorithm.beta
@@ -149,7 +137,11 @@ class PolicyConfig(AlgorithmSettings, PackedFields, TRLGRPOConfig):
         self._post_init_of_any_group_size()
         if algorithm.reads("greedy_rewards"):
             check_whole_groups(self, "a greedy baseline needs whole groups on every process")
-        self._say_what_is_not_exact(algorithm)
+        if algorithm.ratio == "none" and self.updates_per_rollout > 1:
+            warn_once_per_run(
+                f"{self.algorithm} has no importance ratio, and a rollout serves {self.updates_per_rollout} updates: "
+                "all but the first are off-policy; num_iterations 1 and a generation_batch_size of one update avoid it"
+            )
         self._save_between_rollouts()
 
     def build_algorithm(self) -> Algorithm:
@@ -186,21 +178,12 @@ class PolicyConfig(AlgorithmSettings, PackedFields, TRLGRPOConfig):
         micro_batches = self.steps_per_generation * self.num_iterations
         return math.lcm(micro_batches, self.gradient_accumulation_steps) // self.gradient_accumulation_steps
 
-    def _compare_defaults_with_trl(self) -> None:
-        stock, fields_of_loss = _UNLIKE_TRL.get(self._method, (None, {}))
-        given = {name for name in " ".join(fields_of_loss.values()).split() if getattr(self, name) is not None}
-        unset = [name for name, ours in fields_of_loss.items() if given.isdisjoint(ours.split())]
-        if unset:
-            name = type(self).__name__
-            theirs = ", ".join(f"{field_name} {getattr(stock, field_name)}" for field_name in unset)
-            self.unlike_trl = f"{name} of trl_ext has the paper's defaults; those of trl.{name} are {theirs}"
-
     def _check_values(self) -> None:
         least = {"num_generations": 1, "num_iterations": 1, "max_completion_length": 1}
-        least |= dict.fromkeys(("reward_timeout", "missing_eos_penalty", "resample_groups", "top_k"), 0)
+        least |= dict.fromkeys(("reward_timeout", "missing_eos_penalty", "resample_groups"), 0)
         check_training(self, **least)
-        check_shares(self, "overlong_share", "min_p", "top_p")
-        check_positive(self, "temperature", "repetition_penalty", "top_p")
+        check_shares(self, "overlong_share", "top_p")
+        check_positive(self, "temperature", "top_p")
         if self.max_completion_length is None:
             raise ValueError("max_completion_length must be at least 1, got None: it is the budget of a response")
         if not 0 <= self.min_new_tokens <= self.max_completion_length:
@@ -208,8 +191,6 @@ class PolicyConfig(AlgorithmSettings, PackedFields, TRLGRPOConfig):
                 f"min_new_tokens must be from 0 to max_completion_length ({self.max_completion_length}), "
                 f"got {self.min_new_tokens}"
             )
-        if self.top_k == 1:
-            raise ValueError("top_k 1 samples from one token, so that responses are all alike; 0 is all tokens")
         check_choice("reward_errors", self.reward_errors, ("raise", "skip"))
         check_choice("share_backbone", self.share_backbone, ("auto", "always", "never"))
         check_choice("keep_groups", self.keep_groups, ("auto", "on", "off"))
@@ -270,40 +251,21 @@ class PolicyConfig(AlgorithmSettings, PackedFields, TRLGRPOConfig):
         super().__post_init__()
         self.num_generations = group
 
-    def _say_what_is_not_exact(self, algorithm: Algorithm) -> None:
-        if algorithm.ratio == "none" and self.updates_per_rollout > 1:
-            warn_once_per_run(
-                f"{self.algorithm} has no importance ratio, and a rollout serves {self.updates_per_rollout} updates: "
-                "all but the first are off-policy; num_iterations 1 and a generation_batch_size of one update avoid it"
-            )
-        means = (algorithm.aggregation, algorithm.kl_aggregation if algorithm.needs_reference else None)
-        if "token_mean" in means and self.steps_per_generation % self.gradient_accumulation_steps:
-            warn_once_per_run(
-                "an update spans several rollouts, whose later tokens are not known when it begins: the mean over "
-                "tokens weighs each rollout alike; make steps_per_generation a multiple of gradient_accumulation_steps"
-            )
-
     def _save_between_rollouts(self) -> None:
         """Save checkpoints only at the end of a rollout, since rollouts are not saved and would be sampled again."""
         period, asked = self.updates_per_rollout, self.save_steps
-        if self.save_strategy != "steps" or period == 1 or (asked >= 1 and asked % period == 0):
+        if self.save_strategy != "steps" or period == 1 or asked % period == 0:
             return
-        if asked < 1:
+        if asked < 1 or self.load_best_model_at_end:
             raise ValueError(
-                f"save_steps {asked} is a share of the run: checkpoints lie between rollouts, so give a multiple of "
-                f"{period} steps"
+                f"save_steps {asked} must be a multiple of {period}, the updates that a rollout serves: a rollout is "
+                "not part of a checkpoint"
             )
-        self.save_steps = int(math.ceil(asked / period) * period)
-        if self.load_best_model_at_end and self.eval_strategy == "steps" and self.save_steps % self.eval_steps:
-            raise ValueError(
-                f"save_steps {int(asked)} would become {self.save_steps}, where a rollout is used up, and "
-                f"load_best_model_at_end needs a multiple of eval_steps {self.eval_steps}: give both as multiples of "
-                f"{period}"
-            )
+        self.save_steps = math.ceil(asked / period) * period
         if self.max_steps < 0 or asked <= self.max_steps:
             warn_once_per_run(
-                f"a rollout serves {period} updates and is not part of a checkpoint: saving every {self.save_steps} "
-                f"steps instead of every {int(asked)}, so that a resumed run goes on exactly as it would have"
+                f"saving every {self.save_steps} steps instead of every {asked:g}: a rollout serves {period} updates "
+                "and is not part of a checkpoint"
             )
 
 

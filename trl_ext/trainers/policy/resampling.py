@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate.utils import gather, gather_object
+from accelerate.utils import gather_object
 from datasets import Dataset
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -20,8 +20,12 @@ from trl_ext.trainers.policy.reward_functions import Rewards
 Rows = list[dict[str, Any]]
 
 
-def check_data(given: dict[str, Any]) -> None:
-    """Raise ValueError if a trainer's arguments hold no data to draw further prompts from."""
+def check_resampling(given: dict[str, Any], functions: list) -> None:
+    """Raise ValueError if there is no data to draw prompts from, or if rewards depend on which groups are sampled."""
+    if any(isinstance(function, ShapedReward) and function.scores_groups for function in functions):
+        raise ValueError(
+            "resample_groups does not go with shaping by the statistics of a batch: leave one of them out"
+        )
     dataset = given.get("train_dataset")
     by_index = isinstance(dataset, Dataset) and not {"image", "images"} & set(dataset.column_names)
     if given.get("environment_factory") or not by_index:
@@ -77,18 +81,23 @@ def sample_rollout(trainer, sample: Callable[[Rows], dict], inputs: Rows) -> dic
     if not limit:
         return sample(inputs)
 
-    def sampled(rows: Rows) -> _Round:
+    def next_round(rows: Rows) -> _Round:
         rollout = sample(rows)
         table = {name: list(column) for name, column in _table(trainer).items()}
-        groups = _raw_rewards(trainer).view(-1, trainer.num_generations)
+        groups = trainer.weighted_sum(trainer.rewards.by_function).view(-1, trainer.num_generations)
         return _Round(rollout, trainer.rewards, table, list(map(has_two_rewards, groups)))
 
-    rounds, further = [sampled(inputs)], _further_inputs(trainer, inputs)
+    rounds, further = [next_round(inputs)], _further_inputs(trainer, inputs)
     while len(rounds) <= limit and sum(sum(one.signals) for one in rounds) < len(rounds[0].signals):
-        rounds.append(sampled(next(further)))
+        rounds.append(next_round(next(further)))
     trainer.further_rollouts += len(rounds) - 1
     places = fill_places([one.signals for one in rounds])
-    _log(trainer, rounds, places)
+    sampled, replaced = len(rounds) * len(places), sum(turn > 0 for turn, _ in places)
+    figures = {"rounds": len(rounds) - 1, "prompts": sampled, "responses": sampled * trainer.num_generations}
+    figures |= {"replaced": replaced / len(places)}
+    figures |= {"dead": 1 - (replaced + sum(rounds[0].signals)) / len(places)}
+    for name, value in figures.items():
+        trainer.metrics[f"resampling/{name}"].append(float(value))
     return rounds[0].rollout if len(rounds) == 1 else _merge(trainer, rounds, places)
 
 
@@ -112,19 +121,6 @@ def _table(trainer) -> dict:
     """TRL's table of the completions of a rollout, by column; the trainer itself replaces the advantages."""
     logs = trainer._logs
     return {"prompt": logs["prompt"], "completion": logs["completion"], **logs["rewards"], **logs["extra"]}
-
-
-def _raw_rewards(trainer) -> Tensor:
-    """The latest rewards over all processes before shaping and penalties, [N]."""
-    rewards = trainer.rewards.by_function
-    plain = rewards.clone()
-    for index, name in enumerate(trainer.reward_func_names):
-        function = trainer.plain_reward_functions.get(name)
-        if isinstance(function, ShapedReward):
-            own = trainer.own_rows(rewards[:, index]).contiguous()
-            # There are none after a call that failed, whose rewards are NaN.
-            plain[:, index] = gather(own if function.unshaped is None else function.unshaped.to(own))
-    return trainer.weighted_sum(plain.masked_fill(rewards.isnan(), float("nan")))
 
 
 def _merge(trainer, rounds: list[_Round], places: list[tuple[int, int]]) -> dict:
@@ -169,16 +165,3 @@ def _padded(rows: list[Tensor], name: str, pad_token_id: int) -> Tensor:
     value = {"prompt_ids": pad_token_id, "completion_ids": pad_token_id, "tool_mask": 1}.get(name, 0)
     side = "left" if name.startswith("prompt") else "right"
     return pad_sequence(rows, batch_first=True, padding_value=value, padding_side=side)
-
-
-def _log(trainer, rounds: list[_Round], places: list[tuple[int, int]]) -> None:
-    sampled, replaced = len(rounds) * len(places), sum(turn > 0 for turn, _ in places)
-    figures = {
-        "rounds": len(rounds) - 1,
-        "prompts": sampled,
-        "responses": sampled * trainer.num_generations,
-        "replaced": replaced / len(places),
-        "dead": 1 - (replaced + sum(rounds[0].signals)) / len(places),
-    }
-    for name, value in figures.items():
-        trainer.metrics[f"resampling/{name}"].append(float(value))

@@ -39,11 +39,10 @@ from trl_ext.trainers.policy.generation import (
     samples_the_policy,
     text_cut_at_stop,
 )
-from trl_ext.trainers.policy.resampling import check_data, sample_rollout
+from trl_ext.trainers.policy.resampling import check_resampling, sample_rollout
 from trl_ext.trainers.policy.reward_functions import (
     Rewards,
     as_reward_functions,
-    check_arguments,
     length_penalty,
     named_and_guarded,
     place_reward_models,
@@ -136,8 +135,6 @@ class PolicyTrainer(ResilientTraining, WritesModelCard, StepMetrics, TRLGRPOTrai
         # TRL divides its own advantages, which are replaced, by one of its deviations.
         self.scale_rewards = "group"
         self._check_model()
-        if args.unlike_trl:
-            warn_once_per_run(args.unlike_trl)
         self._prepare_models()
 
     def _prepare_models(self) -> None:
@@ -164,11 +161,8 @@ class PolicyTrainer(ResilientTraining, WritesModelCard, StepMetrics, TRLGRPOTrai
                 f"{args.generation_batch_size} responses, {args.num_generations} to each prompt, takes "
                 f"{needed}: give more prompts, or a smaller generation_batch_size and per_device_train_batch_size"
             )
-        if isinstance(dataset, Dataset) and not given.get("rollout_func"):
-            # A transform may add columns.
-            check_arguments(functions, list(dataset[0]))
         if args.resample_groups:
-            check_data(given)
+            check_resampling(given, functions)
 
     def _check_model(self) -> None:
         args = self.args

@@ -88,13 +88,6 @@ class PPOConfig(PolicyConfig):
     lam: float = field(
         default=0.95, metadata={"help": "Of generalized advantage estimation: 1 for whole returns, 0 for one step."}
     )
-    whiten_rewards: bool = field(
-        default=False,
-        metadata={
-            "help": "Whiten the rewards of tokens in the rollout and add their mean back: (r - m) / s + m, by which a "
-            "token without a reward has m (1 - 1 / s), a penalty on length where m > 0 and s < 1."
-        },
-    )
     whiten_advantages: bool = field(
         default=True, metadata={"help": "Give the advantages of a rollout's tokens mean 0 and standard deviation 1."}
     )
@@ -105,7 +98,9 @@ class PPOConfig(PolicyConfig):
     kl_horizon: int = field(default=10_000, metadata={"help": "Responses over which beta adapts."})
 
     def __post_init__(self):
-        self._check_value_model()
+        check_choice("value_model", self.value_model, VALUE_MODELS)
+        if (self.value_model == "separate") != bool(self.value_model_name_or_path):
+            raise ValueError("value_model separate and value_model_name_or_path need each other: give both or neither")
         check_at_least(self, {"kl_horizon": 1, "value_coefficient": 0, "value_learning_rate": 0})
         check_shares(self, "gamma", "lam")
         check_positive(self, "value_clip", "kl_target")
@@ -122,17 +117,4 @@ class PPOConfig(PolicyConfig):
                 f"kl_horizon {self.kl_horizon} is too short for a rollout of generation_batch_size "
                 f"{self.generation_batch_size} responses, which could take beta to 0 or below it: set it to "
                 f"{math.floor(LARGEST_ERROR * self.generation_batch_size) + 1} at least"
-            )
-
-    def _check_value_model(self) -> None:
-        check_choice("value_model", self.value_model, VALUE_MODELS)
-        given = self.value_model_name_or_path
-        if self.value_model == "separate" and not given:
-            raise ValueError(
-                "value_model separate needs value_model_name_or_path: a reward model's folder, or a language model"
-            )
-        if self.value_model != "separate" and given:
-            raise ValueError(
-                f"value_model {self.value_model} and value_model_name_or_path {given} contradict each other: a value "
-                "head on the policy's own base cannot have another base; use value_model separate"
             )

@@ -77,8 +77,6 @@ class PPOTrainer(PolicyTrainer):
         scored = scores.isfinite()
         counted = mask * scored[:, None]
         of_tokens = token_rewards(scores.masked_fill(~scored, 0), self._token_penalties(rollout, mask), mask)
-        if args.whiten_rewards:
-            of_tokens = whiten(of_tokens, counted, shift_mean=False, reduce=self._sum_up)
         advantages, returns = gae(of_tokens.to(values.dtype), values, mask, args.gamma, args.lam)
         if args.whiten_advantages:
             advantages = whiten(advantages, counted, reduce=self._sum_up)

@@ -65,18 +65,12 @@ class ValueModel:
         """Read the file that `save` wrote.
 
         Raises:
-            FileNotFoundError: there is no such file.
-            ValueError: the file holds a value function of another kind or size.
+            ValueError: there is no such file, or it holds a value function of another kind or size.
         """
-        path = Path(folder) / VALUE_FILE
-        if not path.is_file():
-            raise FileNotFoundError(f"{path}: there is no value function to go on with; is it a checkpoint of PPO?")
-        own, saved = self.parameters(), load_file(path)
-        if saved.keys() != own.keys() or any(saved[name].shape != own[name].shape for name in own):
-            raise ValueError(
-                f"{path}: its value function is not of this run's value_model {self.kind}, or of another base: resume "
-                "with the settings that it was trained with"
-            )
+        path, own = Path(folder) / VALUE_FILE, self.parameters()
+        saved = load_file(path) if path.is_file() else {}
+        if {name: weight.shape for name, weight in saved.items()} != {name: one.shape for name, one in own.items()}:
+            raise ValueError(f"{path} does not hold the value function of this run's value_model {self.kind}")
         for name, weight in own.items():
             weight.copy_(saved[name])
             weight.requires_grad_(True)
