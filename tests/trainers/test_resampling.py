@@ -228,7 +228,7 @@ def test_the_update_is_that_of_the_kept_groups(policy_path, tmp_path):
 
 def test_what_resampling_cannot_use_is_refused(policy_path, tmp_path):
     with pytest.raises(ValueError, match="resample_groups.*shaping"):
-        built(policy_path, tmp_path, ShapedReward(lengthy, [{"kind": "whiten"}]))
+        built(policy_path, tmp_path, ShapedReward(lengthy, [{"kind": "whiten", "ddof": 1}]))
     stream = IterableDataset.from_generator(lambda: iter(prompts(PROMPTS)))
     images = Dataset.from_list([{**row, "images": []} for row in prompts(PROMPTS)])
     for given in ({"train_dataset": stream}, {"train_dataset": images}, {"environment_factory": object}):
