@@ -16,8 +16,8 @@ import torch
 from scipy.special import expit
 
 from trl_ext.evaluation import mean_with_interval
-from trl_ext.evaluation.methods.preferences import approximate_kl
-from trl_ext.evaluation.methods.reward_models import best_of_n
+from trl_ext.evaluation.comparing.preferences import approximate_kl
+from trl_ext.evaluation.comparing.reward_models import best_of_n
 from trl_ext.evaluation.statistics.crossed import crossed_mean
 from trl_ext.evaluation.statistics.human_labels import prediction_powered
 from trl_ext.evaluation.statistics.intervals import rate_difference_interval, rate_interval

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trl_ext.evaluation.command_line import at_least_one, format_table, one_line_errors, print_json
-from trl_ext.evaluation.submissions.assets import MAX_PROMPT_TOKENS
+from trl_ext.evaluation.submissions.assets import MAX_PROMPT_TOKENS, default_max_new_tokens
 from trl_ext.evaluation.submissions.commands import DEFAULT, add_prompt_arguments, make_parser
 from trl_ext.evaluation.submissions.submission import generate_submission_file
 
@@ -12,8 +12,8 @@ Greedy responses of a policy to the public prompts, in the format of submissions
 
 cost    one generation per prompt on this machine; no key, no network but for a model on the hub. The embedded model
         takes seconds on a CPU.
-writes  --out, after every batch, and beside it NAME.settings.json, which says how its rows are made. The same command
-        goes on from the rows that are there, and refuses rows of another model or of other settings.
+writes  --out, in parts, and beside it NAME.settings.json, which records how its rows are made. The same command
+        resumes, and refuses rows of another model or of other settings.
 """
 
 
@@ -36,13 +36,12 @@ def main(arguments: list[str] | None = None) -> None:
     with one_line_errors():
         options = vars(parser.parse_args(arguments))
         as_json = options.pop("json")
-        file = generate_submission_file(**options, progress=True)
-    rows = list(file.rows.values())
+        rows = generate_submission_file(**options, progress=True)
     tokens = [row["generated_num_tokens"] for row in rows]
-    limit = file.settings["max_new_tokens"]
+    limit = options["max_new_tokens"] or default_max_new_tokens(options["prompts_jsonl"])
     summary = {
-        "file": str(file.path),
-        "model": file.settings["model"],
+        "file": options["out"],
+        "model": options["model"],
         "rows": len(rows),
         "mean_tokens": sum(tokens) / len(tokens),
         "at_the_limit": sum(count >= limit for count in tokens) / len(tokens),

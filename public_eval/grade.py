@@ -8,7 +8,8 @@ from typing import Any
 
 from public_eval import THRESHOLDS
 from trl_ext.data.rows import SHOWN_PROBLEMS
-from trl_ext.evaluation.command_line import format_interval, format_table, one_line_errors, print_json
+from trl_ext.evaluation.command_line import format_table, one_line_errors, print_json
+from trl_ext.evaluation.statistics.intervals import Estimate
 from trl_ext.evaluation.submissions.assets import load_base, load_prompts, load_thresholds
 from trl_ext.evaluation.submissions.commands import (
     add_check_arguments,
@@ -122,9 +123,9 @@ def _print(result: SubmissionGrade, options: argparse.Namespace) -> None:
 
 
 def _row(grade: FileGrade) -> tuple:
-    figure = "-"
+    figure = f"{Estimate(grade.figure, grade.low, grade.high):.3f}"
     if grade.figure is not None:
-        figure = f"{format_interval(grade.figure, grade.low, grade.high)}  n {grade.n} of {grade.n_total}"
+        figure += f"  n {grade.n} of {grade.n_total}"
     return (
         grade.method,
         _word(grade.passed),

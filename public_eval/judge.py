@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trl_ext.evaluation.command_line import format_interval, format_table, one_line_errors, print_json
+from trl_ext.evaluation.command_line import format_table, one_line_errors, print_json
 from trl_ext.evaluation.judging.protocol import Usage
+from trl_ext.evaluation.statistics.intervals import Estimate
 from trl_ext.evaluation.statistics.win_rate import System
 from trl_ext.evaluation.submissions.candidates import CandidateResult, compare_candidates, judge_candidate
 from trl_ext.evaluation.submissions.commands import (
@@ -102,7 +103,7 @@ def _print(results: list[CandidateResult], summary: dict) -> None:
         if row["difference"] is None:
             print(f"{first} minus {second}, {row['rule']}: no comparison counts for one of them")
             continue
-        difference = format_interval(row["difference"], row["low"], row["high"])
+        difference = f"{Estimate(row['difference'], row['low'], row['high']):.3f}"
         print(
             f"{first} minus {second}, {row['rule']}: {difference}, paired over {row['n']} prompts; "
             f"McNemar p {row['mcnemar']['p_value']:.4f}"
@@ -115,7 +116,7 @@ def _row(result: CandidateResult) -> tuple:
         result.name,
         interval_cell(figures["agreed"]),
         interval_cell(figures["half"]),
-        "-" if controlled is None else format_interval(controlled.rate, controlled.low, controlled.high),
+        "-" if controlled is None else f"{Estimate(controlled.rate, controlled.low, controlled.high):.3f}",
         result.mean_tokens,
         result.base_mean_tokens,
         figures["agreement_rate"],
@@ -146,7 +147,7 @@ def _load_labels(
 def _labels_line(found: dict[str, Any]) -> str:
     """A win rate from human labels and a judge, beside the labels' own and the judge's."""
     return (
-        f"human labels and judge: {format_interval(found['rate'], found['low'], found['high'])}, like "
+        f"human labels and judge: {Estimate(found['rate'], found['low'], found['high']):.3f}, like "
         f"{found['effective_n']:.0f} labels; {found['n_labels']} labels alone: {interval_cell(found['labels_only'])}; "
         f"judge alone: {found['judge_rate']:.3f} over {found['n_labels'] + found['n_unlabelled']} prompts"
     )

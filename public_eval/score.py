@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from trl_ext.evaluation.command_line import at_least_one, format_interval, format_table, one_line_errors, print_json
-from trl_ext.evaluation.methods.reward_models import reward_metrics
+from trl_ext.evaluation.command_line import at_least_one, format_table, one_line_errors, print_json
+from trl_ext.evaluation.comparing.reward_models import reward_metrics
+from trl_ext.evaluation.statistics.intervals import Estimate
 from trl_ext.evaluation.submissions.commands import DEFAULT, make_parser
 from trl_ext.evaluation.submissions.submission import score_submission_file
 
@@ -30,16 +31,17 @@ def main(arguments: list[str] | None = None) -> None:
     with one_line_errors():
         options = vars(parser.parse_args(arguments))
         as_json = options.pop("json")
-        file = score_submission_file(**options, progress=True)
-        rows = list(file.rows.values())
+        rows = score_submission_file(**options, progress=True)
         metrics = reward_metrics([row["chosen_score"] for row in rows], [row["rejected_score"] for row in rows])
     if as_json:
-        print_json({"file": str(file.path), "model": file.settings["model"], **metrics})
+        print_json({"file": options["out"], "model": options["reward_model"], **metrics})
         return
-    accuracy = format_interval(metrics["accuracy"], metrics["low"], metrics["high"])
+    accuracy = f"{Estimate(metrics['accuracy'], metrics['low'], metrics['high']):.3f}"
     header = ("file", "pairs", "accuracy", "ties", "mean margin", "ECE")
     print(
-        format_table(header, [(file.path, metrics["n"], accuracy, metrics["ties"], metrics["margin"], metrics["ece"])])
+        format_table(
+            header, [(options["out"], metrics["n"], accuracy, metrics["ties"], metrics["margin"], metrics["ece"])]
+        )
     )
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 from pathlib import Path
 
-from trl_ext.evaluation.command_line import format_interval, format_table, one_line_errors, print_json
-from trl_ext.evaluation.methods.tournament import BASE, run_tournament
+from trl_ext.evaluation.command_line import format_table, one_line_errors, print_json
+from trl_ext.evaluation.comparing.tournament import BASE, run_tournament
+from trl_ext.evaluation.statistics.intervals import Estimate
 from trl_ext.evaluation.submissions.commands import (
     DEFAULT,
     add_judge_arguments,
@@ -60,9 +61,9 @@ def main(arguments: list[str] | None = None) -> None:
         return
     rows = []
     for row in tournament.table():
-        rating = format_interval(row["rating"], row["low"], row["high"], digits=0)
+        rating = f"{Estimate(row['rating'], row['low'], row['high']):.0f}"
         expected = (row["expected_against_base"], row["expected_low"], row["expected_high"])
-        rows.append((row["name"], rating, format_interval(*expected)))
+        rows.append((row["name"], rating, f"{Estimate(*expected):.3f}"))
     print(format_table(("policy", "rating", "expected against the base"), rows))
     rates = {(match["first"], match["second"]): match["rate"] for match in tournament.matches}
     rates |= {(second, first): None if rate is None else 1 - rate for (first, second), rate in rates.items()}

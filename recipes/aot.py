@@ -1,6 +1,7 @@
 """Alignment via optimal transport. Without arguments it trains the embedded model on the embedded benchmark."""
 
-from trl_ext.runs.offline import main
+from preference import main
+
 from trl_ext.trainers import AOTConfig, AOTTrainer
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """A fair comparison of methods over several seeds. `--help` describes the files that it reads."""
 
-from trl_ext.runs.studies.compare import main
+from trl_ext.studies.study import main
 
 if __name__ == "__main__":
     main()

@@ -1,6 +1,7 @@
 """GRPO without its two biases. Trains the embedded model by default; needs a --reward_model."""
 
-from trl_ext.runs.online import main
+from online import main
+
 from trl_ext.trainers import DrGRPOConfig, DrGRPOTrainer
 
 if __name__ == "__main__":

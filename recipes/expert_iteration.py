@@ -1,15 +1,36 @@
 """Expert iteration: sample, keep verified responses, fine-tune, repeat. Uses the embedded additions by default."""
 
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
-from trl_ext.held_out.reasoning import log_reasoning
 from trl_ext.runs.arguments import MENDABLE_IN_TRAINING, one_line_errors
+from trl_ext.runs.finish import write_reasoning_results
 from trl_ext.runs.loading import can_be_resumed
-from trl_ext.runs.reasoning import ExpertIterationArguments, load_problem_sets, sampling_settings
-from trl_ext.runs.reasoning_results import end_with_comparison, evaluate_on, require_base
+from trl_ext.runs.reasoning import (
+    ValidatedProblems,
+    answers_after_rounds,
+    evaluate_on,
+    load_problem_sets,
+    require_base,
+    sampling_settings,
+)
 from trl_ext.runs.training_run import begin_run
 from trl_ext.trainers import ExpertIterationConfig, ExpertIterationTrainer
-from trl_ext.trainers.expert_iteration import NoCorrectResponseError
+from trl_ext.trainers.expert_iteration import ROUND_FILE, NoCorrectResponseError
+
+
+@dataclass
+class ExpertIterationArguments(ValidatedProblems):
+    """Problems, prompts and rewards. Responses are sampled as in evaluations; validation follows each round.
+
+    Once `max_hours` have passed, the run ends after the current round.
+    """
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.generation_temperature == 0:
+            raise ValueError("generation_temperature 0 samples the same response again and again: give a positive one")
 
 
 @can_be_resumed()
@@ -24,18 +45,22 @@ def main() -> None:
             name=lambda training: "expert-iteration",
         )
         arguments, training = run.arguments, run.training
-        arguments.check_checkpoint(run.checkpoint)
+        if run.checkpoint is not None and not (Path(run.checkpoint) / ROUND_FILE).is_file():
+            raise ValueError(f"{run.checkpoint} is no checkpoint of expert iteration: it has no {ROUND_FILE}")
+
+        # The problems with their prompt template and grader.
         train, validation, final = load_problem_sets(arguments)
         settings = sampling_settings(arguments, reward=train.reward)
+
         sampled = {"rows": train.rows, "prompts": train.prompts(), "grade": train.grade, "settings": settings}
         trainer = run.load_trainer(partial(ExpertIterationTrainer, **sampled))
         evaluation = evaluate_on(trainer, final, settings)
         require_base(evaluation, run)
+
     run.open(trainer, metrics=trainer.metrics_file)
     evaluation.base(progress=True)
-    trainer.validate = partial(log_reasoning, evaluate_on(trainer, validation, settings))
-    budget = run.time_budget(trainer)
-    if budget is not None:
+    trainer.validate = answers_after_rounds(trainer, validation, settings)
+    if budget := run.time_budget(trainer):
         trainer.stops = budget.is_spent
 
     run.train(trainer, mendable=(NoCorrectResponseError, *MENDABLE_IN_TRAINING))
@@ -43,7 +68,7 @@ def main() -> None:
     done = trainer.rounds
     rounds = f"{done} round{'s' * (done != 1)} of {training.questions_per_step} questions"
     each = f"{training.rollouts_per_question} rollouts each, {training.sft_epochs} epochs"
-    end_with_comparison(
+    write_reasoning_results(
         run,
         trainer,
         evaluation,

@@ -1,6 +1,7 @@
 """Group relative policy optimisation. Trains the embedded model by default; needs a --reward_model."""
 
-from trl_ext.runs.online import main
+from online import main
+
 from trl_ext.trainers import GRPOConfig, GRPOTrainer
 
 if __name__ == "__main__":

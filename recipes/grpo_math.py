@@ -1,16 +1,34 @@
 """GRPO and related algorithms with verified rewards. Trains the embedded model on additions by default."""
 
+from dataclasses import dataclass
 from functools import partial
 
-from trl_ext.held_out.reasoning import ReasoningCallback
-from trl_ext.rewards import verified_reward
-from trl_ext.runs.arguments import one_line_errors
+from trl_ext.runs.arguments import HfArg, one_line_errors
 from trl_ext.runs.course_config import CourseConfig
+from trl_ext.runs.finish import write_reasoning_results
 from trl_ext.runs.loading import can_be_resumed
-from trl_ext.runs.reasoning import GRPOMathArguments, load_problem_sets, rollout_settings
-from trl_ext.runs.reasoning_results import end_with_comparison, evaluate_on, require_base
+from trl_ext.runs.reasoning import (
+    ValidatedProblems,
+    evaluate_on,
+    load_problem_sets,
+    require_base,
+    rollout_settings,
+    show_answers,
+)
 from trl_ext.runs.training_run import begin_run
 from trl_ext.trainers import PolicyTrainer
+from trl_ext.trainers.defaults import check_at_least
+
+
+@dataclass
+class GRPOMathArguments(ValidatedProblems):
+    """Problems, prompts and rewards, how often to validate, and how long to train."""
+
+    eval_every: int = HfArg(default=10, help="Steps between validations; 0 for none.")
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_at_least(self, {"eval_every": 0})
 
 
 @can_be_resumed()
@@ -25,24 +43,25 @@ def main() -> None:
             name=lambda training: f"{training.algorithm.rpartition(':')[2]}-math",
         )
         arguments, training = run.arguments, run.training
+
+        # The problems with their prompt template and grader; the reward is any function with TRL's signature.
         arguments.sample_as(training)
         train, validation, final = load_problem_sets(arguments)
+        reward = train.reward_function(fast=not arguments.use_math_verify)
         # Do this before the trainer is created, which reads the stop strings.
         settings = rollout_settings(arguments, training, train.reward)
-        reward = verified_reward(train.reward, fast=not arguments.use_math_verify)
+
         trainer = run.load_trainer(partial(PolicyTrainer, reward_funcs=reward), train_dataset=train.dataset())
         evaluation = evaluate_on(trainer, final, settings)
         require_base(evaluation, run)
+
     run.open(trainer)
-    while_training = evaluate_on(trainer, validation, settings)
-    trainer.add_callback(ReasoningCallback(while_training, every=arguments.eval_every, final=evaluation))
-    budget = run.time_budget(trainer, period=training.updates_per_rollout)
-    if budget is not None:
-        trainer.add_callback(budget)
+    show_answers(trainer, evaluate_on(trainer, validation, settings), every=arguments.eval_every, final=evaluation)
+    run.limit_hours(trainer, period=training.updates_per_rollout)
 
     run.train(trainer)
 
-    end_with_comparison(
+    write_reasoning_results(
         run,
         trainer,
         evaluation,

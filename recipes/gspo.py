@@ -1,6 +1,7 @@
 """Group sequence policy optimisation. Trains the embedded model by default; needs a --reward_model."""
 
-from trl_ext.runs.online import main
+from online import main
+
 from trl_ext.trainers import GSPOConfig, GSPOTrainer
 
 if __name__ == "__main__":

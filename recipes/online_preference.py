@@ -1,6 +1,7 @@
 """Online preference optimisation with optional replay. Trains the embedded model; needs a --reward_model."""
 
-from trl_ext.runs.online import main
+from online import main
+
 from trl_ext.trainers import OnlinePreferenceConfig, OnlinePreferenceTrainer
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """REINFORCE with a greedy baseline. Trains the embedded model by default; needs a --reward_model."""
 
-from trl_ext.runs.online import main
+from online import main
+
 from trl_ext.trainers import ReMaxConfig, ReMaxTrainer
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """REINFORCE leave-one-out. Trains the embedded model by default; needs a --reward_model."""
 
-from trl_ext.runs.online import main
+from online import main
+
 from trl_ext.trainers import RLOOConfig, RLOOTrainer
 
 if __name__ == "__main__":

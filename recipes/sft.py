@@ -1,48 +1,87 @@
-"""Supervised fine-tuning on worked problems. Without arguments it trains the embedded model on embedded additions."""
+"""Fine-tuning on demonstrations: chosen responses of pairs, responses given with prompts, or the best of n."""
 
-from trl_ext.held_out.reasoning import ReasoningCallback
-from trl_ext.runs.arguments import one_line_errors
-from trl_ext.runs.loading import can_be_resumed
-from trl_ext.runs.reasoning import SFTArguments, choose_demonstrations, load_problems, sampling_settings
-from trl_ext.runs.reasoning_results import end_with_comparison, evaluate_on, require_base
+from dataclasses import dataclass
+
+from trl_ext.processes import warn_once_per_run
+from trl_ext.runs.arguments import HfArg, one_line_errors
+from trl_ext.runs.finish import SFT_PANELS, compare_with_base, write_results
+from trl_ext.runs.loading import (
+    ResponseArguments,
+    can_be_resumed,
+    evaluate_generations,
+    load_rows,
+    optional_split,
+    show_generations,
+)
+from trl_ext.runs.offline import demonstrations, read_demonstrations, refuse_completions, shared_prompts
 from trl_ext.runs.training_run import begin_run
 from trl_ext.trainers import SFTConfig, SFTTrainer
+from trl_ext.trainers.defaults import check_at_least
+
+
+@dataclass
+class DemonstrationArguments(ResponseArguments):
+    """Demonstrations to train on, in addition to the data for evaluation."""
+
+    train_split: str = HfArg(
+        default="train_prefs",
+        help="Pairs, whose chosen responses are learned, or prompts with reference_response_text.",
+    )
+    demonstrations: str | None = HfArg(
+        default=None, help="A .jsonl file of prompt and completion to learn instead, as best_of_n.py --keep writes it."
+    )
+    eval_split: str = HfArg(default="validation_prefs", help="Held-out demonstrations, for their loss, or none.")
+    num_examples: int | None = HfArg(default=None, help="Train on the first N. Default: all.")
+    max_prompt_tokens: int | None = HfArg(default=None, help="Longer prompts of the evaluation lose their beginning.")
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_at_least(self, {"num_examples": 1, "max_prompt_tokens": 1})
 
 
 @can_be_resumed()
 def main() -> None:
-    """Train, evaluate before and after, and write the run folder."""
+    """Train, compare with the initial model, and write the run folder."""
     with one_line_errors():
-        description = "Fine-tune a model on worked problems."
-        run = begin_run(SFTArguments, SFTConfig, config="sft", description=description, name=lambda training: "sft")
+        run = begin_run(
+            DemonstrationArguments,
+            SFTConfig,
+            config="sft",
+            description="Fine-tune a model on demonstrations.",
+            name=lambda training: "sft-demonstrations",
+        )
         arguments = run.arguments
-        train = load_problems(arguments, arguments.train_split)
-        held_out = load_problems(arguments, arguments.eval_split, "num_eval_prompts")
-        demonstrations, kept = choose_demonstrations(arguments, train)
-        trainer = run.load_trainer(SFTTrainer, train_dataset=demonstrations)
-        evaluation = evaluate_on(trainer, held_out, sampling_settings(arguments, reward=held_out.reward))
-        require_base(evaluation, run)
+
+        refuse_completions(arguments.dataset_name)
+        splits = load_rows(arguments, run.training.seed)
+        source, rows = arguments.train_split, splits[arguments.train_split]
+        if arguments.demonstrations is not None:
+            source, rows = arguments.demonstrations, read_demonstrations(arguments)
+        train = demonstrations(rows, source, arguments.num_examples)
+        held_out = optional_split(splits, "eval_split", arguments, "the loss on held-out responses is not computed")
+        if held_out is not None:
+            held_out = demonstrations(held_out, arguments.eval_split)
+        prompts = optional_split(splits, "prompt_split", arguments, "no generations")
+        if prompts is not None and (shared := shared_prompts(train, prompts)):
+            warn_once_per_run(
+                f"{shared} of the {len(prompts)} prompts of {arguments.prompt_split} are trained on, too"
+            )
+
+        trainer = run.load_trainer(SFTTrainer, train_dataset=train, eval_dataset=held_out)
+        evaluation = evaluate_generations(trainer, prompts, arguments, **arguments.generation_limits())
+
     run.open(trainer)
-    every, prompts = arguments.generation_eval_every, arguments.num_generation_prompts
-    trainer.add_callback(ReasoningCallback(evaluation, every=every, prompts=prompts))
-    budget = run.time_budget(trainer)
-    if budget is not None:
-        trainer.add_callback(budget)
+    show_generations(trainer, evaluation, arguments, arguments.generation_eval_every)
 
     run.train(trainer)
 
-    responses = f"{len(demonstrations)} {'correct ' if arguments.filter_correct else ''}responses"
-    end_with_comparison(
+    write_results(
         run,
         trainer,
-        evaluation,
-        done=trainer.state.global_step,
-        of=trainer.state.max_steps,
-        objective=f"SFT ({responses}, {held_out.template_name} prompt)",
-        reward=held_out.reward,
-        train_problems=len(train.rows),
-        train_responses=len(demonstrations),
-        filtered=kept,
+        compare_with_base(run, evaluation),
+        panels=SFT_PANELS,
+        objective=f"SFT ({len(train)} demonstrations)",
+        train_responses=len(train),
     )
 
 

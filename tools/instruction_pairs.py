@@ -79,7 +79,7 @@ def _read(path: Path) -> list[dict]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("samples", type=Path, nargs="+", help="samples.jsonl of recipes/best_of_n.py")
+    parser.add_argument("samples", type=Path, nargs="+", help="responses.jsonl of recipes/best_of_n.py")
     parser.add_argument("--split", required=True, choices=("train", "validation", "test"), help="what was sampled")
     parser.add_argument("--output", type=Path, default=DATA_DIR, help="folder to write (default: the embedded data)")
     given = parser.parse_args()

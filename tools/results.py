@@ -1,4 +1,5 @@
-"""Results of finished runs, in docs/results: rebuild the tables of docs/results.md, or write the runs as folders.
+"""Results of finished runs, in docs/results: rebuild the tables and the chart of docs/results.md, or write the runs as
+folders.
 
     python tools/results.py
     python tools/results.py --unpack runs/published
@@ -12,23 +13,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import yaml
 
-from trl_ext.evaluation.methods.runs import CREDITS
 from trl_ext.evaluation.statistics.crossed import crossed_mean
-from trl_ext.instructions.scoring import KEPT_IF_CUT
 
 PAGE = Path(__file__).parents[1] / "docs" / "results.md"
 DATA = PAGE.parent / "results"
+CHART = PAGE.parent / "images" / "results.png"
 BEGIN, END = "<!-- {study}: rebuilt by tools/results.py -->", "<!-- end of {study} -->"
-NONE = "-"
 Row = Mapping[str, Any]
 
 
@@ -38,12 +35,19 @@ def main() -> None:
         "--unpack", metavar="FOLDER", type=Path, help="write each study's runs as folders into this one"
     )
     given = parser.parse_args()
-    for folder in sorted(path for path in DATA.iterdir() if path.is_dir()):
+    for folder in studies():
         if given.unpack:
             unpack(folder, given.unpack / folder.name)
             print(given.unpack / folder.name)
         else:
             PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8"), folder), encoding="utf-8")
+    if not given.unpack:
+        draw(CHART)
+
+
+def studies() -> list[Path]:
+    """The folders of all studies."""
+    return sorted(path for path in DATA.iterdir() if path.is_dir())
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -58,13 +62,8 @@ def unpack(study: Path, folder: Path) -> None:
         (place / "results.json").write_text(json.dumps(run["results"]), encoding="utf-8")
         (place / "config.yaml").write_text(yaml.safe_dump(run["config"], sort_keys=False), encoding="utf-8")
     texts = {(row["run"], row["row_id"]): row for row in read(study / "generations.jsonl")}
-    for name, rows in (
-        ("metrics", read(study / "metrics.jsonl")),
-        (
-            "generations",
-            [{**row, **texts.get((row["run"], row["row_id"]), {})} for row in read(study / "prompts.jsonl")],
-        ),
-    ):
+    prompts = [{**row, **texts.get((row["run"], row["row_id"]), {})} for row in read(study / "prompts.jsonl")]
+    for name, rows in (("metrics", read(study / "metrics.jsonl")), ("generations", prompts)):
         for run, own in _by(rows, "run").items():
             lines = (json.dumps({key: value for key, value in row.items() if key != "run"}) for row in own)
             (folder / run / f"{name}.jsonl").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
@@ -77,7 +76,40 @@ def _by(rows: Iterable[Row], name: str) -> dict[str, list[Row]]:
     return found
 
 
-# ---- The table ----
+# ---- The gains ----
+
+
+class Gain(NamedTuple):
+    """The gain in score of a method over the model before training, with its 95% interval over prompts and seeds."""
+
+    method: str
+    mean: float
+    low: float
+    high: float
+    seeds: int
+    hardware: str
+
+
+def gains(study: Path) -> list[Gain]:
+    """The gain of each method of a study, the largest first. Runs without held-out prompts are left out."""
+    prompts = _by(read(study / "prompts.jsonl"), "run")
+    runs = [run for run in read(study / "runs.jsonl") if run["run"] in prompts]
+    methods = _by([{**run, "method": run["run"].rpartition("-")[0]} for run in runs], "method")
+    found = []
+    for method, own in methods.items():
+        interval = crossed_mean(_differences([prompts[run["run"]] for run in own]))
+        hardware = ", ".join(sorted({run["results"]["kept"]["processor"] for run in own}))
+        found.append(Gain(method, interval.mean, interval.low, interval.high, len(own), hardware))
+    return sorted(found, key=lambda gain: -gain.mean)
+
+
+def _differences(runs: Sequence[Sequence[Row]]) -> numpy.ndarray:
+    """Score less the score before training, [prompts, seeds]."""
+    by_seed = [{row["row_id"]: row["score"] - row["base_score"] for row in rows} for rows in runs]
+    return numpy.array([[own[name] for own in by_seed] for name in by_seed[0]])
+
+
+# ---- The page ----
 
 
 def with_table(page: str, study: Path) -> str:
@@ -91,101 +123,32 @@ def with_table(page: str, study: Path) -> str:
     _, closed, after = rest.partition(end)
     if not found or not closed:
         raise ValueError(f"{PAGE} lacks the lines {begin} and {end}, between which the table belongs")
-    return f"{before}{begin}\n\n{render(study)}\n\n{end}{after}"
+    lines = ["| method | gain in score | 95% interval | seeds | hardware |", "|---|---|---|---|---|"]
+    for method, mean, low, high, seeds, hardware in gains(study):
+        lines.append(f"| `{method}` | {mean:z.3f} | {low:z.3f} to {high:z.3f} | {seeds} | {hardware} |")
+    return "\n".join([f"{before}{begin}", "", *lines, "", f"{end}{after}"])
 
 
-def render(study: Path) -> str:
-    """The table of a study: a row for each method, with its figures over seeds and prompts, and its cost."""
-    prompts = _by(read(study / "prompts.jsonl"), "run")
-    runs = [run for run in read(study / "runs.jsonl") if run["run"] in prompts]
-    methods: dict[str, list[Row]] = {}
-    for run in runs:
-        methods.setdefault(run["run"].rpartition("-")[0], []).append({**run, "prompts": prompts[run["run"]]})
-    rows = [_cells(name, own) for name, own in methods.items()]
-    columns = [name for name in rows[0] if any(row[name] != NONE for row in rows)]
-    about = runs[0]["results"]["run"]
-    commits = ", ".join(sorted({run["results"]["kept"]["commit"] for run in runs}))
-    note = (
-        f"The model {about['model']} on {about['dataset']}, {max(map(len, prompts.values()))} held-out prompts. Gain "
-        "is in score over the model before training. Brackets after gains and after the win rate hold 95% intervals "
-        "over prompts and seeds; the others, the lowest and the highest seed. Cut is the share of responses that "
-        f"reached the token limit. Hours are of one run with its evaluation. Commit: {commits}."
-    )
-    sides = [":--" if name in ("method", "seeds", "hardware") else "--:" for name in columns]
-    lines = [columns, None, *([row[name] for name in columns] for row in rows)]
-    table = [f"| {' | '.join(sides if line is None else map(_escaped, line))} |" for line in lines]
-    return "\n".join(["### Methods of the study", "", _escaped(note), "", *table])
+def draw(path: Path) -> None:
+    """The gains with their intervals as a picture, one panel a study."""
+    import matplotlib
 
+    matplotlib.use("agg")
+    from matplotlib import pyplot
 
-def _escaped(text: str) -> str:
-    return re.sub(r"([\[\]()_])", r"\\\1", text)
-
-
-def _cells(method: str, runs: Sequence[Row]) -> dict[str, str]:
-    results = [run["results"] for run in runs]
-    rows = [run["prompts"] for run in runs]
-    kl = [one["kl"]["mean"] for one in results if one.get("kl")]
-    tokens = [one["generations"]["policy"]["mean_tokens"] for one in results]
-    cut = [sum(not row.get("finished", True) for row in own) / len(own) for own in rows]
-    rate, hours = runs[0]["config"].get("learning_rate"), [one["run"]["total_seconds"] / 3600 for one in results]
-    halves = results[0]["run"]["dataset"] == "instructions"
-    return {
-        "method": method,
-        "learning rate": NONE if rate is None else f"{rate:g}",
-        "steps": str(results[0]["run"].get("optimizer_steps") or NONE),
-        "seeds": ", ".join(str(one["run"]["seed"]) for one in results),
-        "gain in score": _over_prompts_and_seeds(rows, gain, -1.0),
-        "gain, greedy": _over_prompts_and_seeds(rows, greedy_gain, -1.0),
-        "gain, cuts cost nothing": _over_prompts_and_seeds(rows, uncut_gain, -1.0) if halves else NONE,
-        "win rate, ties as half": _over_prompts_and_seeds(rows, lambda row: CREDITS.get(row.get("outcome")), 0.0),
-        "KL (nats)": _over_seeds(kl, 2),
-        "tokens": _over_seeds(tokens, 1),
-        "cut": _over_seeds(cut, 2),
-        "hours": f"{math.fsum(hours) / len(hours):.2f}",
-        "hardware": ", ".join(sorted({one["kept"]["processor"] for one in results})),
-    }
-
-
-def gain(row: Row) -> float | None:
-    """The score of a response minus that of the model before training."""
-    scores = row.get("score"), row.get("base_score")
-    return None if None in scores else scores[0] - scores[1]
-
-
-def greedy_gain(row: Row) -> float | None:
-    """The same of greedy answers to a problem, which are right or wrong."""
-    if "greedy_category" not in row:
-        return None
-    right, base = (float(row[f"{whose}greedy_category"] == "correct") for whose in ("", "base_"))
-    return right - base
-
-
-def uncut_gain(row: Row) -> float | None:
-    """The gain on `instructions`, had no response lost a part of its score for being cut."""
-    if gain(row) is None or "base_finished" not in row:
-        return None
-    own, base = (row[f"{w}score"] / (1.0 if row[f"{w}finished"] else KEPT_IF_CUT) for w in ("", "base_"))
-    return own - base
-
-
-def _over_prompts_and_seeds(runs: Sequence[Sequence[Row]], value: Callable[[Row], float | None], lowest: float) -> str:
-    """The mean, with its interval if there are several seeds, over the prompts with a value in all of them."""
-    values = [{row["row_id"]: value(row) for row in own} for own in runs]
-    names = [name for name in values[0] if all(own.get(name) is not None for own in values)]
-    if not names:
-        return NONE
-    found = crossed_mean(numpy.array([[own[name] for own in values] for name in names]))
-    if found.low is None:
-        return f"{found.mean:z.3f}"
-    # With two seeds, an interval can reach beyond the possible values.
-    return f"{found.mean:z.3f} [{max(found.low, lowest):z.3f}, {min(found.high, 1.0):z.3f}]"
-
-
-def _over_seeds(values: Sequence[float], digits: int) -> str:
-    if not values:
-        return NONE
-    ends = f" [{min(values):z.{digits}f}, {max(values):z.{digits}f}]" if len(values) > 1 else ""
-    return f"{math.fsum(values) / len(values):z.{digits}f}{ends}"
+    by_study = {study.name: gains(study) for study in studies()}
+    figure, panels = pyplot.subplots(1, len(by_study), figsize=(11, 5), layout="constrained")
+    for panel, (name, found) in zip(panels, by_study.items(), strict=True):
+        height = numpy.arange(len(found), 0, -1)
+        means = numpy.array([gain.mean for gain in found])
+        ends = [[gain.mean - gain.low for gain in found], [gain.high - gain.mean for gain in found]]
+        panel.errorbar(means, height, xerr=ends, fmt="o", markersize=4, linewidth=1.2)
+        panel.axvline(0, color="grey", linewidth=0.8)
+        panel.set_yticks(height, [gain.method for gain in found])
+        panel.set_title(name)
+        panel.set_xlabel("gain in score, 95% interval over prompts and seeds")
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from pathlib import Path
 from trl_ext import __version__
 from trl_ext.names import nearest
 from trl_ext.processes import quiet_when_closed
-from trl_ext.runs import RECIPES, SCRIPTS
+from trl_ext.runs import RECIPES, SCRIPTS, recipes_can_be_imported
 
 CONFIGS = RECIPES / "configs"
 
@@ -122,6 +122,7 @@ def run_script(name: str, arguments: Sequence[str]) -> None:
     """Run `recipes/{name}.py` in this process, as Python runs a script."""
     script = str(RECIPES / f"{name}.py")
     sys.argv = _with_files([script, *arguments])
+    recipes_can_be_imported()
     runpy.run_path(script, run_name="__main__")
 
 
@@ -142,8 +143,8 @@ def _with_files(arguments: Sequence[str]) -> list[str]:
 
 
 def shipped_configs() -> list[str]:
-    """The recipes' configurations that are shipped with the package, such as `toy/aot.yaml`."""
-    return sorted(path.relative_to(CONFIGS).as_posix() for path in CONFIGS.rglob("*.yaml"))
+    """The recipes' configurations that are shipped with the package, such as `toy/aot.yaml`, without mere bases."""
+    return sorted(path.relative_to(CONFIGS).as_posix() for path in CONFIGS.rglob("[!_]*.yaml"))
 
 
 def _launcher_configs() -> list[str]:

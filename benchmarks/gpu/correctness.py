@@ -96,18 +96,19 @@ def _shared_prompt(device: str, tokens: int, heads: tuple[int, int, int], seed: 
 
 def _padded_attention(plan: Plan, states: list[Tensor], weights: Tensor, dtype, window: int | None) -> list[Tensor]:
     """Output [1, T, heads, size] and gradients of attention over padded rows, each with its own copy of the prompt."""
-    width, device = plan.columns.shape[1], weights.device
+    columns_of, present_of, device = plan.columns.to(weights.device), plan.present.to(weights.device), weights.device
+    width = columns_of.shape[1]
     column = torch.arange(width, device=device)
     near = (column <= column[:, None]) & (column > column[:, None] - (window or width))
     # Every token sees itself, so that no row of scores is empty, even in padding.
-    mask = (near & plan.present[:, None] | torch.eye(width, dtype=torch.bool, device=device))[:, None]
+    mask = (near & present_of[:, None] | torch.eye(width, dtype=torch.bool, device=device))[:, None]
     # The copies of a token have equal outputs and share its weight.
-    copies = torch.bincount(plan.columns[plan.present], minlength=weights.shape[1])
+    copies = torch.bincount(plan.sources, minlength=weights.shape[1])
     shared = weights[0] / copies[:, None, None]
     total = [torch.zeros_like(part, dtype=torch.float64) for part in (weights, *states)]
     # Float64 needs a row's whole matrix of scores: one row at a time.
     for rows in torch.arange(len(mask), device=device).split(1 if dtype == torch.float64 else len(mask)):
-        columns, present = plan.columns[rows], plan.present[rows]
+        columns, present = columns_of[rows], present_of[rows]
         query, key, value = (part[0][:, columns].transpose(0, 1).to(dtype) for part in states)
         key, value = (part.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for part in (key, value))
         output = scaled_dot_product_attention(query, key, value, attn_mask=mask[rows]).transpose(1, 2)[present]

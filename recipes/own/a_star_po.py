@@ -2,7 +2,7 @@
 
 Brantley et al. 2025, Accelerating RL for LLM Reasoning with Optimal Advantage Regression, arXiv 2505.20686.
 
-    accelerate launch recipes/policy.py --algorithm recipes/own/a_star_po.py:a_star_po --reward_function mine.py:exact
+    accelerate launch recipes/online.py --algorithm recipes/own/a_star_po.py:a_star_po --reward_function mine.py:exact
 
 The data need a column `optimal_value`: `soft_value` of the rewards of 8 responses of the reference to each prompt,
 sampled once before training. The authors leave out prompts whose responses are all wrong. `mine.py` holds

@@ -2,8 +2,8 @@
 
 Qi et al. 2026, Rethinking the Trust Region in LLM Reinforcement Learning, arXiv 2602.04879.
 
-    accelerate launch recipes/policy.py --algorithm recipes/own/dppo.py:dppo_tv --reward_model REWARD_MODEL
-    accelerate launch recipes/policy.py --algorithm recipes/own/dppo.py:dppo_kl --reward_model REWARD_MODEL
+    accelerate launch recipes/online.py --algorithm recipes/own/dppo.py:dppo_tv --reward_model REWARD_MODEL
+    accelerate launch recipes/online.py --algorithm recipes/own/dppo.py:dppo_kl --reward_model REWARD_MODEL
 
 p is a token's probability and q that of the policy that sampled it, as its sampler recorded it if it did. The
 advantage, the reduction, the group and the bounds are those of the authors' example in verl.

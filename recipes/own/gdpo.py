@@ -3,7 +3,7 @@
 GDPO: Group reward-Decoupled Normalization Policy Optimization for Multi-reward RL Optimization, arXiv 2601.05242. Only
 the advantage was compared with the authors' code; surrogate, reduction and KL term are GRPO's.
 
-    accelerate launch recipes/policy.py --advantage recipes/own/gdpo.py:gdpo --reward_function mine.py:a mine.py:b
+    accelerate launch recipes/online.py --advantage recipes/own/gdpo.py:gdpo --reward_function mine.py:a mine.py:b
 """
 
 import torch

@@ -2,7 +2,7 @@
 
 Cui et al. 2025, The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models, arXiv 2505.22617.
 
-    accelerate launch recipes/policy.py --algorithm recipes/own/kl_cov.py:kl_cov --reward_model REWARD_MODEL
+    accelerate launch recipes/online.py --algorithm recipes/own/kl_cov.py:kl_cov --reward_model REWARD_MODEL
 
 The means of the covariance, and the number of penalised tokens, are those of a micro-batch: the update depends on
 `per_device_train_batch_size`.

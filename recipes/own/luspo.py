@@ -3,7 +3,7 @@
 Length-Unbiased Sequence Policy Optimization: Revealing and Controlling Response Length Variation in RLVR, arXiv
 2602.05261. The clip is the one that TRL reads in section 5.1.
 
-    accelerate launch recipes/policy.py --algorithm recipes/own/luspo.py:luspo --reward_model REWARD_MODEL
+    accelerate launch recipes/online.py --algorithm recipes/own/luspo.py:luspo --reward_model REWARD_MODEL
 """
 
 from trl_ext import policy_algorithm

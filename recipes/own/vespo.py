@@ -2,7 +2,7 @@
 
 VESPO: Variational Sequence-Level Soft Policy Optimization for Stable Off-Policy LLM Training, arXiv 2602.10693.
 
-    accelerate launch recipes/policy.py --algorithm recipes/own/vespo.py:vespo --reward_model REWARD_MODEL
+    accelerate launch recipes/online.py --algorithm recipes/own/vespo.py:vespo --reward_model REWARD_MODEL
 """
 
 import math

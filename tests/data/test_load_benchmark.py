@@ -204,7 +204,7 @@ class TestSources:
 
     def test_problems_are_no_benchmark(self, monkeypatch):
         monkeypatch.setattr(datasets, "load_dataset", lambda *_: pytest.fail("asked the hub"))
-        with pytest.raises(ValueError, match="use sft.py, expert_iteration.py or grpo_math.py"):
+        with pytest.raises(ValueError, match="use sft_math.py, expert_iteration.py or grpo_math.py"):
             load_benchmark("word_problems")
 
 

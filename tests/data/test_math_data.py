@@ -305,7 +305,7 @@ def test_a_build_gives_these_files(tmp_path):
     ],
 )
 def test_the_reward_grades_every_demonstration_as_right(flags, response, monkeypatch):
-    arguments = recipes.parse(monkeypatch, "sft", "--dataset_name=word_problems", *flags)[0]
+    arguments = recipes.parse(monkeypatch, "sft_math", "--dataset_name=word_problems", *flags)[0]
     problems = reasoning.load_problems(arguments, "train")
     demonstrations, counts = reasoning.choose_demonstrations(arguments, problems)
     assert counts == {"kept": SPLITS["train"], "of": SPLITS["train"]}

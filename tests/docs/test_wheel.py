@@ -19,7 +19,6 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.support import REPOSITORY
 from tests.support.recipes import copy_repository
 
 pytestmark = pytest.mark.slow
@@ -156,7 +155,7 @@ print(json.dumps([trl_ext.__file__, len(load_benchmark("toy")["test_gen"]), top]
 
 
 @pytest.mark.long
-def test_trains_judges_and_reports(installed):
+def test_trains_and_reports(installed):
     installed.command("train", "aot", "--config", "toy/aot.yaml", *SHORT)
     run_folder = installed.folder / "runs" / "aot-toy"
     results = json.loads((run_folder / "results.json").read_text())
@@ -165,22 +164,6 @@ def test_trains_judges_and_reports(installed):
 
     launch = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1", "--mixed_precision", "no"]
     installed(*launch, "--num_machines", "1", "--dynamo_backend", "no", "-m", "trl_ext", "train", "dpo", *SHORT)
-    assert json.loads((installed.folder / "runs" / "dpo-toy" / "results.json").read_text())["run"]["loss"] == "dpo"
-
     installed.command("report", "runs", "--out", "report.html")
     report = (installed.folder / "report.md").read_text()
     assert "aot-toy" in report and "dpo-toy" in report
-
-    # Eight of the embedded prompts, of which the ground truth judges the responses.
-    prompts = (REPOSITORY / "trl_ext" / "toy" / "data" / "test_gen.jsonl").read_text().splitlines(keepends=True)
-    (installed.folder / "prompts.jsonl").write_text("".join(prompts[:8]))
-    candidate, given = "submission/policy_generations/aot.jsonl", ["--prompts_jsonl", "prompts.jsonl"]
-    given += ["--max_new_tokens", "48"]
-    installed.command("generate", "--model", "toy", "--out", "base.jsonl", *given)
-    installed.command("generate", "--model", "runs/aot-toy", "--out", candidate, *given)
-    given += ["--base_jsonl", "base.jsonl", "--json"]
-    judged = json.loads(installed.command("judge", "--candidate", candidate, *given))
-    rate = judged["candidates"][0]["win_rate"]["half"]
-    grades = {row["method"]: row for row in json.loads(installed.command("grade", "submission", *given))["grades"]}
-    assert rate["n"] == 8 and grades["aot"]["half"] == rate
-    assert grades["dpo"]["reason"] == "missing"

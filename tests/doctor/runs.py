@@ -19,8 +19,8 @@ from datasets import Dataset
 
 import trl_ext
 from trl_ext.doctor import Report, cli
-from trl_ext.files import read_yaml
 from trl_ext.runs import RECIPES
+from trl_ext.runs.configs import read_config
 from trl_ext.toy import MODEL_DIR, score
 
 # Kind -> TRL's trainer and this library's.
@@ -164,26 +164,31 @@ DOCUMENTED = {
         *[(1e-5, {**_LORA, "beta": 0.0}), (1e-6, {"beta": 0.05, "name": "RLOO"})],
     ],
 }
-ONLINE = ("grpo", "dr_grpo", "gspo", "rloo", "remax", "policy", "ppo", "online_preference")
+ONLINE = ("grpo", "dr_grpo", "gspo", "rloo", "remax", "online", "ppo", "online_preference")
 # Configurations -> the recipes that are examined with them; a folder alone has a file for each.
 FILES = {
-    "toy": "aot dpo ipo preference kto reward_model sft rlhf_sft grpo_math " + " ".join(ONLINE),
+    "toy": "aot dpo ipo preference kto reward_model sft_math sft grpo_math " + " ".join(ONLINE),
     "wildchat": "aot dpo ipo reward_model grpo dr_grpo gspo",
-    "gpt2_hh": "dpo reward_model rlhf_sft ppo",
-    **{"smollm2/pairs": "aot dpo ipo kto", "smollm2/online": "grpo rloo", "smollm2/demonstrations": "rlhf_sft"},
-    **{"smollm2": "reward_model", "gsm8k": "sft grpo_math", "math": "sft grpo_math", "countdown": "sft grpo_math"},
+    "gpt2_hh": "dpo reward_model sft ppo",
+    **{"smollm2/pairs": "aot dpo ipo kto", "smollm2/online": "grpo rloo", "smollm2/demonstrations": "sft"},
+    **{
+        "smollm2": "reward_model",
+        "gsm8k": "sft_math grpo_math",
+        "math": "sft_math grpo_math",
+        "countdown": "sft_math grpo_math",
+    },
 }
 # The size of the models that a folder's files are for.
 SIZES = {"smollm2": 135e6, "wildchat": 1.5e9, "gpt2_hh": 124e6, "gsm8k": 1.5e9, "math": 1.5e9, "countdown": 3e9}
 # A processor takes minutes for the batches that these files are for.
 _MATH = "--prompt_template chat --reward r1_zero "
-_SMALLER = {"sft": _MATH, "grpo_math": _MATH + "--rollout_batch_size 32 --train_batch_size 32 --use_vllm false "}
+_SMALLER = {"sft_math": _MATH, "grpo_math": _MATH + "--rollout_batch_size 32 --train_batch_size 32 --use_vllm false "}
 _SMALLER["grpo_math"] += "--max_completion_length 48 --num_validation_prompts 100"
 
 
 def recipe_report(recipe: str, file: str) -> Report:
     """Examine a recipe under one of its files, on the embedded data, and on the stand-in if the model is not toy."""
-    size, config = SIZES.get(file.partition("/")[0]), read_yaml(RECIPES / "configs" / f"{file}.yaml")
+    size, config = SIZES.get(file.partition("/")[0]), read_config(RECIPES / "configs" / f"{file}.yaml")
     # Only an earlier run would have trained these models.
     config.pop("reward_model", None)
     if "value_model_name_or_path" in config:

@@ -18,7 +18,7 @@ from trl_ext.resilience.checkpoints import MARKER
 
 CONFIGS = recipes.RECIPES / "configs" / "compare"
 # What each method adds to the score of a prompt.
-QUALITY = {"dpo": 0.0, "ipo": 0.0, "aot": 0.0, "grpo": 0.1, "sft": 0.0, "grpo_math": 0.3}
+QUALITY = {"dpo": 0.0, "ipo": 0.0, "aot": 0.0, "grpo": 0.1, "sft_math": 0.0, "grpo_math": 0.3}
 PROMPTS, OUTCOMES = 40, ("candidate", "tie", "base", "tie")
 
 
@@ -35,7 +35,7 @@ def score(recipe: str, prompt: int, seed: str) -> float:
 @pytest.fixture
 def compare(monkeypatch, tmp_path):
     """The recipe's module, whose runs write made-up scores; `calls` has the script and the arguments of each."""
-    from trl_ext.runs.studies import compare, processes
+    from trl_ext.studies import processes, study
 
     monkeypatch.chdir(tmp_path)
     calls = []
@@ -51,7 +51,7 @@ def compare(monkeypatch, tmp_path):
         return 0
 
     monkeypatch.setattr(processes, "run_or_stop", run)
-    return SimpleNamespace(module=compare, calls=calls, main=lambda *words: compare.main([*words]))
+    return SimpleNamespace(module=study, calls=calls, main=lambda *words: study.main([*words]))
 
 
 def fake_run(recipe: str, folder: Path, given: dict, **about) -> None:
@@ -62,7 +62,7 @@ def fake_run(recipe: str, folder: Path, given: dict, **about) -> None:
     (folder / "config.yaml").write_text("per_device_train_batch_size: 20\ngradient_accumulation_steps: 2\n")
     if recipe == "reward_model":
         return
-    named, default = ("eval_split", "test") if recipe in ("sft", "grpo_math") else ("prompt_split", "test_gen")
+    named, default = ("eval_split", "test") if recipe in ("sft_math", "grpo_math") else ("prompt_split", "test_gen")
     split = given.get(named, default)
     rows = [{"row_id": f"{split}-{prompt}", "prompt_text": "p", "response_text": "r"} for prompt in range(PROMPTS)]
     for prompt, row in enumerate(rows):
@@ -215,7 +215,11 @@ def test_the_slurm_script_has_a_job_for_each_seed(compare, capsys):
     ("words", "content", "expected"),
     [
         (["--methods", "dpi"], None, "no method 'dpi'; did you mean 'dpo'?"),
-        (["--methods", "sft,dpo"], None, "sft is evaluated on problems with known answers and dpo on prompts"),
+        (
+            ["--methods", "sft_math,dpo"],
+            None,
+            "sft_math is evaluated on problems with known answers and dpo on prompts",
+        ),
         (["--config", "file.yaml", "--methods", "mne"], {"methods": {"mine": {"recipe": "dpo"}}}, "mean 'mine'?"),
         (["--methods", "dpo", "--baseline", "ipo"], None, "the baseline 'ipo' is not among the methods: dpo"),
         (["--methods", "dpo", "--seeds", "0-x"], None, "--seeds 0-x: give numbers from 0"),
@@ -250,7 +254,7 @@ def test_prompts_without_a_judge_need_a_metric(compare, capsys):
 @pytest.mark.slow
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_run_of_the_files_has_arguments_that_its_recipe_takes(path, compare, monkeypatch):
-    plan = compare.module.read_plan(compare.module._parse(["--config", str(path), "--seeds", "3"]))
-    for run in compare.module.planned_runs(plan):
+    study = compare.module.read_study(compare.module.parse(["--config", str(path), "--seeds", "3"]))
+    for run in study.runs(study.seeds):
         arguments, _, training = recipes.parse(monkeypatch, run.recipe, *run.flags())
         assert training.seed == 3

@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import json
-import os
 import re
-import shutil
-import signal
-import subprocess
-import sys
-from contextlib import redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,15 +14,14 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.support import recipes
-from tests.support.recipes import check_figures, read, refused, wait_until
+from tests.support.recipes import check_figures, read, refused
 from tests.support.train_once import in_processes
 from tests.support.trl_private import logged_metrics, score_rollout
 from trl_ext import PolicyConfig, PolicyTrainer
 from trl_ext.data.math import load_math
-from trl_ext.evaluation.reasoning import category_of, grader
-from trl_ext.evaluation.report import write_report
 from trl_ext.resilience.checkpoints import MARKER, is_complete
 from trl_ext.rewards import verified_reward
+from trl_ext.rewards.verified import category_of, grader
 from trl_ext.runs import reasoning
 from trl_ext.runs.folder import config_text
 from trl_ext.toy import MODEL_DIR
@@ -202,110 +194,6 @@ def test_the_default_run_improves(tmp_path):
     assert results["score"]["gain"]["low"] > 0.2
 
 
-# ---- The recipe that evaluates ----
-
-
-SHORT_EVALUATION = ["--num_eval_prompts=10", "--generation_eval_batch_size=4", "--save_every=8"]
-FILES = {"config.yaml", "generations.jsonl", "results.json"}
-
-
-@pytest.fixture(scope="module")
-def evaluated(tmp_path_factory) -> Path:
-    """A folder with a short evaluation, uninterrupted, and `printed.txt`, what it printed."""
-    folder = tmp_path_factory.mktemp("evaluated")
-    with pytest.MonkeyPatch.context() as monkeypatch, redirect_stdout(io.StringIO()) as printed:
-        monkeypatch.chdir(folder)
-        recipes.run(monkeypatch, "evaluate_math", *SHORT_EVALUATION, "--output_dir", "straight")
-    (folder / "printed.txt").write_text(printed.getvalue())
-    return folder
-
-
-@pytest.fixture
-def straight(evaluated, monkeypatch, tmp_path) -> Path:
-    """A copy of the evaluation that a test may change, in the working directory."""
-    shutil.copytree(evaluated, tmp_path, dirs_exist_ok=True)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path / "straight"
-
-
-def test_what_it_leaves(straight, tmp_path):
-    assert {path.name for path in straight.iterdir()} == FILES
-    rows, results = read(straight, "generations.jsonl"), read(straight, "results.json")
-    problems = load_math("toy", "test")[:10]
-    wanted = [(row["row_id"], sample) for row in problems for sample in range(4)]
-    assert [(row["row_id"], row["sample"]) for row in rows] == wanted
-    truths = {row["row_id"]: row for row in problems}
-    rewards = [grader()(row["response_text"], truths[row["row_id"]]) for row in rows]
-    summary = results["reasoning"]
-    assert [row["reward"] for row in rows] == [reward["reward"] for reward in rewards]
-    assert summary["accuracy"]["mean"] == pytest.approx(sum(row["answer_reward"] for row in rewards) / 40)
-    assert summary["categories"]["wrong_format"] == sum(reward["format_reward"] == 0 for reward in rewards)
-    # pass@4 is the share of problems with any correct one.
-    solved = sum(any(row["reward"] for row in rows[start : start + 4]) for start in range(0, 40, 4))
-    assert summary["pass_at"]["4"]["mean"] == pytest.approx(solved / 10)
-    assert set(summary["pass_at"]) == set(summary["maj_at"]) == {"1", "2", "4"}
-    assert results["run"]["sampling"]["stop"] == ["</answer>"]
-    assert results["score"] == {"policy": summary["accuracy"]["mean"]}
-    printed = (tmp_path / "printed.txt").read_text()
-    for text in ("wrong answer", "accuracy", "pass@4", "maj@4", "10 problems, responses to each: 4"):
-        assert text in printed
-    summary = write_report([straight], tmp_path / "report.html")
-    assert len(summary["policies"]) == 1 and not summary["problems"] and not summary["incomplete"]
-
-
-@pytest.mark.parametrize("cut", [1, 2000])
-def test_an_interrupted_evaluation_goes_on(cut, straight, monkeypatch, tmp_path, capsys):
-    broken = tmp_path / "broken"
-    broken.mkdir()
-    (broken / "config.yaml").write_text((straight / "config.yaml").read_text().replace("straight", "broken"))
-    (broken / "generations.jsonl").write_bytes((straight / "generations.jsonl").read_bytes()[:-cut])
-    recipes.run(monkeypatch, "evaluate_math", *SHORT_EVALUATION, "--output_dir", "broken")
-    assert "going on in broken" in capsys.readouterr().out
-    assert (broken / "generations.jsonl").read_bytes() == (straight / "generations.jsonl").read_bytes()
-    assert read(broken, "results.json")["reasoning"] == read(straight, "results.json")["reasoning"]
-
-
-@pytest.mark.long
-def test_a_kill_loses_what_was_not_saved_and_no_more(tmp_path, monkeypatch):
-    """SIGKILL at some moment behind the first save, then the same command: the file of an uninterrupted run."""
-    arguments = ["--num_eval_prompts=30", "--samples_per_prompt=8", "--generation_eval_batch_size=4", "--save_every=8"]
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "start_new_session": True}
-    command = recipes.launch_command("evaluate_math", *arguments)
-    process = subprocess.Popen(command, cwd=tmp_path, env=recipes.environment(), **quiet)
-    run = tmp_path / "runs" / "evaluate-math-toy"
-    rows = run / "generations.jsonl"
-    wait_until(lambda: rows.exists() and rows.stat().st_size, process, seconds=180)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait(60)
-    assert rows.stat().st_size and not (run / "results.json").exists(), "it was killed too early, or too late"
-    saved = rows.read_bytes()
-    done = recipes.launch("evaluate_math", *arguments, folder=tmp_path)
-    assert "going on" in done.stdout
-    whole = saved.splitlines(keepends=True)
-    whole = b"".join(whole[: len(whole) // 8 * 8])
-    assert rows.read_bytes().startswith(whole)
-    monkeypatch.chdir(tmp_path)
-    recipes.run(monkeypatch, "evaluate_math", *arguments, "--output_dir", "straight")
-    assert (tmp_path / "straight" / "generations.jsonl").read_bytes() == rows.read_bytes()
-
-
-def test_a_folder_is_of_one_evaluation(straight, monkeypatch, capsys):
-    again = ["--output_dir", "straight"]
-    message = refused(monkeypatch, capsys, "evaluate_math", *SHORT_EVALUATION, *again)
-    assert "holds a finished evaluation with the same settings" in message
-    (straight / "results.json").unlink()
-    message = refused(monkeypatch, capsys, "evaluate_math", *SHORT_EVALUATION, *again, "--seed", "7")
-    assert "unfinished evaluation whose seed was 42, now 7" in message
-    recipes.run(monkeypatch, "evaluate_math", *SHORT_EVALUATION, *again, "--seed", "7", "--overwrite_output_dir")
-    assert read(straight, "results.json")["run"]["seed"] == 7
-
-
-def test_vllm_that_is_not_installed(monkeypatch, capsys, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(sys.modules, "vllm", None)
-    assert "pip install 'trl_ext[vllm]'" in refused(monkeypatch, capsys, "evaluate_math", "--use_vllm", "true")
-
-
 # ---- SFT ----
 
 
@@ -316,7 +204,7 @@ SHORT_SFT += ["--save_steps=3", "--save_total_limit=3", "--logging_steps=1", "--
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("sft")
-    recipes.launch("sft", *SHORT_SFT, folder=folder)
+    recipes.launch("sft_math", *SHORT_SFT, folder=folder)
     return folder
 
 
@@ -349,7 +237,7 @@ def test_rows_are_graded_and_beside_the_base(finished):
 @pytest.mark.long
 def test_a_run_of_the_defaults_learns_to_add(tmp_path):
     """Sampled accuracy from about 0.17 to at least 0.6, and an interval of the paired difference clear of zero."""
-    recipes.launch("sft", folder=tmp_path)
+    recipes.launch("sft_math", folder=tmp_path)
     results = read(tmp_path / "runs" / "sft-toy", "results.json")
     assert results["score"]["base"] < 0.25 and results["score"]["policy"] > 0.6
     assert results["score"]["gain"]["low"] > 0.4
@@ -360,7 +248,7 @@ def test_a_run_of_the_defaults_learns_to_add(tmp_path):
 def test_several_processes(finished, tmp_path):
     """Two processes divide the evaluation: the base's greedy responses are those that one process finds."""
     arguments = [*SHORT_SFT, "--per_device_train_batch_size=16", "--use_cpu=true"]
-    in_processes(2, str(recipes.RECIPES / "sft.py"), *arguments, cwd=tmp_path)
+    in_processes(2, str(recipes.RECIPES / "sft_math.py"), *arguments, cwd=tmp_path)
     run, alone = (folder / "runs" / "sft-toy" for folder in (tmp_path, finished))
     assert read(run, "results.json")["run"]["processes"] == 2
     assert len(read(run, "generations.jsonl")) == 16
@@ -375,7 +263,7 @@ class TestChoosingDemonstrations:
 
     @staticmethod
     def choose(monkeypatch, *arguments: str):
-        parsed = recipes.parse(monkeypatch, "sft", *arguments)[0]
+        parsed = recipes.parse(monkeypatch, "sft_math", *arguments)[0]
         rows, counts = reasoning.choose_demonstrations(parsed, reasoning.load_problems(parsed, parsed.train_split))
         return rows.to_list(), counts
 
@@ -407,11 +295,11 @@ def test_a_folder_without_a_whole_checkpoint_says_how_to_begin_anew(left, monkey
         (tmp_path / "run" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "run" / name).write_text("{}\n")
     names = ", ".join(Path(name).parts[0] for name in left)
-    said = refused(monkeypatch, capsys, "sft", "--output_dir=run")
+    said = refused(monkeypatch, capsys, "sft_math", "--output_dir=run")
     assert f"({names})" in said and "--overwrite_output_dir" in said and "--resume_from_checkpoint" not in said
-    said = refused(monkeypatch, capsys, "sft", "--output_dir=run", "--resume_from_checkpoint")
+    said = refused(monkeypatch, capsys, "sft_math", "--output_dir=run", "--resume_from_checkpoint")
     assert f"no checkpoint to resume, only {names}" in said and "--overwrite_output_dir" in said
     # With a complete checkpoint, resuming is one of the ways.
     (tmp_path / "run" / "checkpoint-1").mkdir()
     (tmp_path / "run" / "checkpoint-1" / MARKER).touch()
-    assert "resume it with --resume_from_checkpoint" in refused(monkeypatch, capsys, "sft", "--output_dir=run")
+    assert "resume it with --resume_from_checkpoint" in refused(monkeypatch, capsys, "sft_math", "--output_dir=run")

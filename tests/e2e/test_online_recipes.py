@@ -125,7 +125,7 @@ def test_rollouts_are_counted_as_they_were_made(args, prompts, rollouts, tiny_mo
     trainer = build(spec, str(tmp_path / "run"), reward_funcs=reward)
     trainer.train()
     assert len(calls) == rollouts
-    described = online.describe_online(trainer, online.OnlineArguments())
+    described = online.describe_online(trainer, online.RewardSources())
     assert (described["rollouts"], described["sampled_responses"]) == (rollouts, sum(calls))
 
 
@@ -137,7 +137,7 @@ def test_rollouts_before_a_resumed_run_are_counted(tiny_model_path, tmp_path):
     build(spec, str(tmp_path / "run")).train()
     trainer = build(spec, str(tmp_path / "run"))
     trainer.train(resume_from_checkpoint=str((tmp_path / "run" / "checkpoint-3").rename(tmp_path / "kept")))
-    described = online.describe_online(trainer, online.OnlineArguments())
+    described = online.describe_online(trainer, online.RewardSources())
     assert (described["rollouts"], described["sampled_responses"]) == (8, 16 * 8)
 
 
@@ -235,7 +235,7 @@ def test_the_recipe_and_a_round_trip_through_fine_tuning(known, tmp_path, monkey
     options = [*SHORT, "--reward_function", known, "--prompt_split", "train_gen", "--keep", "best"]
     recipes.run(monkeypatch, "best_of_n", *options, "--output_dir", "straight")
     folder = tmp_path / "straight"
-    results, samples = read(folder, "results.json"), read(folder, "samples.jsonl")
+    results, samples = read(folder, "results.json"), read(folder, "responses.jsonl")
     prompts = load_benchmark("toy")["train_gen"].select(range(12))
     wanted = [(row_id, sample) for row_id in prompts["row_id"] for sample in range(4)]
     assert [(row["row_id"], row["sample"]) for row in samples] == wanted
@@ -263,7 +263,7 @@ def test_the_recipe_and_a_round_trip_through_fine_tuning(known, tmp_path, monkey
     assert [row["completion"][0]["content"] for row in demonstrations] == [row["response_text"] for row in kept]
     short = ["--max_steps=6", "--learning_rate=1e-3", f"--per_device_train_batch_size={len(kept)}"]
     short += ["--logging_steps=1", "--prompt_split=none", "--eval_split=none", "--save_strategy=no"]
-    recipes.run(monkeypatch, "rlhf_sft", "--demonstrations=straight/sft.jsonl", "--output_dir=tuned", *short)
+    recipes.run(monkeypatch, "sft", "--demonstrations=straight/sft.jsonl", "--output_dir=tuned", *short)
     losses = [row["loss"] for row in read(tmp_path / "tuned", "metrics.jsonl") if "loss" in row]
     assert losses[-1] < 0.7 * losses[0]
 
@@ -278,7 +278,7 @@ def test_a_file_of_prompts_needs_no_split_named(tmp_path, monkeypatch):
     short = ["--n", "1", "2", "--max_new_tokens", "4", "--use_cpu=true", "--output_dir", "run"]
     rewarded = ["--reward_function", "long.py:long", "--missing_eos_penalty", "9"]
     recipes.run(monkeypatch, "best_of_n", *short, "--dataset_name", "prompts.jsonl", *rewarded)
-    samples = read(tmp_path / "run", "samples.jsonl")
+    samples = read(tmp_path / "run", "responses.jsonl")
     assert not all(row["finished"] for row in samples)
     for row in samples:
         assert row["reward"] == row["generated_num_tokens"] - 9 * (not row["finished"])
@@ -290,8 +290,8 @@ def test_the_configuration_of_part_two(monkeypatch):
     """With the settings of the course's search over decoding."""
     path = recipes.RECIPES / "configs" / "wildchat" / "part2" / "best_of_n.yaml"
     flags = ["--n", "1", "--temperature", "0.5", "--top_p", "0.9", "--repetition_penalty", "1.1"]
-    arguments, model = recipes.parse(monkeypatch, "best_of_n", "--config", str(path), *flags)
-    assert arguments.judge == "none" and model.model_name_or_path == "Qwen/Qwen2.5-1.5B-Instruct"
+    (arguments,) = recipes.parse(monkeypatch, "best_of_n", "--config", str(path), *flags)
+    assert arguments.judge == "none" and arguments.model_name_or_path == "Qwen/Qwen2.5-1.5B-Instruct"
     settings = arguments.settings()
     assert (settings.max_prompt_tokens, settings.max_new_tokens) == (700, 256)
     assert (settings.temperature, settings.top_p, settings.repetition_penalty) == (0.5, 0.9, 1.1)

@@ -32,8 +32,8 @@ from tests.support.public_evaluation import (
 from tests.support.refusals import assert_one_line
 from tests.support.reward_adapters import save_full_model
 from tests.support.tiny import save_tiny_model, token_log_probs
-from trl_ext import rollouts
 from trl_ext.rewards import RewardModel
+from trl_ext.rollouts import generation
 
 MIXED = {"win": 5, "tie": 3, "loss": 2}
 
@@ -96,7 +96,7 @@ def test_from_models_to_the_archive(run, result, course, tmp_path, tiny_model_pa
     line = one_line_error(run(*pack))
     assert "submission.zip exists: choose another --out, or replace it with --overwrite" in line
     # Other settings do not overwrite, and say so.
-    assert "made with max_new_tokens 4, not with max_new_tokens 5" in one_line_error(run(*generate, "5"))
+    assert "made with max_new_tokens 4, not 5" in one_line_error(run(*generate, "5"))
 
 
 OPENAI = ["--judge", "openai", "--model", "gpt-5.4"]
@@ -115,7 +115,7 @@ REFUSALS = [
     (["tournament", "no.jsonl"], ["no file no.jsonl", "python -m public_eval.generate --model"]),
     (["stages", "base=toy", "sft=./nowhere"], ["no model folder './nowhere'"]),
     (["stages", "toy"], ["'toy'", "name=folder"]),
-    (["stages", "base=toy", "base=toy"], ["'base' is given twice"]),
+    (["stages", "base=toy", "base=toy"], ["'base=toy'", "give each model once"]),
     (["stages", "base=toy", "--reference", "sft"], ["reference 'sft'", "base"]),
     (["stages", "base=toy", "--temperature", "-1"], ["temperature", "not be negative", "-1.0"]),
     ([*CANDIDATE, "a/aot.jsonl"], ["two files are called aot"]),
@@ -185,7 +185,7 @@ class TestJudge:
         assert len(verdicts) == 20
         assert [row["outcome"] for row in verdicts[:10]] == ["candidate"] * 5 + ["tie"] * 3 + ["base"] * 2
         out = run("judge", "--candidate", first, *course["judging"])[1]
-        assert "0.714  [0.359, 0.918]  n 7" in out and "0.650" in out and "position bias  length bias" in out
+        assert "0.714 [0.359, 0.918]  n 7" in out and "0.650" in out and "position bias  length bias" in out
         # Seven rows are asked about in both orders; the three ties are identical texts.
         assert out.endswith("14 verdicts (equal responses need none), 0 errors; this judge costs nothing\n")
 
@@ -325,7 +325,7 @@ class TestGrade:
         for method, words in {
             "aot": ["PASS", "0.800", "0.72"],
             "reward_model": ["PASS", "0.750"],
-            "ipo": ["PASS", "0.714  [0.359, 0.918]  n 7 of 10"],
+            "ipo": ["PASS", "0.714 [0.359, 0.918]  n 7 of 10"],
             "dpo": ["FAIL", "2 bad rows"],
             "gspo": ["FAIL", "missing"],
         }.items():
@@ -395,7 +395,7 @@ class TestTournament:
         code, out, _ = run("tournament", policy("good", win=8, tie=2), *course["judging"], "--out", "t")
         assert code == 0 and out.splitlines()[2].split()[:2] == ["good", "1382"]
         # Nine points of ten, with an interval.
-        assert re.search(r"0\.900  \[0\.\d{3}, \d\.\d{3}\]$", out.splitlines()[2])
+        assert re.search(r"0\.900 \[0\.\d{3}, \d\.\d{3}\]$", out.splitlines()[2])
         saved = json.loads((tmp_path / "t" / "tournament.json").read_text())
         assert saved["ratings"][0]["name"] == "good"
         assert out.split("column")[1].splitlines()[4].split() == ["good", "-", "0.900"]
@@ -417,13 +417,13 @@ class TestCompareStages:
 
     def test_figures_recomputed(self, result, course, models, tmp_path, monkeypatch):
         """Reward and length anew from the samples, and KL from the tokens, one row at a time and without padding."""
-        original, generations = rollouts.generate_responses, []
+        original, generations = generation.generate_responses, []
 
         def remember(*arguments, **keywords):
             generations.extend(original(*arguments, **keywords))
             return generations[-10:]
 
-        monkeypatch.setattr(rollouts, "generate_responses", remember)
+        monkeypatch.setattr(generation, "generate_responses", remember)
         reward_model = save_full_model(models["base"], tmp_path / "reward")
         named = [f"{name}={path}" for name, path in models.items()]
         options = ("--reward_model", reward_model, "--max_new_tokens", "5", "--out", "stages")
@@ -431,7 +431,7 @@ class TestCompareStages:
         assert json.loads((tmp_path / "stages" / "comparison.json").read_text()) == found
         base, ppo = found["models"]
         assert (base["kl"], base["kl_note"]) == (None, "the reference itself")
-        samples = read_rows(tmp_path / "stages" / "samples_ppo.jsonl")
+        samples = read_rows(tmp_path / "stages" / "responses_ppo.jsonl")
         assert len(samples) == ppo["n"] == 10
         lengths = torch.tensor([float(row["generated_num_tokens"]) for row in samples])
         messages = [[{"role": "user", "content": row["prompt_text"]}] for row in samples]
@@ -442,10 +442,10 @@ class TestCompareStages:
                 assert ppo[name][key] == pytest.approx(float(expected), abs=1e-5)
         own, reference = (AutoModelForCausalLM.from_pretrained(models[name]).double() for name in ("ppo", "base"))
         totals = {"k1": [], "k3": []}
-        for generation in generations[10:]:
-            chosen = torch.tensor(generation.response_ids)[:, None]
+        for one in generations[10:]:
+            chosen = torch.tensor(one.response_ids)[:, None]
             with torch.no_grad():
-                ids = generation.prompt_ids, generation.response_ids
+                ids = one.prompt_ids, one.response_ids
                 p, q = (token_log_probs(model, *ids).gather(1, chosen) for model in (own, reference))
             totals["k1"].append(float((p - q).sum()))
             totals["k3"].append(float((torch.exp(q - p) - 1 - (q - p)).sum()))

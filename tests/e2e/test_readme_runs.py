@@ -25,8 +25,9 @@ NOT_RUN = {
     "pip install ": "installs; tests/docs/test_wheel.py does that",
     "python recipes/one_file/": "trains for a minute; tests/invariants/test_one_file.py runs its steps",
     "python recipes/own/": "trains for minutes; tests/algorithms/test_own_recipes.py runs its update",
-    "accelerate launch recipes/aot.py --config recipes/configs/wildchat/": "needs the course's data and Qwen",
-    "accelerate launch --config_file accelerate_configs/multi_gpu.yaml": "needs GPUs",
+    "python recipes/dr_grpo.py --config recipes/configs/smollm2/": "needs the weights of smollm2",
+    "python recipes/sft_math.py --config recipes/configs/smollm2/": "the same",
+    "python recipes/grpo_math.py --config recipes/configs/smollm2/": "the same",
 }
 STEPS = "--max_steps 2 --per_device_train_batch_size 4"
 SHORT = f"{STEPS} --num_eval_prompts 4 --generation_eval_every 0 --eval_strategy no --save_strategy no"
@@ -35,14 +36,13 @@ ROLLOUT = "--generation_batch_size 8 --max_completion_length 16"
 FLAGS = {
     "trl-ext train --list": "",
     "expert_iteration": "--n_steps 1 --questions_per_step 32 --num_validation_prompts 4 --num_eval_prompts 8",
-    "evaluate_math": "--num_eval_prompts 8",
     "best_of_n": "--num_prompts 4 --n 1 2",
-    "sft": f"{STEPS} --num_eval_prompts 8 --generation_eval_every 0 --num_examples 64 --save_strategy no",
+    "sft_math": f"{STEPS} --num_eval_prompts 8 --generation_eval_every 0 --num_examples 64 --save_strategy no",
     "grpo_math": "--max_steps 2 --num_validation_prompts 4 --num_eval_prompts 8 --save_strategy no",
     "reward_model": f"{STEPS} --eval_steps 2 --save_steps 2",
     "ppo": f"{SHORT} {ROLLOUT}",
     "online_preference": f"{SHORT} --generation_batch_size 8",
-    "policy": f"{SHORT} --generation_batch_size 16 --max_completion_length 16",
+    "online": f"{SHORT} --generation_batch_size 16 --max_completion_length 16",
     **dict.fromkeys(("grpo", "rloo"), f"{SHORT} {ROLLOUT}"),
     **dict.fromkeys(("aot", "dpo", "ipo", "preference", "kto"), SHORT),
     "public_eval.generate": "",

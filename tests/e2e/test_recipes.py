@@ -34,7 +34,7 @@ from trl_ext.evaluation.reporting.curves import panels
 from trl_ext.evaluation.reporting.runs import find_runs
 from trl_ext.resilience.checkpoints import MARKER
 from trl_ext.rewards import RewardModel
-from trl_ext.runs.arguments import toy_config
+from trl_ext.runs.configs import toy_config
 from trl_ext.toy import score
 
 
@@ -151,13 +151,13 @@ RECIPES = {
     "aot": SHORT_PREFERENCE,
     "kto": SHORT_PREFERENCE,
     "reward_model": ["--max_steps=4", "--eval_steps=2", "--save_steps=2", "--logging_steps=1", "--disable_tqdm=true"],
-    "rlhf_sft": [*EVALUATED, "--generation_eval_every=2", "--num_generation_prompts=4"],
+    "sft": [*EVALUATED, "--generation_eval_every=2", "--num_generation_prompts=4"],
     "gspo": REWARDED,
     # The running mean of the rewards is resumed with the run.
     "dr_grpo": [*REWARDED, '--reward_shaping=["center", {"kind": "clip", "limit": 0.25}]'],
     "ppo": [*REWARDED, "--num_generations=1", "--generation_batch_size=8", "--num_iterations=1"],
     "online_preference": REWARDED,
-    "sft": [*EVALUATED, "--generation_eval_every=2", "--num_generation_prompts=4"],
+    "sft_math": [*EVALUATED, "--generation_eval_every=2", "--num_generation_prompts=4"],
     "online_preference_replay": [*REWARDED, f"--config={toy_config('online_preference_replay')}"],
     "grpo_math": [*EVALUATED, "--rollout_batch_size=8", "--train_batch_size=8", "--per_device_train_batch_size=8"]
     + ["--group_size=4", "--eval_every=2", "--num_validation_prompts=4"],
@@ -304,7 +304,7 @@ TWO_STEPS += ["--max_steps=2", "--warmup_steps=0", "--num_eval_prompts=2", "--sa
 TWO_STEPS += ["--logging_steps=1", "--disable_tqdm=true", "--generation_eval_every=0", "--max_new_tokens=8"]
 PAIRS = ["--dataset_name=instructions", "--max_prompt_tokens=48", "--max_response_tokens=24", "--eval_split=none"]
 PROBLEMS = ["--dataset_name=word_problems", "--num_examples=6"]
-PRETRAINED = {"aot": PAIRS, "dpo": [*PAIRS, "--dtype=float32"], "sft": PROBLEMS}
+PRETRAINED = {"aot": PAIRS, "dpo": [*PAIRS, "--dtype=float32"], "sft_math": PROBLEMS}
 
 
 @pytest.mark.long
@@ -320,7 +320,7 @@ def test_two_steps(recipe, tmp_path, monkeypatch):
     assert all(math.isfinite(row["loss"]) and 0 < row["grad_norm"] < math.inf for row in steps)
     assert len(read(run, "generations.jsonl")) == 2
     check_figures(run, results)
-    if recipe != "sft":
+    if recipe != "sft_math":
         assert steps[0]["loss"] == pytest.approx(math.log(2), abs=1e-3) and results["kl"]["mean"] > 0
 
 

@@ -26,9 +26,8 @@ from trl_ext.data.formats import main as convert
 from trl_ext.evaluation.submissions.assets import load_prompts
 from trl_ext.runs.offline import demonstrations, shared_prompts
 from trl_ext.runs.reward import training_pairs
-from trl_ext.runs.studies import pipeline_evaluation, pipeline_report, processes
-from trl_ext.runs.studies.pipeline_evaluation import find_adversarial
-from trl_ext.runs.studies.pipeline_report import pareto_points
+from trl_ext.studies import pipeline, processes
+from trl_ext.studies.pipeline import find_adversarial, pareto_points
 from trl_ext.toy import score
 from trl_ext.toy.prompts import parse
 
@@ -43,9 +42,9 @@ class Recipe:
     def __init__(self, monkeypatch):
         self.monkeypatch, self.calls, self.failing = monkeypatch, {}, set()
         monkeypatch.setattr(processes, "run_or_stop", self._stage)
-        monkeypatch.setattr(pipeline_evaluation, "evaluate_pipeline", lambda given, pipeline: {})
-        monkeypatch.setattr(pipeline_report, "write_pipeline_report", lambda *_: ["report.html"])
-        monkeypatch.setattr(pipeline_report, "print_tables", lambda summary: None)
+        monkeypatch.setattr(pipeline, "evaluate_pipeline", lambda given, pipeline: {})
+        monkeypatch.setattr(pipeline, "write_pipeline_report", lambda *_: ["report.html"])
+        monkeypatch.setattr(pipeline, "print_tables", lambda summary: None)
 
     def _stage(self, command):
         given = flags(command)
@@ -81,7 +80,7 @@ def test_the_stages_in_order_and_what_each_is_given(recipe):
     assert recipe.main() == 0
     assert list(recipe.calls) == STAGES
     calls = recipe.calls
-    recipes_of = ["rlhf_sft", "reward_model", "reward_model", "ppo", "ppo", "grpo", "dpo"]
+    recipes_of = ["sft", "reward_model", "reward_model", "ppo", "ppo", "grpo", "dpo"]
     assert [calls[name]["recipe"] for name in STAGES] == recipes_of
     assert calls["sft"]["model_name_or_path"] == "toy"
     assert {calls[name]["model_name_or_path"] for name in STAGES[1:]} == {"runs/rlhf/sft"}
@@ -139,11 +138,9 @@ def test_a_stage_with_other_settings_is_refused(recipe, capsys, tmp_path):
     assert "runs/rlhf/sft was run with learning_rate 0.001, and now it is 0.5: take that back" in said
     assert recipe.main("--seed", "1") == 2 and "sft was run with seed 0, and now it is 1" in capsys.readouterr().err
     # A setting within a stage's configuration file is one, too.
-    configs = tmp_path / "configs"
-    configs.mkdir()
-    for name in ("rlhf_sft", "reward_model", "ppo", "grpo", "dpo"):
-        text = (TOY.parent / f"{name}.yaml").read_text()
-        (configs / f"{name}.yaml").write_text(text.replace("beta: 0.1", "beta: 0.2"))
+    shutil.copytree(TOY.parent, tmp_path / "configs")
+    path = tmp_path / "configs" / "dpo.yaml"
+    path.write_text(path.read_text().replace("beta: 0.1", "beta: 0.2"))
     assert recipe.main("--configs", "configs") == 2
     assert "runs/rlhf/dpo was run with beta 0.1, and now it is 0.2" in capsys.readouterr().err
     # Where the first stage was made anew, those after it are of another model.
@@ -158,11 +155,13 @@ def test_a_stage_with_other_settings_is_refused(recipe, capsys, tmp_path):
     [
         (["--policy_methods", "ppo,dpoo"], "no method 'dpoo'; did you mean 'dpo'?"),
         (["--policy_methods", "dpo:weak"], "'dpo:weak': only :weak may follow, only a method with rewards"),
-        (["--policy_methods", "ppo,ppo"], "'ppo' is named twice"),
+        (["--policy_methods", "ppo,ppo"], "each once"),
+        (["--stages", "sft,policy"], "no stage 'policy'; did you mean 'policies'?"),
+        (["--stages", "policies"], "the stage sft is not finished, and --stages policies leaves it out"),
         (["--policy_methods", "ppo:weak", "--weak_reward_model", "{}"], "only beside weak_reward_model"),
         (["--policy", '{"output_dir": "x"}'], "output_dir is set by the study"),
         (["--sft", '{"learning_rat": 1}'], "unknown flag --learning_rat"),
-        (["--configs", "nowhere"], "no configuration nowhere/rlhf_sft.yaml"),
+        (["--configs", "nowhere"], "no configuration nowhere/sft.yaml"),
         (["--eval_split", "nope"], "toy has no split 'nope', only train_prefs"),
         (["--adversarial_prompts", "nope.jsonl"], "no file --adversarial_prompts nope.jsonl"),
         (["--adversarial_prompts", "plain.jsonl"], "plain.jsonl, row_id plain:1: every adversarial prompt must say"),
@@ -235,7 +234,7 @@ def check_outputs(out: Path, models: list[str]) -> None:
         truths = [score(s["prompt_text"], s["response_text"], finished=s["finished"]) for s in samples]
         assert row["true_score"]["mean"] == pytest.approx(sum(truths) / 8)
         assert (row["kl"] is None) == (row["name"] == "sft")
-        assert f"| {row['name']} | 8 | {row['rewards']['reward_model']['mean']:.2f} [" in report
+        assert f"| {row['name']} | 8 | {row['rewards']['reward_model']['mean']:.3f} [" in report
     graded = [name for name, rows in adversarial["families"].items() if rows[0]["true_score"] is not None]
     assert graded == ["length_hack", "long"] and len(adversarial["families"]) == 5
     # One sample of each family is shown.
@@ -303,7 +302,7 @@ def test_the_front_of_reward_against_kl():
 
     models = [model("base", 0.3, 9, 9), model("sft", 0, 0.5, 0.5), model("b", 2, 0.9, 0.2), model("a", 1, 1.0, 0.4)]
     points = pareto_points(models, "r")
-    assert [(p["run"], p["kl"]["value"], p["on_front"]) for p in points] == [("sft", 0, 1), ("a", 1, 1), ("b", 2, 0)]
+    assert [(p["run"], p["kl"].value, p["on_front"]) for p in points] == [("sft", 0, 1), ("a", 1, 1), ("b", 2, 0)]
     # By the true score no policy is worth its divergence.
     assert [p["on_front"] for p in pareto_points(models, "true score")] == [True, False, False]
 

@@ -12,16 +12,14 @@ import pytest
 from tests.support.refusals import assert_refused
 from trl_ext.evaluation.reasoning import (
     accuracy_gain,
-    category_of,
-    count_categories,
-    evaluate_reasoning,
-    grader,
     majority_at_k,
     pass_at_k,
     summarize_reasoning,
     vote_of,
 )
+from trl_ext.rewards.verified import category_of, count_categories, grader
 from trl_ext.rollouts import Generation, SamplingSettings, TransformersEngine
+from trl_ext.rollouts.responses import evaluate_reasoning
 
 # ---- Categories and samples ----
 
@@ -246,9 +244,9 @@ def test_interrupted_torn_finished_and_damaged_files(toy, additions, uninterrupt
     assert run(toy, additions, calls=0, path=path) == rows, "nothing is sampled"
     lines = whole.splitlines(keepends=True)
     for content, words in (
-        (b"".join(lines[3:17]), ["line 1 is row_id", "of another one"]),
-        (b"{\n" + b"".join(lines[1:7]), ["line 1 is damaged"]),
-        (whole * 2, ["line 37 is row_id"]),
+        (b"".join(lines[3:17]), ["line 1 is not row_id"]),
+        (b"{\n" + b"".join(lines[1:7]), ["is damaged"]),
+        (whole * 2, ["holds 72 rows, and this call has 36"]),
     ):
         path.write_bytes(content)
         assert_refused(lambda: run(toy, additions, path=path), "rows.jsonl", *words)
@@ -262,4 +260,4 @@ def test_what_cannot_be_graded_is_named(additions):
     assert_refused(
         partial(evaluate_reasoning, rows, additions[1][:1], engine, grader()), f"row_id {rows[0]['row_id']}: "
     )
-    assert_refused(partial(evaluate_reasoning, rows, [], engine, grader()), "0 prompts for 1 problems")
+    assert_refused(partial(evaluate_reasoning, rows, [], engine, grader()), "0 prompts for 1 rows")

@@ -14,7 +14,7 @@ from tests.golden.inputs import LOG_PROBS, MASK, OLD_LOG_PROBS, REF_LOG_PROBS, R
 from tests.golden.objectives import Row, label
 from trl_ext import course, losses
 from trl_ext.advantages import clip_advantages, gae
-from trl_ext.evaluation.methods.reward_models import reward_metrics
+from trl_ext.evaluation.comparing.reward_models import reward_metrics
 from trl_ext.losses.reductions import AGGREGATIONS, KL_ESTIMATORS
 from trl_ext.rewards.ensemble import AGGREGATES, RewardEnsemble, combine
 from trl_ext.rewards.shaping import STEPS, ShapedReward

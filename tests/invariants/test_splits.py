@@ -7,6 +7,8 @@ whole change of the parameters. Everything is in float64, where only a mistake m
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from datasets import Dataset
@@ -20,6 +22,8 @@ from trl_ext.trainers.metrics import StepMetrics
 from trl_ext.trainers.preference.whole_batch import map_scores
 
 OWN = [name for name in CASES if name not in STOCK]
+# Not your own losses, and not sampled pairs.
+WITH_BUDGET = [name for name in OWN if not name.startswith(("online", "sft", "vespo"))]
 # One of each way in which rows are coupled; the others are slow tests.
 FAST = ["dpo", "dpo, confidence", "aot", "reward", "dapo", "gspo", "reinforce++ baseline", "sft"]
 FAST += ["ppo, shared", "online, all pairs", "online, aot"]
@@ -47,13 +51,23 @@ def alone(models, tmp_path_factory):
     return of
 
 
+def on_two_processes(test, split: str, models, tmp_path_factory, request):
+    """The cases that a test asks for on two processes by name, in few launches."""
+    items = [item for item in request.session.items if item.name.startswith(f"{test.__name__}[")]
+    names = [item.callspec.params["name"] for item in items]
+    runs = run_all([(name, "sgd", split) for name in names], tmp_path_factory.mktemp("spread"), models)
+    return {name: run for (name, *_), run in runs.items()}
+
+
 @pytest.fixture(scope="module")
 def spread(models, tmp_path_factory, request):
-    """The cases that are asked for on two processes by name, in few launches."""
-    items = [item for item in request.session.items if item.name.startswith(test_processes_change_nothing.__name__)]
-    names = [item.callspec.params["name"] for item in items]
-    runs = run_all([(name, "sgd", "2 x 2 x 2") for name in names], tmp_path_factory.mktemp("spread"), models)
-    return {name: run for (name, *_), run in runs.items()}
+    return on_two_processes(test_processes_change_nothing, "2 x 2 x 2", models, tmp_path_factory, request)
+
+
+@pytest.fixture(scope="module")
+def spread_in_passes(models, tmp_path_factory, request):
+    test = test_token_budgets_on_processes_change_nothing
+    return on_two_processes(test, "2 x 2 x 2 in passes", models, tmp_path_factory, request)
 
 
 def check(name, run, whole) -> None:
@@ -73,6 +87,18 @@ def test_accumulation_changes_nothing(name, alone):
 @pytest.mark.parametrize("name", OWN)
 def test_processes_change_nothing(name, alone, spread):
     check(name, spread[name], alone(name, "1 x 8"))
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in FAST else pytest.mark.slow) for n in WITH_BUDGET])
+def test_token_budgets_change_nothing(name, alone):
+    """Of four micro-batches, fewer passes are made."""
+    check(name, alone(name, "1 x 2 x 4 in passes"), alone(name, "1 x 8"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WITH_BUDGET)
+def test_token_budgets_on_processes_change_nothing(name, alone, spread_in_passes):
+    check(name, spread_in_passes[name], alone(name, "1 x 8"))
 
 
 def test_the_cases_can_tell(alone):
@@ -105,7 +131,7 @@ class OneProcess:
     sync_gradients = False
 
     @staticmethod
-    def reduce(tensor, reduction):
+    def gather(tensor):
         return tensor
 
 
@@ -132,6 +158,16 @@ def add_step(trainer, *micro_batches: tuple[float, float], name: str = "entropy"
     for index, numbers in enumerate(micro_batches):
         trainer.accelerator.sync_gradients = index == len(micro_batches) - 1
         trainer.add_metrics({name: tuple(map(torch.tensor, numbers))})
+
+
+def test_extremes_are_of_the_whole_step_and_leave_out_what_is_not_a_number():
+    trainer, nothing = Counted(), (torch.tensor(0.0), torch.tensor(0.0))
+    for low, high, last in ((0.2, math.nan, False), (math.nan, 0.4, False), (0.1, 0.3, True)):
+        trainer.accelerator.sync_gradients = last
+        extremes = {"low_min": torch.tensor(low), "high_max": torch.tensor(high)}
+        trainer.add_metrics({"entropy": nothing}, extremes=extremes)
+    trainer.log({"loss": 1.0})
+    assert (trainer.logged[0]["low_min"], trainer.logged[0]["high_max"]) == pytest.approx((0.1, 0.4))
 
 
 def test_a_step_counts_once_however_many_micro_batches_it_has():

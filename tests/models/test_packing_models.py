@@ -9,7 +9,6 @@ import pytest
 import torch
 import trl.trainer.utils
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 from trl.trainer.utils import add_fused_lm_head
 
 from tests.support.float64 import float64_throughout
@@ -26,12 +25,14 @@ from tests.support.packing import (
     tiny_classifier,
     tiny_model,
     values_and_gradient,
+    varlen_by_contract,
 )
 from trl_ext.models.packing import attention as packed_attention
 from trl_ext.models.packing import packed_inputs, share_prefixes, wrap
 from trl_ext.models.packing.plan import plan_batch
 
 architectures = pytest.mark.parametrize("architecture", ARCHITECTURES)
+FILLED = {"round_up": True}
 
 
 def assert_same_outputs(got, expected) -> None:
@@ -87,10 +88,13 @@ def test_places_without_a_label_are_zero():
 
 
 def test_head_on_a_cpu(monkeypatch):
-    """TRL's head scores the labelled positions, 7 columns at a time here; afterwards, it is as before."""
+    """TRL's head scores the labelled positions, 7 columns at a time here; afterwards, it is as before.
+
+    At the first pass it searches for them; later it is given them.
+    """
     utils, seen = trl.trainer.utils, set()
     own = (utils._CHUNKED_LOGPROB_CHUNK_SIZE, utils._use_triton)
-    monkeypatch.setitem(wrap._CPU_HEAD, "_CHUNKED_LOGPROB_CHUNK_SIZE", 7)
+    monkeypatch.setattr(wrap, "_CPU_TILE", 7)
     model, batch = tiny_model("qwen2"), ragged()
     assert model.config.vocab_size % 7
     expected, expected_gradient = values_and_gradient(model, batch)
@@ -99,7 +103,10 @@ def test_head_on_a_cpu(monkeypatch):
         lambda *_: seen.add((utils._CHUNKED_LOGPROB_CHUNK_SIZE, utils._use_triton(model.device)))
     )
     got, got_gradient = values_and_gradient(model, batch)
-    assert seen == {(7, True)}
+    again, again_gradient = values_and_gradient(model, batch)
+    assert seen == {(7, True), (7, False)}
+    assert_same_outputs(again, expected)
+    assert relative(again_gradient, expected_gradient) < 1e-5
     assert own == (utils._CHUNKED_LOGPROB_CHUNK_SIZE, utils._use_triton)
     assert_same_outputs(got, expected)
     assert relative(got_gradient, expected_gradient) < 1e-5
@@ -143,8 +150,8 @@ def test_batch_without_any_label_gives_a_differentiable_zero():
 
 
 @architectures
-def test_equal_in_float64(architecture):
-    """With every cast to float32 bypassed, log-probabilities and gradients agree within 1e-12.
+def test_equal_in_float64(architecture, monkeypatch):
+    """With every cast to float32 bypassed, log-probabilities and gradients agree within 1e-12, also of a filled row.
 
     TRL's kernel accumulates in float32, so the softmax is taken here, over the hidden states of either pass.
     """
@@ -173,8 +180,23 @@ def test_equal_in_float64(architecture):
         hidden = model.base_model(**inputs, use_cache=False).last_hidden_state
         got, got_gradient = finished(hidden[:, :-1][mask])
         assert packing.packed_tokens == 96 and packing.backend == "sdpa"
-    assert largest(got, expected) < 1e-12
+        # As on a GPU: the row is filled up by a segment that nothing reads.
+        monkeypatch.setattr(wrap, "plan_batch", lambda *args, **options: plan_batch(*args, **options | FILLED))
+        hidden = model.base_model(**inputs, use_cache=False).last_hidden_state
+        filled, filled_gradient = finished(hidden[:, :-1][mask])
+        assert packing.packed_tokens == 96 + 128
+    assert largest(got, expected) < 1e-12 and largest(filled, expected) < 1e-12
     assert relative(got_gradient, expected_gradient) < 1e-12
+    assert relative(filled_gradient, expected_gradient) < 1e-12
+
+
+def test_gradients_of_shared_keys_are_rounded_once():
+    """A token on 300 paths: sums of bfloat16 numbers would stop at 256, where 256 + 1 is 256."""
+    states = torch.ones(2, 1, 1, dtype=torch.bfloat16, requires_grad=True)
+    packed_attention._OfPaths.apply(states, torch.tensor([0] * 300 + [1])).sum().backward()
+    assert states.grad.flatten().tolist() == [300, 1]
+    wide = torch.randn(3, 2, 2, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: packed_attention._OfPaths.apply(x, torch.tensor([2, 0, 2, 1])), wide)
 
 
 def test_a_window_that_is_off_by_one_is_far_off(monkeypatch):
@@ -277,39 +299,6 @@ def test_calls_of_a_classifier_that_are_left_padded():
 
 
 # ---- Attention functions ----
-
-
-def varlen_by_contract(calls: list):
-    """`torch.nn.attention.varlen.varlen_attn` as it is documented, in plain operations, and what it was called with.
-
-    Queries and keys of a segment end together. (-1, 0) is causal attention, (W, 0) that to W tokens before a token
-    and the token itself.
-    """
-
-    def varlen_attn(
-        query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False
-    ):
-        calls.append({"window_size": window_size, "enable_gqa": enable_gqa})
-        assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
-        assert cu_seq_q[0] == cu_seq_k[0] == 0 and cu_seq_q[-1] == len(query) and cu_seq_k[-1] == len(key)
-        assert max_q == cu_seq_q.diff().max() and max_k == cu_seq_k.diff().max()
-        assert all(states.is_contiguous() for states in (query, key, value))
-        assert enable_gqa or query.shape[1] == key.shape[1]
-        outputs = []
-        for row in range(len(cu_seq_q) - 1):
-            own, other = slice(*cu_seq_q[row : row + 2]), slice(*cu_seq_k[row : row + 2])
-            added, length = own.stop - own.start, other.stop - other.start
-            distance = torch.arange(length - added, length)[:, None] - torch.arange(length)
-            mask = distance >= 0
-            assert window_size[1] == 0
-            if window_size[0] >= 0:
-                mask &= distance <= window_size[0]
-            states = (states.transpose(0, 1)[None] for states in (query[own], key[other], value[other]))
-            output = scaled_dot_product_attention(*states, attn_mask=mask, scale=scale, enable_gqa=enable_gqa)
-            outputs.append(output[0].transpose(0, 1))
-        return torch.cat(outputs)
-
-    return varlen_attn
 
 
 def hidden_states(model, backend: str, shares: bool) -> Tensor:

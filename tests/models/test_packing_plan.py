@@ -11,8 +11,9 @@ from tests.support.packing import padded
 from trl_ext.models.packing.plan import plan_batch
 
 
-def planned(batch, **options):
-    return plan_batch(batch["input_ids"], batch["attention_mask"], **options)
+def planned(batch, drop_last: bool = False, **options):
+    labels = [batch["labels"]] if drop_last else []
+    return plan_batch(batch["input_ids"], batch["attention_mask"], *labels, **options)
 
 
 # ---- An example worked by hand ----
@@ -99,7 +100,8 @@ def check(plan, batch, rows) -> None:
 
 @pytest.mark.parametrize("block", range(4))
 def test_random_batches(block):
-    """1200 batches, each planned with and without last tokens, with and without sharing, and with another threshold.
+    """1200 batches, each planned with and without last tokens, with and without sharing, filled up, and with another
+    threshold.
 
     With a smallest shared prefix of one token, the tokens encoded are as many as there are distinct prefixes: no plan
     has fewer.
@@ -117,6 +119,12 @@ def test_random_batches(block):
             check(plan, batch, encoded)
             assert plan.tokens == sum(map(len, encoded)) and plan.shares is False
             assert plan.query_lengths == plan.key_lengths == tuple(map(len, encoded))
+
+            filled = planned(batch, minimum_shared=1, drop_last=drop_last, round_up=True)
+            check(filled, batch, encoded)
+            shortest = planned(batch, minimum_shared=1, drop_last=drop_last)
+            assert filled.tokens == -(-shortest.tokens // 128) * 128
+            assert filled.input_ids[0, : shortest.tokens].tolist() == shortest.input_ids[0].tolist()
 
             least = seed % 5 + 2
             plan = planned(batch, minimum_shared=least, drop_last=drop_last)

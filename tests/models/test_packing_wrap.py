@@ -30,7 +30,7 @@ from tests.support.packing import (
 from tests.support.train_once import build
 from tests.support.trl_private import attention_of, forget_accelerator
 from trl_ext.models.packing import packing_of, share_prefixes
-from trl_ext.models.packing.wrap import has_active_dropout
+from trl_ext.models.packing.wrap import Dropout
 
 
 @pytest.fixture(autouse=True)
@@ -394,14 +394,18 @@ def test_with_dropout_each_row_draws_its_own(architecture, options):
 
 def test_only_adapters_in_use_draw_dropout():
     lora = {"r": 2, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
-    model = get_peft_model(tiny_model("qwen2"), LoraConfig(**lora))
+    model = get_peft_model(tiny_model("qwen2"), LoraConfig(**lora)).train()
+    dropout = Dropout(model)
+    assert not dropout.is_active()
+    # An adapter that is added later.
     model.add_adapter("other", LoraConfig(**lora, lora_dropout=0.5))
     model.train()
-    assert not has_active_dropout(model)
+    assert not dropout.is_active()
     model.set_adapter("other")
-    assert has_active_dropout(model)
+    assert dropout.is_active()
     with model.disable_adapter():
-        assert not has_active_dropout(model)
+        assert not dropout.is_active()
+    assert dropout.is_active() and not (model.eval(), dropout.is_active())[1]
 
 
 def test_a_window_that_the_first_check_does_not_reach():

@@ -186,7 +186,7 @@ def foreign_model(tmp_path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("script", ["aot", "reward_model", "grpo", "evaluate_math"])
+@pytest.mark.parametrize("script", ["aot", "reward_model", "grpo"])
 def test_a_models_own_code_is_refused_in_one_line(script, foreign_model, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     given = ["--reward_function=builtins:len"] if script == "grpo" else []

@@ -193,10 +193,10 @@ def test_under_deepspeed_a_bad_reward_stops_the_run_at_once(policy_path, tmp_pat
     guard, loss = trainer.update_guard, torch.tensor(0.5)
     trainer.is_deepspeed_enabled = True
     guard.observe_loss(loss)
-    guard.observe_reward(False)
+    guard.observe_reward(torch.tensor(False))
     guard.observe_loss(loss * NAN)
     with pytest.raises(FloatingPointError, match="a reward at step 0 was not finite, and DeepSpeed cannot skip"):
-        guard.observe_reward(True)
+        guard.observe_reward(torch.tensor(True))
 
 
 # ---- Modules ----

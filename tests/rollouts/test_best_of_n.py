@@ -156,24 +156,25 @@ def test_an_interrupted_sampling_goes_on(cut, tmp_path):
     assert result == straight
     assert path.read_bytes() == (tmp_path / "straight.jsonl").read_bytes()
     other = [{**row, "row_id": row["row_id"] * 2} for row in ROWS]
-    with pytest.raises(ValueError, match="line 1 is row_id a, sample 0, and not"):
+    with pytest.raises(ValueError, match="line 1 is not row_id aa, sample 0"):
         best_of_n(other, Engine(), reward, 4, path=path, save_every=3)
 
 
-def test_empty_responses():
-    """Scored like others, without a reward, or refused with the row."""
-    texts = ["", "word", " \n", "more"]
-
-    def lengths(completions, **columns):
-        return [float(len(completion[0]["content"])) for completion in completions]
-
-    rewards = {
-        choice: [row["reward"] for row in best_of_n(ROWS[:1], Engine(texts=texts), lengths, 4, empty=choice)[0]]
-        for choice in ("score", "leave_out")
-    }
-    assert rewards == {"score": [0, 4, 2, 4], "leave_out": [None, 4, None, 4]}
-    nothing = best_of_n(ROWS[:1], Engine(texts=[""]), lengths, 1, empty="leave_out")
-    assert nothing[0][0]["reward"] is None and pick_best(nothing[0]) is None
+def test_a_file_is_of_one_setting(tmp_path):
+    """Other or unknown settings are refused; where the model lies and the batch size may change."""
+    path, settings = tmp_path / "rows.jsonl", {"model": "m", "model_sha256": "a" * 64, "stop": ("x",)}
+    straight = best_of_n(ROWS, Engine(), reward, 4, path=path, settings=settings)
+    free = {"model": "elsewhere", "batch_size": 8}
+    assert best_of_n(ROWS, Engine(fail_at=1), reward, 4, path=path, settings=settings | free) == straight
+    for other, words in (
+        ({"stop": ("y",)}, "made with stop"),
+        ({"model_sha256": "b" * 64}, "made with model_sha256 aa"),
+    ):
+        with pytest.raises(FileExistsError, match=words):
+            best_of_n(ROWS, Engine(), reward, 4, path=path, settings=settings | other)
+    (tmp_path / "rows.settings.json").unlink()
+    with pytest.raises(FileExistsError, match="rows.jsonl"):
+        best_of_n(ROWS, Engine(), reward, 4, path=path, settings=settings)
 
 
 def test_the_penalty_for_cut_responses():
@@ -305,16 +306,12 @@ PICKED, NONE = [{"reward": 1.0}, {"reward": 2.0}], ([], ROWS)
     [
         (pick_best, (PICKED, 3), {}, "n .*number of responses, 2, got 3"),
         (best_of_n_curve, ([PICKED], [3]), {}, "no prompt has 3 responses with a reward"),
-        (best_of_n, (ROWS, Engine(), reward, 0), {}, "n must be at least 1, got 0"),
-        (best_of_n, ([], Engine(), reward, 2), {}, "no prompts"),
+        (best_of_n, (ROWS, Engine(), reward, 0), {}, "samples must be at least 1, got 0"),
+        (best_of_n, ([], Engine(), reward, 2), {}, "0 prompts for 0 rows"),
         (best_of_n, (ROWS, Engine(), ShapedReward(reward, ["center"]), 2), {}, "cannot rank responses of different b"),
-        (best_of_n, (ROWS, Engine(), reward, 2), {"empty": "no"}, "empty .*score, leave_out, refuse, got 'no'"),
-        (best_of_n, (ROWS, Engine(texts=["", "a"]), reward, 1), {"empty": "refuse"}, "row_id a, sample 0: .*empty"),
         (best_of_n, (ROWS[:1], Engine(), lambda **columns: [1.0], 4), {}, "for each of 4: 1 values"),
         (demonstrations, NONE, {"keep": "worst"}, "keep .*best, top_k, threshold, got 'worst'"),
         (demonstrations, NONE, {"keep": "threshold"}, "keep threshold needs keep_threshold"),
-        (demonstrations, NONE, {"keep": "best", "count": 2}, "keep_count 2 is for keep top_k"),
-        (demonstrations, NONE, {"keep": "threshold", "threshold": 0.5, "count": 2}, "keep threshold does not read it"),
         (diagnose_generations, ([],), {}, "responses: must be a non-empty list"),
         (diagnose_generations, ("a text",), {}, "responses: must be a non-empty list"),
         (diagnose_generations, (["a", "b"],), {"token_ids": [[1]]}, "token_ids: has 1 entries for 2 responses"),

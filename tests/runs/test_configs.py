@@ -15,13 +15,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.support import REPOSITORY, recipes
 from tests.support.trl_private import BeforeLoss
-from trl_ext import PolicyTrainer
+from trl_ext import PolicyTrainer, cli
 from trl_ext.algorithms import algorithms
+from trl_ext.runs.configs import read_config
 from trl_ext.runs.course_config import CourseConfig
+from trl_ext.runs.folder import config_text
 from trl_ext.toy import MODEL_DIR
 
 CONFIGS = sorted((recipes.RECIPES / "configs").glob("**/*.yaml"))
-CONFIGS = [path for path in CONFIGS if path.parent.name != "compare"]
+CONFIGS = [path for path in CONFIGS if path.parent.name != "compare" and not path.name.startswith("_")]
 COMMAND = re.compile(r"^# .*recipes/(\w+)\.py --config (\S+)$", re.MULTILINE)
 ACCELERATE_CONFIGS = sorted((REPOSITORY / "accelerate_configs").glob("*.yaml"))
 
@@ -41,7 +43,7 @@ def test_recipe_configurations_build(monkeypatch):
 
 def _check_configuration(path: Path, monkeypatch) -> None:
     parts = recipes.parse(monkeypatch, recipe_of(path), "--config", str(path))
-    values = yaml.safe_load(path.read_text())
+    values = read_config(path)
     for key, value in values.items():
         holder = next(part for part in parts if hasattr(part, key))
         # The course's word is also transformers' for something else: trl_ext/runs/course_config.py.
@@ -49,6 +51,23 @@ def _check_configuration(path: Path, monkeypatch) -> None:
         built = getattr(built, "value", built)
         # `none` is nothing.
         assert built == value or (value, built) == ("none", None), (path, key, value, built)
+
+
+def test_a_file_stands_over_its_base(tmp_path, monkeypatch, capsys):
+    """Over several levels, relative to each file, with a null; config.yaml holds the result without a base."""
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "_base.yaml").write_text("beta: 0.3\nseed: 1\nmax_prompt_tokens: 64\n")
+    (tmp_path / "deep" / "middle.yaml").write_text("base: ../_base.yaml\nseed: 2\n")
+    path = tmp_path / "deep" / "own.yaml"
+    path.write_text("base: middle.yaml\nmax_prompt_tokens: null\nreport_to: [none]\n")
+    *_, training = recipes.parse(monkeypatch, "dpo", f"--config={path}", "--learning_rate=0.5")
+    assert (training.beta, training.seed, training.learning_rate) == (0.3, 2, 0.5)
+    assert training.max_prompt_tokens is None
+    written = yaml.safe_load(config_text(training))
+    assert written["seed"] == 2 and "base" not in written
+    path.write_text("base: missing.yaml\n")
+    assert "no configuration file" in recipes.refused(monkeypatch, capsys, "dpo", f"--config={path}")
+    assert not [name for name in cli.shipped_configs() if Path(name).name.startswith("_")]
 
 
 def course_run(monkeypatch, recipe: str) -> tuple:
@@ -61,7 +80,7 @@ def course_run(monkeypatch, recipe: str) -> tuple:
     assert model.lora_target_modules == projections
     # TRL's default would switch the adapter's dropout off.
     assert getattr(training, "disable_dropout", False) is False
-    assert model.dtype == "bfloat16" and "bf16: true" in path.read_text()
+    assert model.dtype == "bfloat16" and training.bf16
     return arguments, training
 
 

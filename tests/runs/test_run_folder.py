@@ -12,9 +12,10 @@ import yaml
 from accelerate.utils import DistributedType
 
 from trl_ext import PreferenceConfig, processes
-from trl_ext.runs import arguments, engine, folder, training_run
+from trl_ext.runs import RECIPES, arguments, engine, folder, training_run
 from trl_ext.runs.engine import Engine, check_engine, engine_in_force
 from trl_ext.runs.folder import check_same_settings, config_text, settings_digest
+from trl_ext.runs.loading import ResponseArguments
 from trl_ext.trainers import callbacks
 
 
@@ -90,7 +91,7 @@ load_best_model_at_end ignore_data_skip average_tokens_across_devices max_length
 
 def test_each_field_of_each_recipe(tmp_path, check):
     """By exact name: `packing` may change, and `packing_strategy` may not."""
-    classes = {kind for recipe in arguments._TYPES for kind in arguments.argument_types(recipe)}
+    classes = {kind for path in RECIPES.glob("*.py") for kind in arguments.argument_types(path.stem) or ()}
     classes -= {engine.LaunchArguments}
     names = {field.name for kind in classes for field in dataclasses.fields(kind)}
     names -= {*folder._NOT_OF_THE_RUN, *folder._LENGTHS}
@@ -229,11 +230,9 @@ def test_fsdp_on_a_cpu_is_a_fallback(monkeypatch, tmp_path):
 
 def test_launch_flags_are_no_part_of_the_run(tmp_path, monkeypatch):
     """A run with them resumes without them: config.yaml must not hold them."""
-    from trl_ext.runs.offline import OfflineArguments
-
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["aot.py", "--allow_engine_fallback"])
-    kinds = OfflineArguments, PreferenceConfig
+    kinds = ResponseArguments, PreferenceConfig
     run = training_run.begin_run(*kinds, config="aot", description=None, name=lambda training: training.loss)
     assert run.launch.allow_engine_fallback
     text = config_text(run.arguments, run.model, run.training)

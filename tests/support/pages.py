@@ -10,8 +10,7 @@ from tests.support import REPOSITORY
 PAGES = [
     REPOSITORY / "README.md",
     REPOSITORY / "recipes" / "README.md",
-    *(page for page in sorted((REPOSITORY / "docs").glob("*.md")) if page.name != "index.md"),
-    *sorted((REPOSITORY / "docs" / "learn").glob("*.md")),
+    *(page for page in sorted((REPOSITORY / "docs").rglob("*.md")) if page.name not in ("index.md", "reference.md")),
 ]
 TEXTS = {page.relative_to(REPOSITORY).as_posix(): page.read_text(encoding="utf-8") for page in PAGES if page.exists()}
 README = TEXTS["README.md"]

@@ -24,7 +24,6 @@ RECIPES = REPOSITORY / "recipes"
 SCRIPTS = {"online_preference_replay": "online_preference"}
 # The arguments of recipes that do not train.
 OTHERS = {
-    "evaluate_math": "studies.evaluate_math:EvaluationArguments",
     "best_of_n": "studies.best_of_n:BestOfNArguments",
     "rlhf": "studies.pipeline:RLHFArguments",
 }
@@ -40,16 +39,16 @@ SHORT_ROLLOUTS += ["--num_eval_prompts=8", "--save_total_limit=3"]
 def parse(monkeypatch, script: str, *arguments: str):
     """The dataclasses that `recipes/{script}.py` would run with: the recipe's own, the model's and any trainer's."""
     from trl_ext.runs import arguments as parsing
+    from trl_ext.runs import configs
 
     monkeypatch.setattr(sys, "argv", [f"{script}.py", *arguments])
     types = parsing.argument_types(SCRIPTS.get(script, script))
     if types is None:
         module, _, name = OTHERS[script].partition(":")
-        own = getattr(importlib.import_module(f"trl_ext.runs.{module}"), name)
-        # The pipeline passes its model on.
-        types = (own,) if script == "rlhf" else (own, parsing.ModelArguments)
+        own = getattr(importlib.import_module(f"trl_ext.{module}"), name)
+        types = (own,)
     # Without the flags of the launch, which every recipe that trains takes as well.
-    return parsing.parse_arguments(types, default_config=parsing.toy_config(script))[:3]
+    return parsing.parse_arguments(types, default_config=configs.toy_config(script))[:3]
 
 
 def is_online(script: str) -> bool:
@@ -62,8 +61,11 @@ def is_online(script: str) -> bool:
 
 def run(monkeypatch, script: str, *arguments: str) -> None:
     """Run a recipe in this process, as Python runs a script."""
+    from trl_ext.runs import recipes_can_be_imported
+
     script = SCRIPTS.get(script, script)
     monkeypatch.setattr(sys, "argv", [f"{script}.py", *arguments])
+    recipes_can_be_imported()
     runpy.run_path(str(RECIPES / f"{script}.py"), run_name="__main__")
 
 

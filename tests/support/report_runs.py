@@ -125,9 +125,9 @@ class Page(HTMLParser):
         super().__init__(convert_charrefs=True)
         self.tags: list[tuple[str, dict[str, str | None]]] = []
         self.texts: dict[str, list[str]] = {"script": [], "style": []}
-        self.tables: dict[str, list[list[tuple[str, str | None]]]] = {}
+        self.tables: dict[str, list[list[str]]] = {}
         self.inside: str | None = None
-        self.table: list[list[tuple[str, str | None]]] | None = None
+        self.table: list[list[str]] | None = None
         self.source = path.read_text(encoding="utf-8")
         self.feed(self.source)
         self.close()
@@ -144,7 +144,7 @@ class Page(HTMLParser):
         elif tag == "tr":
             self.table.append([])
         elif tag in ("td", "th"):
-            self.table[-1].append(("", attributes.get("data-value")))
+            self.table[-1].append("")
 
     def handle_endtag(self, tag):
         if tag != "span":
@@ -156,8 +156,7 @@ class Page(HTMLParser):
         if self.inside in self.texts:
             self.texts[self.inside][-1] += data
         elif self.inside in ("td", "th", "button") and self.table:
-            text, value = self.table[-1][-1]
-            self.table[-1][-1] = (text + data, value)
+            self.table[-1][-1] += data
 
     @property
     def data(self):
@@ -170,8 +169,8 @@ class Page(HTMLParser):
 
     def column(self, table: str, title: str) -> list[str]:
         head, *rows = self.tables[f"table-{table}"]
-        index = [text for text, _ in head].index(title)
-        return [row[index][0] for row in rows]
+        index = head.index(title)
+        return [row[index] for row in rows]
 
 
 def report(folder: Path) -> tuple[dict[str, list[dict]], Page]:

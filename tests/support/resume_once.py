@@ -88,7 +88,7 @@ def build(kind: str, models: Path, folder: Path):
 def _expert(arguments: dict, output: str):
     from trl_ext import ExpertIterationConfig, ExpertIterationTrainer
     from trl_ext.data.math import load_math, math_prompt
-    from trl_ext.evaluation.reasoning import grader
+    from trl_ext.rewards.verified import grader
     from trl_ext.rollouts import SamplingSettings
     from trl_ext.toy import MODEL_DIR
 

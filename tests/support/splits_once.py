@@ -14,8 +14,10 @@ from tests.support.train_once import Run
 STEPS = 5
 BATCH = 8
 PER_LAUNCH = 20
-# processes, rows of a micro-batch, accumulated micro-batches
+# processes, rows of a micro-batch, accumulated micro-batches, tokens of a pass
 SPLITS = {"1 x 8": (1, 8, 1), "1 x 2 x 4": (1, 2, 4), "2 x 4": (2, 4, 1), "2 x 2 x 2": (2, 2, 2)}
+SPLITS = {name: (*split, "off") for name, split in SPLITS.items()}
+SPLITS |= {"1 x 2 x 4 in passes": (1, 2, 4, "160"), "2 x 2 x 2 in passes": (2, 2, 2, "160")}
 # A reference so far from the policy that which pairs are sorted together matters.
 REFERENCE = {"reference_seed": 1, "reference_scale": 0.3, "data_seed": 6}
 OPTIMIZERS = {"sgd": {"optim": "sgd"}, "adamw": {"optim": "adamw_torch", "learning_rate": 1e-3}}
@@ -112,11 +114,13 @@ CASES |= STOCK
 
 def specification(name: str, optimizer: str, split: str, models: Path, dtype: str) -> dict:
     """Of a case for `train_once.complete`; `models` holds what `save_models` wrote."""
-    processes, rows, accumulation = SPLITS[split]
+    processes, rows, accumulation, budget = SPLITS[split]
     case = dict(CASES[name])
     batch = int(BATCH * case.pop("scale", 1))
     args = {**case["args"], **OPTIMIZERS[optimizer], "max_steps": STEPS, "gradient_accumulation_steps": accumulation}
     args["per_device_train_batch_size"] = args["per_device_eval_batch_size"] = batch // processes // accumulation
+    if budget != "off":
+        args["tokens_per_pass"] = budget
     spec = {**case, "model": str(models / "model"), "args": args, "dtype": dtype}
     if {"GRPOTrainer", "PolicyTrainer", "PPOTrainer", "OnlinePreferenceTrainer"} & {case["trainer"].split(".")[-1]}:
         # A group must fit into an evaluation batch.

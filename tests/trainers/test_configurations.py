@@ -29,7 +29,7 @@ from trl_ext.trainers.preference.config import _NOT_CARRIED
 
 pytestmark = pytest.mark.usefixtures("registries_as_before")
 
-DOCUMENTED = (REPOSITORY / "docs" / "trl.md").read_text(encoding="utf-8")
+DOCUMENTED = (REPOSITORY / "docs" / "methods.md").read_text(encoding="utf-8")
 POLICY_METHODS, PREFERENCE_METHODS = map(named_methods, (policy_methods, preference_methods))
 BUILT_IN = {name for name in preference_losses if preference_losses[name].function.__module__.startswith("trl_ext.")}
 # Each rollout serves four updates.
@@ -120,7 +120,7 @@ SHARED = [
 
 
 def table() -> dict[tuple[str, str], tuple[str, str]]:
-    """(configuration, field) -> (here, TRL's), as docs/trl.md has them."""
+    """(configuration, field) -> (here, TRL's), as docs/methods.md has them."""
     text = DOCUMENTED.partition("\n## Defaults of")[2].partition("\n## ")[0]
     lines = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("| ")]
     found = {}

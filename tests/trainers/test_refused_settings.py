@@ -14,9 +14,8 @@ from tests.support.files import write_rows
 from tests.support.refusals import assert_refused
 from tests.support.rollout_once import DEFAULTS, OWN_RECIPES
 from trl_ext.models import resolve_model_path
-from trl_ext.runs.loading import load_rows
-from trl_ext.runs.offline import OfflineArguments
-from trl_ext.runs.results import _show
+from trl_ext.runs.finish import _show_comparison
+from trl_ext.runs.loading import ResponseArguments, load_rows
 from trl_ext.trainers.context import (
     PAIRS,
     PROMPTS,
@@ -271,7 +270,7 @@ def test_identical_responses_are_said(capsys):
     parts = ("win_rate", "score", "rewards", "preferences", "kl", "generations")
     for response, told in (("a", True), ("b", False)):
         row = {"prompt_text": "p", "response_text": response, "base_response_text": "a"}
-        _show(dict.fromkeys(parts), [row] * 12)
+        _show_comparison(dict.fromkeys(parts), [row] * 12)
         assert ("responses are identical, all 12 of them" in capsys.readouterr().out) == told
 
 
@@ -323,4 +322,4 @@ def test_a_fraction_of_the_prompts_is_held_out(tmp_path, capsys):
     with pytest.raises(ValueError, match="eval_fraction makes the held-out rows, and test_prefs is there already"):
         load_rows(given, 42)
     with pytest.raises(ValueError, match="eval_fraction must lie between 0 and 1, got 10"):
-        OfflineArguments(eval_fraction=10)
+        ResponseArguments(eval_fraction=10)

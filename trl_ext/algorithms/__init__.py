@@ -269,6 +269,7 @@ class Algorithm(AlgorithmSettings, Entry):
         *,
         weights: Tensor | None = None,
         token_count: Tensor | float | None = None,
+        row_count: float | None = None,
         constant: float | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The scalar to minimise, and what it shows about this micro-batch.
@@ -277,7 +278,7 @@ class Algorithm(AlgorithmSettings, Entry):
             scores: the scores of B responses; `ref_log_probs` are needed for a KL term in the loss.
             weights: further factors of the surrogate, but not of the KL term, [B, T] or [B, 1]: importance weights
                 for another sampler, or a mask of tokens.
-            token_count: see `aggregate`; also used for a separate mean of the KL term.
+            token_count, row_count: see `aggregate`; also used for a separate mean of the KL term.
             constant: the generation budget, for the aggregation `constant`.
 
         Returns:
@@ -292,7 +293,7 @@ class Algorithm(AlgorithmSettings, Entry):
         losses = self._surrogate_losses(scores)
         if weights is not None:
             losses = losses * torch.where(scores.mask != 0, weights, 0)
-        reduction = {"constant": self.loss_constant or constant, "token_count": token_count}
+        reduction = {"constant": self.loss_constant or constant, "token_count": token_count, "row_count": row_count}
         if not self._adds_kl:
             loss = aggregate(losses, scores.mask, self.aggregation, **reduction)
         elif self.kl_aggregation is None:

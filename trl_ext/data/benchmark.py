@@ -84,7 +84,7 @@ def _read(name_or_path: str | os.PathLike, wanted: list[str] | None) -> dict[str
             f"folder, and name it; {there}"
         )
     if name_or_path == "word_problems":
-        raise ValueError("word_problems holds problems with answers: use sft.py, expert_iteration.py or grpo_math.py")
+        raise ValueError("word_problems holds problems: use sft_math.py, expert_iteration.py or grpo_math.py")
     return _read_hub(str(name_or_path), wanted)
 
 

@@ -118,3 +118,10 @@ def text_ids(tokenizer, text: str, **options: Any) -> list[int]:
     # Of an empty text, a single token is the beginning if it can be one.
     appended = ids[-len(own) :] != own if own else len(ids) > 1 or tokenizer.bos_token_id != ids[-1]
     return ids[:-1] if appended else ids
+
+
+def prompt_text(prompt: Messages | str) -> str:
+    """A plain prompt, or the text of the last user message; empty if there is none."""
+    if isinstance(prompt, str):
+        return prompt
+    return next((message["content"] for message in reversed(prompt) if message["role"] == "user"), "")

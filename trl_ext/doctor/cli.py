@@ -26,7 +26,7 @@ from trl_ext.doctor.patient import Patient
 from trl_ext.files import read_yaml
 from trl_ext.names import nearest
 from trl_ext.resilience.checkpoints import STATE_FILE, checkpoints_in
-from trl_ext.runs import RECIPES
+from trl_ext.runs import RECIPES, recipes_can_be_imported
 from trl_ext.runs.arguments import argument_types
 from trl_ext.runs.training_run import TrainingRun
 from trl_ext.trainers.callbacks import read_metrics
@@ -55,6 +55,7 @@ def examine_recipe(recipe: str, arguments: Sequence[str], *, steps: int = 0) -> 
     try:
         with tempfile.TemporaryDirectory() as folder, contextlib.suppress(_Built):
             sys.argv = [str(RECIPES / f"{recipe}.py"), *arguments, "--output_dir", folder, "--report_to", "none"]
+            recipes_can_be_imported()
             runpy.run_path(sys.argv[0], run_name="__main__")
             raise ValueError(f"the recipe {recipe} did not build a trainer")
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import sys
@@ -82,14 +83,9 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
 
-def format_interval(rate: float | None, low: float | None, high: float | None, digits: int = 3) -> str:
-    """`rate  [low, high]`, or a dash if there is no rate."""
-    return "-" if rate is None else f"{rate:.{digits}f}  [{low:.{digits}f}, {high:.{digits}f}]"
-
-
 def print_json(value: Any) -> None:
     """Print a result for another program to read. NaN and infinities raise an error, since JSON has none."""
-    print(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False))
+    print(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False, default=dataclasses.asdict))
 
 
 def _cell(value: Any) -> str:

@@ -12,21 +12,7 @@ from typing import Any
 from trl_ext.evaluation.statistics.intervals import rate_interval
 from trl_ext.evaluation.statistics.paired import paired_difference
 from trl_ext.evaluation.statistics.win_rate import PairOutcome
-from trl_ext.rewards.verified import CATEGORIES, Grader, category_of, count_categories, grader
-from trl_ext.rollouts.graded import evaluate_reasoning
-
-__all__ = [
-    "CATEGORIES",
-    "Grader",
-    "accuracy_gain",
-    "category_of",
-    "count_categories",
-    "evaluate_reasoning",
-    "grader",
-    "majority_at_k",
-    "pass_at_k",
-    "summarize_reasoning",
-]
+from trl_ext.rewards.verified import count_categories
 
 Rows = Sequence[Mapping[str, Any]]
 # Use all subsets of k samples if there are at most this many, else this many random ones.

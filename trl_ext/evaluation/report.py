@@ -12,15 +12,22 @@ from typing import Any
 
 from trl_ext.evaluation.command_line import CommandParser, format_table, one_line_errors, print_json
 from trl_ext.evaluation.reporting.page import render_page
-from trl_ext.evaluation.reporting.runs import find_runs
-from trl_ext.evaluation.reporting.summary import by_task, summarize
-from trl_ext.evaluation.reporting.tables import NOT_EVALUATED, Table, faults, render_markdown, task_tables
+from trl_ext.evaluation.reporting.runs import Run, find_runs
+from trl_ext.evaluation.reporting.summary import FRONT, Row, by_task, summarize
+from trl_ext.evaluation.reporting.tables import (
+    NOT_EVALUATED,
+    Table,
+    faults,
+    render_markdown,
+    shown,
+    task_tables,
+)
 from trl_ext.files import write_text
 
 MAX_PROMPTS = 1000
 # Columns for which the terminal has no room.
 UNPRINTED = ("model", "n without ties", "win rate, ties dropped", "accuracy on held-out pairs")
-UNPRINTED += ("n of the KL", "n pairs", "labels, true order", "mean margin", "Brier", "may be on the Pareto front")
+UNPRINTED += ("n of the KL", "n pairs", "labels, true order", "mean margin", "Brier", FRONT)
 
 
 def write_report(
@@ -41,8 +48,8 @@ def write_report(
         pictures: PNG pictures by title, which follow these tables in the HTML.
 
     Returns:
-        The summary as JSON-ready rows: `policies`, `reward_models`, `incomplete` runs, and `problems`, the unreadable
-        parts of a `file` of a `run`.
+        Rows of `policies` and `reward_models`, whose `figures` by title and `tasks` hold an `Estimate` each; of
+        `incomplete` runs; and of `problems`, the unreadable parts of a `file` of a `run`.
 
     Raises:
         FileNotFoundError: a folder does not exist.
@@ -52,11 +59,10 @@ def write_report(
     if out.suffix != ".html":
         raise ValueError(f"--out {out}: must end in .html, so that the Markdown beside it has a name of its own")
     runs, incomplete = find_runs([run_folders] if isinstance(run_folders, (str, Path)) else run_folders)
-    summary = summarize(runs, incomplete)
-    page = render_page(runs, summary, max_prompts=max_prompts, stages=stages, pictures=pictures)
+    page = render_page(runs, incomplete, max_prompts=max_prompts, stages=stages, pictures=pictures)
     write_text(out, page)
-    write_text(out.with_suffix(".md"), render_markdown(runs, summary, stages))
-    return summary
+    write_text(out.with_suffix(".md"), render_markdown(runs, incomplete, stages))
+    return summarize(runs, incomplete)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -77,24 +83,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if given.json:
             print_json(summary)
         else:
-            _print_summary(summary)
+            _print_tables(*find_runs(given.folders))
             print(f"{given.out} and {Path(given.out).with_suffix('.md')}")
 
 
-def _print_summary(summary: dict[str, list[dict[str, Any]]]) -> None:
+def _print_tables(runs: Sequence[Run], incomplete: Sequence[Row]) -> None:
     """Print the columns that fit a terminal, task by task; the files contain all of them."""
     found = []
-    for task in by_task(summary):
-        tables, ends = task_tables(task), f": {task.title}" if task.end else ""
-        found += [(table.title + ends, table) for table in map(tables.get, ("tasks", "policies", "reward-models"))]
-    found += [(table.title, table) for table in faults(summary)]
+    for task in by_task(runs):
+        tables, end = task_tables(task), f": {task.title}" if task.end else ""
+        found += [(table.title + end, table) for table in map(tables.get, ("tasks", "policies", "reward-models"))]
     if not any(table.rows for _, table in found):
         print(f"{NOT_EVALUATED}\n")
-    for title, table in found:
+    for title, table in [*found, *((table.title, table) for table in faults(incomplete, runs))]:
         if table.rows:
-            shown = [index for index, name in enumerate(table.columns) if name not in UNPRINTED]
-            rows = [[" ".join(row[index].text.split()) for index in shown] for row in table.rows]
-            print(f"{title}\n{format_table([table.columns[index] for index in shown], rows)}\n")
+            columns = [name for name in table.columns if name not in UNPRINTED]
+            rows = [[" ".join(shown(row.get(name), name).split()) for name in columns] for row in table.rows]
+            print(f"{title}\n{format_table(columns, rows)}\n")
 
 
 if __name__ == "__main__":

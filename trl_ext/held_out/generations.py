@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate.utils import broadcast_object_list
 
-from trl_ext.evaluation.methods.generations import PolicyComparison, compare_generations
-from trl_ext.evaluation.methods.preferences import approximate_kl, join_pair_scores, preference_metrics
+from trl_ext.evaluation.comparing.generations import PolicyComparison, compare_generations
+from trl_ext.evaluation.comparing.preferences import approximate_kl, join_pair_scores, preference_metrics
 from trl_ext.losses import PreferenceScores
 from trl_ext.models import score_responses
 from trl_ext.rollouts import Generation, generate_responses, map_over_ranks

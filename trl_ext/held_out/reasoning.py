@@ -11,9 +11,11 @@ from typing import Any
 from transformers import TrainerCallback
 
 from trl_ext.data.math import math_prompt
-from trl_ext.evaluation.reasoning import Grader, evaluate_reasoning, summarize_reasoning
+from trl_ext.evaluation.reasoning import summarize_reasoning
 from trl_ext.held_out.table import log_held_out
+from trl_ext.rewards.verified import Grader
 from trl_ext.rollouts import SamplingSettings, TransformersEngine, response_entropies
+from trl_ext.rollouts.responses import evaluate_reasoning
 from trl_ext.trainers.context import check_generations
 from trl_ext.trainers.policies import trained_policy
 
@@ -27,7 +29,7 @@ class ReasoningEvaluation:
         trainer: any trainer of a language model from this library or TRL.
         rows: problems, as `trl_ext.data.math.load_math` returns them.
         template: prompt template; None for the chat template.
-        grade: grader from `trl_ext.evaluation.reasoning.grader`.
+        grade: grader from `trl_ext.rewards.verified.grader`.
         settings: settings of sampled decoding; greedy decoding differs only in temperature.
     """
 
@@ -57,13 +59,8 @@ class ReasoningEvaluation:
     ) -> list[dict[str, Any]]:
         """Graded responses of the current policy, one for each of the first `count` problems (None for all).
 
+        `decoding` is `sampled` or `greedy`. Rows are kept in the file `path`, and read from it if it is complete.
         Every process must call this; all return the same result.
-
-        Args:
-            decoding: `sampled` or `greedy`.
-            count: number of problems.
-            path: file in which the rows are kept; if it is complete, the rows are read from it.
-            progress: label of the progress bar; None for no bar.
         """
         trainer, settings = self.trainer, self.settings
         if decoding == "greedy":
@@ -142,13 +139,9 @@ class ReasoningCallback(TrainerCallback):
 
 
 def log_reasoning(evaluation: ReasoningEvaluation, rows: list[dict[str, Any]] | None = None) -> None:
-    """Log the metrics of graded responses at the trainer's step, and write the responses to the run folder.
+    """Log the metrics of graded responses (None to sample now), and write the responses to the run folder.
 
     Every process must call this.
-
-    Args:
-        evaluation: which problems to sample, and how.
-        rows: responses that are already graded; None to sample all problems now.
     """
     rows = rows or evaluation.evaluate()
     log_held_out(evaluation.trainer, held_out_metrics(rows), rows)

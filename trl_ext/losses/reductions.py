@@ -58,6 +58,7 @@ def aggregate(
     *,
     constant: float | None = None,
     token_count: Tensor | float | None = None,
+    row_count: float | None = None,
 ) -> Tensor:
     """Reduce token losses to the scalar that is minimised.
 
@@ -77,22 +78,24 @@ def aggregate(
         token_count: the divisor of `token_mean` instead of `mask.sum()`, if these rows are one part of an optimizer
             batch: the token count of the whole batch if the parts are summed, or that count divided by the number of
             parts if they are averaged.
+        row_count: the divisor of the other kinds instead of B, in the same way.
 
     Raises:
         ValueError: an unknown kind, or `constant` without a positive constant.
     """
+    rows = len(mask) if row_count is None else row_count
     if kind == "sequence_mean":
         lengths = (mask != 0).sum(-1).clamp(min=1)
-        return (masked_sum(losses, mask, dim=-1) / lengths).mean()
+        return (masked_sum(losses, mask, dim=-1) / lengths).sum() / rows
     if kind == "token_mean":
         count = (mask != 0).sum().clamp(min=1) if token_count is None else token_count
         return masked_sum(losses, mask) / count
     if kind == "constant":
         if constant is None or constant <= 0:
             raise ValueError(f"the aggregation 'constant' divides by constant, which must be positive, got {constant}")
-        return masked_sum(losses, mask, dim=-1).mean() / constant
+        return masked_sum(losses, mask, dim=-1).sum() / rows / constant
     if kind == "sum":
-        return masked_sum(losses, mask, dim=-1).mean()
+        return masked_sum(losses, mask, dim=-1).sum() / rows
     raise ValueError(
         f"unknown aggregation {kind!r}{nearest(str(kind), list(AGGREGATIONS))} Known: {', '.join(AGGREGATIONS)}"
     )

@@ -169,7 +169,7 @@ def _response_logits(model, input_ids: Tensor, attention_mask: Tensor, counts: l
     plan = None if packing is None else packing.plan(input_ids, attention_mask)
     if plan is not None:
         ranges = zip(plan.columns, counts, strict=True)
-        places = torch.cat([columns[width - count - 1 : width - 1] for columns, count in ranges])
+        places = torch.cat([columns[width - count - 1 : width - 1] for columns, count in ranges]).to(input_ids.device)
         return unwrapped(model)(**packed_inputs(plan), logits_to_keep=places).logits[0].split(counts)
     kept = max(counts)
     logits = model(

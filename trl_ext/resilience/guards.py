@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 
 import torch
 from transformers import TrainerCallback
@@ -31,32 +30,34 @@ class UpdateGuard(TrainerCallback):
         self.skipped = {"reward": 0, "loss": 0, "gradient": 0}
         self.in_a_row = 0
         self.failure: str | None = None
-        self._gradient_norm = 0.0
-        # What was not finite in a micro-batch of this optimizer step, on this process: "reward", "loss".
-        self._faults: set[str] = set()
+        self._gradient_norm: torch.Tensor | float = 0.0
+        # Whether a reward, and a loss, of this optimizer step was not finite on this process. They stay on the device,
+        # since a look at one would wait for the backward pass of its micro-batch.
+        self._faults: dict[str, torch.Tensor] = {}
 
     def observe_gradient_norm(self, norm: torch.Tensor | float | None) -> None:
         """Record the norm of the step's gradient over all processes; any non-finite entry makes it non-finite."""
-        self._gradient_norm = 0.0 if norm is None else float(norm)
+        self._gradient_norm = 0.0 if norm is None else norm
 
     def observe_loss(self, loss: torch.Tensor) -> None:
         """Record the loss of a micro-batch."""
-        if not loss.detach().isfinite().all():
-            self._faults.add("loss")
+        self._observe("loss", ~loss.detach().isfinite().all())
 
-    def observe_reward(self, bad: bool) -> None:
+    def observe_reward(self, bad: torch.Tensor) -> None:
         """Record whether a micro-batch's loss was computed from a reward that was not finite.
 
         Raises:
             FloatingPointError: it was, under DeepSpeed, which skips only steps whose gradient is not finite.
         """
-        if bad:
-            self._faults.add("reward")
-        if bad and self.trainer.is_deepspeed_enabled:
+        self._observe("reward", bad)
+        if self.trainer.is_deepspeed_enabled and bad:
             raise FloatingPointError(
                 f"a reward at step {self.trainer.state.global_step} was not finite, and DeepSpeed cannot skip the "
                 "update: look into the reward function, and resume from the last checkpoint"
             )
+
+    def _observe(self, name: str, bad: torch.Tensor) -> None:
+        self._faults[name] = self._faults[name] | bad if name in self._faults else bad
 
     def on_train_begin(self, args, state, control, **kwargs):
         # Training may continue after a stop, with other settings.
@@ -87,10 +88,13 @@ class UpdateGuard(TrainerCallback):
     def _cause(self) -> str | None:
         """What was not finite on any process; None if the update can be applied."""
         accelerator = self.trainer.accelerator
-        flags = torch.tensor([float(name in self._faults) for name in ("reward", "loss")], device=accelerator.device)
-        rewards, losses = accelerator.reduce(flags, reduction="sum").tolist()
+        norm = torch.as_tensor(self._gradient_norm, device=accelerator.device)
+        none = norm.new_zeros((), dtype=torch.bool)
+        flags = [self._faults.get("reward", none), self._faults.get("loss", none), ~norm.isfinite()]
+        flags = torch.stack([flag.to(accelerator.device, torch.float32) for flag in flags])
+        rewards, losses, gradient = accelerator.reduce(flags, reduction="sum").tolist()
         # In float16 an overflow is routine: the loss scaler skips the step itself and lowers its scale.
-        gradient = not math.isfinite(self._gradient_norm) and accelerator.scaler is None
+        gradient = gradient and accelerator.scaler is None
         return "reward" if rewards else "loss" if losses else "gradient" if gradient else None
 
     def on_step_end(self, args, state, control, **kwargs):

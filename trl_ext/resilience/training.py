@@ -181,7 +181,8 @@ class ResilientTraining:
             set_seed(self.args.seed + self.state.global_step, device_specific=True)
         loss = super().training_step(*args, **kwargs)
         self.update_guard.observe_loss(loss)
-        return loss
+        # transformers adds it up for the log, where a NaN would stay.
+        return loss.nan_to_num(0.0, 0.0, 0.0)
 
     def _get_grad_norm(self, model, grad_norm=None):
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)

@@ -10,6 +10,7 @@ from trl_ext.rollouts.generation import (
     generate_responses,
     response_entropies,
 )
+from trl_ext.rollouts.responses import load_engine, sample_responses
 from trl_ext.rollouts.sampler import fast_rollouts
 
 __all__ = [
@@ -23,7 +24,9 @@ __all__ = [
     "fast_rollouts",
     "generate_responses",
     "kl_bound",
+    "load_engine",
     "map_over_ranks",
     "pick_best",
     "response_entropies",
+    "sample_responses",
 ]

@@ -19,3 +19,9 @@ os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 os.environ.setdefault("TQDM_LEAVE", "")
 if not sys.stderr.isatty():
     os.environ.setdefault("TQDM_DISABLE", "1")
+
+
+def recipes_can_be_imported() -> None:
+    """Let a recipe import another one, as Python does for a script by itself, but `runpy` does not."""
+    if sys.path[:1] != [str(RECIPES)]:
+        sys.path.insert(0, str(RECIPES))

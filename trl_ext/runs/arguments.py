@@ -15,14 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from tqdm.auto import tqdm
+from transformers import TrainingArguments
 from transformers.hf_argparser import HfArg
 from trl import ModelConfig, TrlParser
 
-from trl_ext.files import brief, read_yaml
+from trl_ext.files import brief
 from trl_ext.names import nearest
 from trl_ext.processes import is_main_process, quiet_when_closed
 from trl_ext.resilience.faults import TrainingFault
-from trl_ext.runs import RECIPES
+from trl_ext.runs import RECIPES, recipes_can_be_imported
+from trl_ext.runs.configs import read_config
 
 # Errors that a user can fix: in arguments and data before training, and in training itself.
 MENDABLE = (ValueError, OSError, ImportError, TypeError, SyntaxError)
@@ -55,11 +57,6 @@ class ModelArguments(ModelConfig):
     )
 
 
-def toy_config(name: str) -> Path:
-    """The configuration of a recipe for the embedded benchmark."""
-    return RECIPES / "configs" / "toy" / f"{name}.yaml"
-
-
 def parse_arguments(
     dataclass_types: Sequence[type], *, default_config: Path | None = None, description: str | None = None
 ) -> tuple[Any, ...]:
@@ -69,29 +66,17 @@ def parse_arguments(
     """
     parser, arguments = _Parser(dataclass_types, description), sys.argv[1:]
     if {"-h", "--help"} & {*arguments}:
-        if default_config is not None:
-            parser.take_defaults(default_config)
         print(_short_help(parser, dataclass_types, default_config))
         raise SystemExit(0)
-    parser.refuse_unknown(arguments)
-    given, _ = parser.parse_known_args(arguments)
-    config_path, config = given.config, {}
-    if config_path is None and default_config is not None:
+    given = parser.known(arguments)
+    path = given.config
+    if path is None and default_config is not None:
         embedded = given.model_name_or_path == "toy"
-        config_path = default_config if embedded else None
+        path = default_config if embedded else None
         if is_main_process():
             print(f"configuration: {os.path.relpath(default_config) if embedded else 'none but defaults and flags'}")
-    if config_path is not None:
-        config = parser.take_defaults(Path(config_path))
-    try:
-        *instances, rest = parser.parse_args_into_dataclasses(args=arguments, return_remaining_strings=True)
-    except TypeError as error:
-        # Some keys may be empty. The others fail where their value is first used.
-        empty = [name for name, value in config.items() if value is None]
-        what = f"{config_path}: no value for {', '.join(empty)}: " if empty else ""
-        raise ValueError(f"{what}{error}") from error
-    if rest:
-        raise ValueError(f"unexpected {rest[0]!r} on the command line: values follow a --flag")
+    words = [] if path is None else parser.words_of(path)
+    instances = parser.parse_args_into_dataclasses(args=[*words, *arguments])
     # The last is the namespace that holds --config.
     return tuple(instance for instance in instances if dataclasses.is_dataclass(instance))
 
@@ -99,11 +84,8 @@ def parse_arguments(
 def check_arguments(dataclass_types: Sequence[type], arguments: Sequence[str]) -> None:
     """Reject what `parse_arguments` rejects, without an instance, which might occupy the machine's devices."""
     parser = _Parser(dataclass_types)
-    parser.refuse_unknown(arguments)
-    given, _ = parser.parse_known_args(arguments)
-    if given.config is not None:
-        parser.take_defaults(Path(given.config))
-    parser.parse_args(arguments)
+    given = parser.known(arguments)
+    parser.parse_args([*([] if given.config is None else parser.words_of(given.config)), *arguments])
 
 
 class _Parser(TrlParser):
@@ -127,31 +109,32 @@ class _Parser(TrlParser):
     def error(self, message: str):
         raise ValueError(message)
 
-    def refuse_unknown(self, arguments: Sequence[str]) -> None:
-        """Raise ValueError for an unknown flag, and suggest the nearest known one."""
+    def known(self, arguments: Sequence[str]) -> argparse.Namespace:
+        """The values of the flags; raises ValueError for an unknown one, and suggests the nearest."""
         given = [argument.partition("=")[0] for argument in arguments if argument.startswith("--")]
-        names = {flag[2:].replace("-", "_") for flag in given}
-        if "explain" in names - self.flags.keys():
-            raise ValueError("no flag --explain here: python -m trl_ext.algorithms --explain NAME explains a method")
-        for name in sorted(names - self.flags.keys()):
+        for name in sorted({flag[2:].replace("-", "_") for flag in given} - self.flags.keys()):
             raise ValueError(f"unknown flag --{name}{nearest(name, list(self.flags))}")
+        return self.parse_known_args(arguments)[0]
 
-    def take_defaults(self, path: Path) -> dict[str, Any]:
-        """Set the values of a YAML file as defaults and return them."""
-        if not path.is_file():
-            raise FileNotFoundError(f"no configuration file {str(path)!r}")
-        config = read_yaml(path)
-        if not isinstance(config, dict):
-            found = "is empty" if config is None else f"holds a {type(config).__name__}"
-            raise ValueError(f"{path} must hold `key: value` lines, and {found}")
-        values = {}
-        for key, value in config.items():
-            if key not in self.flags or key != self.flags[key].dest or key in ("config", "help"):
-                name = brief(key, 80)
-                raise ValueError(f"{path}: unknown key {name!r}{nearest(name, list(self.flags))}")
-            values[key] = _as_default(path, key, value, self.flags[key])
-        self.set_defaults_with_config(**values)
-        return values
+    def words_of(self, path: str | Path) -> list[str]:
+        """The values of a YAML file as words of a command line; what has no words becomes a default."""
+        words: list[str] = []
+        for key, value in read_config(path).items():
+            action = self.flags.get(key)
+            if action is None or key != action.dest or key in ("config", "help"):
+                raise ValueError(f"{path}: unknown key {brief(key, 80)!r}{nearest(brief(key, 80), list(self.flags))}")
+            # transformers declares `report_to` as one value, and takes several.
+            if value is None or value == [] or (key == "report_to" and isinstance(value, list)):
+                self.set_defaults(**{key: value})
+            elif isinstance(value, list) and action.nargs not in ("+", "*"):
+                raise ValueError(f"{path}: {key} takes one value, got {brief(repr(value), 100)}")
+            else:
+                words += as_flag(key, value)
+        try:
+            self.parse_args(words)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+        return words
 
 
 # Flags of transformers and TRL that most runs set.
@@ -162,7 +145,7 @@ _USUAL += ("per_device_train_batch_size", "gradient_accumulation_steps", "report
 def _short_help(parser: _Parser, dataclass_types: Sequence[type], default_config: Path | None) -> str:
     """The flags that this library adds, the usual ones and those of the default configuration, with its values."""
     own, *others = dataclass_types
-    of_file = read_yaml(default_config) if default_config else {}
+    of_file = read_config(default_config) if default_config else {}
     names = {"the recipe": [field.name for field in dataclasses.fields(own)], "the method": [], "the run": []}
     for kind in others:
         inherited = [base for base in kind.__mro__ if base.__module__.split(".")[0] in ("trl", "transformers")]
@@ -178,37 +161,16 @@ def _short_help(parser: _Parser, dataclass_types: Sequence[type], default_config
     for title, group in names.items():
         formatter.start_section(f"flags of {title}")
         for name in group:
-            default = parser.flags[name].default
-            value = default if isinstance(default, (list, tuple)) else [default]
-            text = " ".join(map(str, value)) if default not in (None, argparse.SUPPRESS) else "VALUE"
-            formatter.add_argument(argparse.Action([f"--{name}"], name, help=parser.flags[name].help, metavar=text))
+            value = of_file.get(name, parser.flags[name].default)
+            words = " ".join(as_flag(name, value)[1:]) if value != argparse.SUPPRESS else ""
+            text = parser.flags[name].help
+            formatter.add_argument(argparse.Action([f"--{name}"], name, help=text, metavar=words or "VALUE"))
         formatter.end_section()
     of_model = " for the embedded model" if of_file else ""
     formatter.add_text(
         f"Values are those without flags{of_model}; --help_all lists every flag of TRL and transformers."
     )
     return formatter.format_help()
-
-
-def _as_default(path: Path, key: str, value: Any, action: Any) -> Any:
-    takes_list = action.nargs in ("+", "*")
-    if value is None:
-        return None
-    if isinstance(value, dict):
-        return json.dumps(value)
-    # The parser reads `report_to` as one value, but it takes several.
-    if key == "report_to" and isinstance(value, list):
-        return value
-    if takes_list and not isinstance(value, list):
-        value = [value]
-    if isinstance(value, list) and not takes_list:
-        raise ValueError(f"{path}: {key} takes one value, got {brief(repr(value), 100)}")
-    try:
-        if takes_list:
-            return [action.type(str(item)) if action.type else item for item in value]
-        return action.type(str(value)) if action.type else value
-    except Exception as error:
-        raise ValueError(f"{path}: {key} does not take {brief(repr(value), 100)}: {brief(error, 200)}") from error
 
 
 def as_flag(name: str, value: Any) -> list[str]:
@@ -219,40 +181,19 @@ def as_flag(name: str, value: Any) -> list[str]:
     return [f"--{name}", *(json.dumps(one) if isinstance(one, (dict, bool)) else str(one) for one in values)]
 
 
-# ---- The arguments of a recipe, by the recipe's name ----
-
-# Recipe -> its arguments in trl_ext.runs and its trainer's configuration. Names without a module are in trl_ext.
-_OFFLINE, _ONLINE = "offline:OfflineArguments", "online:OnlineArguments"
-_TYPES = {
-    "aot": (_OFFLINE, "AOTConfig"),
-    "dpo": (_OFFLINE, "DPOConfig"),
-    "ipo": (_OFFLINE, "IPOConfig"),
-    "preference": (_OFFLINE, "PreferenceConfig"),
-    "kto": (_OFFLINE, "KTOConfig"),
-    "reward_model": ("reward:RewardArguments", "RewardConfig"),
-    "grpo": (_ONLINE, "GRPOConfig"),
-    "dr_grpo": (_ONLINE, "DrGRPOConfig"),
-    "gspo": (_ONLINE, "GSPOConfig"),
-    "rloo": (_ONLINE, "RLOOConfig"),
-    "remax": (_ONLINE, "ReMaxConfig"),
-    "policy": (_ONLINE, "PolicyConfig"),
-    "ppo": (_ONLINE, "PPOConfig"),
-    "online_preference": (_ONLINE, "OnlinePreferenceConfig"),
-    "sft": ("reasoning:SFTArguments", "SFTConfig"),
-    "rlhf_sft": ("offline:DemonstrationArguments", "SFTConfig"),
-    "expert_iteration": ("reasoning:ExpertIterationArguments", "ExpertIterationConfig"),
-    "grpo_math": ("reasoning:GRPOMathArguments", "course_config:CourseConfig"),
-}
-
-
 def argument_types(recipe: str) -> tuple[type, ...] | None:
-    """The dataclasses that a training recipe reads, in order; None for any other recipe."""
-    if recipe not in _TYPES:
+    """The dataclasses that a training recipe reads, in order; None for any other recipe.
+
+    Its own are the ones of the module that holds its `main`, the trainer's the ones that it imports.
+    """
+    from trl_ext.runs.engine import LaunchArguments
+
+    if not (RECIPES / f"{recipe}.py").is_file():
         return None
-    own, config = (_find(name) for name in _TYPES[recipe])
-    return own, ModelArguments, config, _find("engine:LaunchArguments")
-
-
-def _find(name: str) -> type:
-    module, _, attribute = name.rpartition(":")
-    return getattr(importlib.import_module(f"trl_ext.runs.{module}" if module else "trl_ext"), attribute)
+    recipes_can_be_imported()
+    script = vars(importlib.import_module(recipe))
+    home = script["main"].__module__
+    kinds = [kind for kind in vars(sys.modules[home]).values() if dataclasses.is_dataclass(kind)]
+    own = [kind for kind in kinds if kind.__module__ == home]
+    configs = [kind for kind in script.values() if isinstance(kind, type) and issubclass(kind, TrainingArguments)]
+    return (own[0], ModelArguments, configs[0], LaunchArguments) if own and configs else None

@@ -70,13 +70,12 @@ class CourseConfig(PolicyConfig):
     def __post_init__(self):
         self.algorithm = ALGORITHMS.get(self.algorithm, self.algorithm)
         check_at_least(self, dict.fromkeys((*SIZES, "n_grpo_steps"), 1))
-        for word, name in SIZES.items():
-            self._same(word, name, getattr(self, word))
-        if self.use_std_normalization is not None:
-            self._same("use_std_normalization", "advantage", STD_NORMALIZATION[self.use_std_normalization])
         if self.length_normalization is not None:
             check_choice("length_normalization", self.length_normalization, tuple(LENGTH_NORMALIZATION))
-            self._same("length_normalization", "aggregation", LENGTH_NORMALIZATION[self.length_normalization])
+        for word, name in SIZES.items():
+            self._same(word, name, getattr(self, word))
+        self._same("use_std_normalization", "advantage", STD_NORMALIZATION.get(self.use_std_normalization))
+        self._same("length_normalization", "aggregation", LENGTH_NORMALIZATION.get(self.length_normalization))
         if self.algorithm in COURSE_ALGORITHMS:
             self._take_defaults_of_the_course()
         self._split_updates()

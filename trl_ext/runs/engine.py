@@ -18,7 +18,6 @@ class LaunchArguments:
     allow_engine_fallback: bool = HfArg(
         default=False, help="Train on where FSDP was asked for and accelerate puts DDP or nothing in its place."
     )
-
     doctor: str = HfArg(
         default="on", help="Examine data, model and configuration before training, without a step; off to leave it."
     )

@@ -28,26 +28,30 @@ from trl_ext.trainers.context import check_rows
 from trl_ext.trainers.defaults import check_at_least
 from trl_ext.trainers.policies import remember_base
 
-EVAL_FRACTION = "Hold out this fraction of the training prompts, for data without held-out splits."
-
-
-def check_fraction(fraction: float | None) -> None:
-    """Raise ValueError for an `eval_fraction` that is not between 0 and 1; None is none."""
-    if fraction is not None and not 0 < fraction < 1:
-        raise ValueError(f"eval_fraction must lie between 0 and 1, got {fraction}")
-
 
 @dataclass
-class EvaluatedArguments:
-    """The benchmark, its held-out prompts, and how responses to them are sampled."""
+class BenchmarkArguments:
+    """The benchmark, and the output folder."""
 
     dataset_name: str = HfArg(
         default="toy", help="toy, instructions, a folder of {split}.jsonl, one .jsonl file, or a hub dataset."
     )
-    prompt_split: str = HfArg(default="test_gen", help="Held-out prompts; none for no evaluation.")
-    eval_fraction: float | None = HfArg(default=None, help=EVAL_FRACTION)
+    eval_fraction: float | None = HfArg(
+        default=None, help="Hold out this fraction of the training prompts, for data without held-out splits."
+    )
     skip_bad_rows: bool = HfArg(default=False, help="Drop bad rows and say how many and why.")
     overwrite_output_dir: bool = HfArg(default=False, help="Replace an earlier run in output_dir.")
+
+    def __post_init__(self):
+        if self.eval_fraction is not None and not 0 < self.eval_fraction < 1:
+            raise ValueError(f"eval_fraction must lie between 0 and 1, got {self.eval_fraction}")
+
+
+@dataclass
+class EvaluatedArguments(BenchmarkArguments):
+    """The benchmark, its held-out prompts, and how responses to them are sampled."""
+
+    prompt_split: str = HfArg(default="test_gen", help="Held-out prompts; none for no evaluation.")
     num_generation_prompts: int = HfArg(default=32, help="Prompts in each table while training.")
     num_eval_prompts: int | None = HfArg(
         default=None, help="Prompts of the comparison at the end. Default: all of prompt_split."
@@ -56,14 +60,33 @@ class EvaluatedArguments:
         default=None,
         help="Prompts to which further responses are sampled, for the divergence from the base. Default: all of them.",
     )
-    generation_temperature: float = HfArg(default=0.0, help="Of the held-out responses; 0 for greedy decoding.")
+    generation_temperature: float = HfArg(
+        default=0.0, help="Sampling temperature of the held-out responses; 0 for greedy decoding."
+    )
 
     def __post_init__(self):
+        super().__post_init__()
         counts = ("num_generation_prompts", "num_eval_prompts", "num_kl_prompts")
-        check_at_least(self, dict.fromkeys(counts, 1) | {"generation_eval_every": 0})
-        check_fraction(self.eval_fraction)
-        if self.generation_temperature < 0:
-            raise ValueError(f"generation_temperature must not be negative, got {self.generation_temperature}")
+        check_at_least(self, dict.fromkeys(counts, 1) | {"generation_eval_every": 0, "generation_temperature": 0})
+
+
+@dataclass
+class ResponseArguments(EvaluatedArguments):
+    """How responses are sampled in a run whose training samples none."""
+
+    generation_eval_every: int = HfArg(
+        default=100, help="Steps between tables of generations while training; 0 for none."
+    )
+    max_new_tokens: int = HfArg(default=256, help="Longest generated response, in tokens.")
+    generation_batch_size: int = HfArg(default=32, help="Prompts per batch of generation.")
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_at_least(self, {"max_new_tokens": 1})
+
+    def generation_limits(self) -> dict[str, int]:
+        """Keyword arguments of `evaluate_generations`."""
+        return {"max_new_tokens": self.max_new_tokens, "batch_size": self.generation_batch_size}
 
 
 @contextmanager

@@ -1,31 +1,17 @@
-"""Online training on rewards: reward models from folders, functions from files, ensembles and shaping."""
+"""The rewards of the online recipes: reward models from folders, functions from files, ensembles and shaping."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from transformers.hf_argparser import HfArg
 
-from trl_ext.evaluation.reporting.plots import ONLINE_PANELS
 from trl_ext.names import load_function
 from trl_ext.processes import world_size
 from trl_ext.rewards import RewardEnsemble, RewardModel, ShapedReward, parse_shaping
 from trl_ext.rewards.shaping import innermost
-from trl_ext.runs.arguments import one_line_errors
-from trl_ext.runs.loading import (
-    EvaluatedArguments,
-    can_be_resumed,
-    evaluate_generations,
-    load_rows,
-    optional_split,
-    show_generations,
-)
-from trl_ext.runs.results import end_with_results
-from trl_ext.runs.training_run import begin_run
-from trl_ext.trainers import PolicyConfig, PolicyTrainer
-from trl_ext.trainers.policy.reward_functions import reward_columns
+from trl_ext.trainers import PolicyConfig
 
 WAY_OUT = "give --reward_model FOLDER, as recipes/reward_model.py trains one, or --reward_function file.py:function"
 
@@ -80,79 +66,12 @@ def only_reward(arguments: RewardSources, batch_size: int):
     return rewards[0]
 
 
-def reference_responses(rows, flag: str) -> tuple[list[Any], list[str]]:
-    """The prompts and reference responses of up to 256 rows; raises ValueError, naming the flag, if there are none."""
-    if "reference_response_text" not in rows.column_names:
-        raise ValueError(f"{flag} needs reference_response_text in the training prompts")
-    rows = rows.select(range(min(256, len(rows))))
-    return rows["prompt"], rows["reference_response_text"]
-
-
-@dataclass
-class OnlineArguments(EvaluatedArguments, RewardSources):
-    """Data, rewards, evaluation and output of a run."""
-
-    train_split: str = HfArg(default="train_gen", help="Prompts to train on.")
-    reward_shaping: str | None = HfArg(
-        default=None,
-        help="Steps that each reward goes through in training, in order, as JSON: "
-        '\'["center_reference", {"kind": "clip", "limit": 5}]\'.',
-    )
-    generation_eval_every: int | None = HfArg(
-        default=None, help="Steps between evaluations on held-out prompts; 0 for none. Default: eval_steps, or 50."
-    )
-    generation_eval_batch_size: int = HfArg(default=32, help="Prompts per batch of the evaluations.")
-
-
-@can_be_resumed()
-def main(config_class: type[PolicyConfig] = PolicyConfig, trainer_class: type[PolicyTrainer] = PolicyTrainer) -> None:
-    """Train on rewarded responses, compare the policy with its base, and write the run folder."""
-    with one_line_errors():
-        run = begin_run(
-            OnlineArguments,
-            config_class,
-            config=config_class._method or "policy",
-            description=config_class.__doc__,
-            name=lambda training: training.algorithm.rpartition(":")[2],
-        )
-        arguments, training = run.arguments, run.training
-        splits = load_rows(arguments, training.seed)
-        train = splits[arguments.train_split]
-        prompts = optional_split(splits, "prompt_split", arguments, "no held-out evaluation")
-        plain = load_rewards(arguments, training.per_device_eval_batch_size)
-        rewards = _shaped(plain, arguments, training)
-        trainer = run.load_trainer(partial(trainer_class, reward_funcs=rewards), train_dataset=train)
-        if arguments.calibrate_rewards:
-            # This comes after the trainer is created, when members share a backbone if they can.
-            plain[0].calibrate(*reference_responses(train, "--calibrate_rewards"))
-        for reward in rewards:
-            if isinstance(reward, ShapedReward) and reward.needs_calibration:
-                reward.calibrate(*reference_responses(train, "reward_shaping: center_reference"))
-        evaluation = evaluate_generations(
-            trainer,
-            prompts,
-            arguments,
-            max_new_tokens=training.max_completion_length,
-            batch_size=arguments.generation_eval_batch_size,
-            reward_columns=partial(reward_columns, trainer),
-        )
-    run.open(trainer)
-    every = arguments.generation_eval_every
-    if every is None:
-        every = int(training.eval_steps) if training.eval_steps and training.eval_steps >= 1 else 50
-    show_generations(trainer, evaluation, arguments, every, prefix="eval_")
-
-    run.train(trainer)
-
-    end_with_results(run, trainer, evaluation, panels=ONLINE_PANELS, **describe_online(trainer, arguments))
-
-
-def _shaped(rewards: list, arguments: OnlineArguments, training: PolicyConfig) -> list:
-    """The rewards, each followed by the steps of `reward_shaping`."""
-    if arguments.reward_shaping is None:
+def shape_rewards(rewards: list, steps: str | None, training: PolicyConfig) -> list:
+    """The rewards, each followed by the steps of `--reward_shaping`."""
+    if steps is None:
         return rewards
     # Each reward gets its own steps, because some of them have state.
-    shaped = [ShapedReward(reward, parse_shaping(arguments.reward_shaping)) for reward in rewards]
+    shaped = [ShapedReward(reward, parse_shaping(steps)) for reward in rewards]
     of_batch = any(reward.scores_groups for reward in shaped)
     if of_batch and training.build_algorithm().reads("greedy_rewards"):
         raise ValueError(
@@ -167,7 +86,20 @@ def _shaped(rewards: list, arguments: OnlineArguments, training: PolicyConfig) -
     return shaped
 
 
-def describe_online(trainer, arguments: OnlineArguments) -> dict[str, Any]:
+def calibrate_rewards(plain: list, rewards: list, train, *, ensemble: bool) -> None:
+    """Calibrate the ensemble, if requested, and the shaped rewards on up to 256 reference responses in `train`."""
+    needs = [reward for reward in rewards if isinstance(reward, ShapedReward) and reward.needs_calibration]
+    if not ensemble and not needs:
+        return
+    if "reference_response_text" not in train.column_names:
+        flag = "--calibrate_rewards" if ensemble else "reward_shaping: center_reference"
+        raise ValueError(f"{flag} needs reference_response_text in the training prompts")
+    rows = train.select(range(min(256, len(train))))
+    for reward in [*(plain[:1] if ensemble else ()), *needs]:
+        reward.calibrate(rows["prompt"], rows["reference_response_text"])
+
+
+def describe_online(trainer, arguments: RewardSources) -> dict[str, Any]:
     """The entries of results.json for an online run."""
     functions = trainer.plain_reward_functions.values()
     return {

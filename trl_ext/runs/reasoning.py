@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 from datasets import Dataset
 from transformers.hf_argparser import HfArg
 
 from trl_ext.data.math import demonstration, load_math, load_prompt_template, math_prompt, render
-from trl_ext.evaluation.reasoning import grader
+from trl_ext.held_out.reasoning import ReasoningCallback, ReasoningEvaluation, log_reasoning
 from trl_ext.processes import is_main_process
+from trl_ext.rewards import verified_reward
+from trl_ext.rewards.verified import grader
 from trl_ext.rollouts import SamplingSettings
 from trl_ext.rollouts.generation import ANSWER_END
+from trl_ext.runs.training_run import TrainingRun
 from trl_ext.trainers.defaults import check_at_least
 
 CHAT = "chat"
@@ -52,7 +56,7 @@ class ProblemArguments:
     )
     num_eval_prompts: int | None = HfArg(default=None, help="Problems to evaluate on. Default: all.")
     max_new_tokens: int = HfArg(default=1024, help="Longest response, in tokens.")
-    generation_temperature: float = HfArg(default=1.0, help="Of sampled evaluations; 0 is greedy.")
+    generation_temperature: float = HfArg(default=1.0, help="Sampling temperature of evaluations; 0 is greedy.")
     generation_top_p: float = HfArg(default=1.0, help="Nucleus sampling in evaluations.")
     generation_eval_batch_size: int = HfArg(default=32, help="Prompts per batch of the evaluations.")
     overwrite_output_dir: bool = HfArg(default=False, help="Replace an earlier run in output_dir.")
@@ -68,7 +72,7 @@ class TrainingProblems(ProblemArguments):
 
     train_split: str = HfArg(default="train", help="Problems to train on.")
     max_hours: float | None = HfArg(
-        default=None, help="End training after so long, with a checkpoint and the final table."
+        default=None, help="End training after so many hours, with a checkpoint and the final table."
     )
 
     def __post_init__(self):
@@ -78,45 +82,18 @@ class TrainingProblems(ProblemArguments):
 
 
 @dataclass
-class SFTArguments(TrainingProblems):
-    """The worked problems to train on, and how often to evaluate."""
-
-    num_examples: int | None = HfArg(default=None, help="Train on the first so many, after filtering. Default: all.")
-    filter_correct: bool = HfArg(
-        default=False, help="Train only on responses whose answer verifies; says how many do."
-    )
-    generation_eval_every: int = HfArg(default=50, help="Steps between evaluations on held-out problems; 0 for none.")
-    num_generation_prompts: int = HfArg(default=64, help="Problems in each of these evaluations.")
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_at_least(self, {"generation_eval_every": 0, "num_generation_prompts": 1, "num_examples": 1})
-
-
-@dataclass
 class ValidatedProblems(TrainingProblems):
     """Problems to validate on, in addition to those for training and for the final comparison."""
 
     validation_split: str | None = HfArg(
         default=None, help="Problems to validate on. Default: validation on embedded problems, else eval_split."
     )
-    num_validation_prompts: int = HfArg(default=128, help="The first so many are the fixed set.")
-    num_train_problems: int | None = HfArg(default=None, help="Train on the first so many. Default: all.")
+    num_validation_prompts: int = HfArg(default=128, help="The first N are the fixed set.")
+    num_train_problems: int | None = HfArg(default=None, help="Train on the first N. Default: all.")
 
     def __post_init__(self):
         super().__post_init__()
         check_at_least(self, {"num_validation_prompts": 1, "num_train_problems": 1})
-
-
-@dataclass
-class GRPOMathArguments(ValidatedProblems):
-    """Problems, prompts and rewards, how often to validate, and how long to train."""
-
-    eval_every: int = HfArg(default=10, help="Steps between validations; 0 for none.")
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_at_least(self, {"eval_every": 0})
 
     def sample_as(self, training) -> None:
         """Make evaluations sample as many tokens as rollouts do."""
@@ -127,25 +104,6 @@ class GRPOMathArguments(ValidatedProblems):
                 "the rollouts do; give the second alone"
             )
         self.max_new_tokens = length
-
-
-@dataclass
-class ExpertIterationArguments(ValidatedProblems):
-    """Problems, prompts and rewards. Responses are sampled as in evaluations; validation follows each round.
-
-    Once `max_hours` have passed, the run ends after the current round.
-    """
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.generation_temperature == 0:
-            raise ValueError("generation_temperature 0 samples the same response again and again: give a positive one")
-
-    @staticmethod
-    def check_checkpoint(checkpoint: str | None) -> None:
-        """Raise ValueError if a checkpoint to resume from belongs to another recipe."""
-        if checkpoint is not None and not (Path(checkpoint) / "expert_step.json").is_file():
-            raise ValueError(f"{checkpoint} is no checkpoint of expert iteration: it has no expert_step.json")
 
 
 @dataclass
@@ -161,6 +119,10 @@ class Problems:
     def prompts(self) -> list:
         """The rows with the model's prompts."""
         return [math_prompt(row, self.template) for row in self.rows]
+
+    def reward_function(self, *, fast: bool):
+        """The grader as a reward function of TRL; `fast` leaves math-verify out."""
+        return verified_reward(self.reward, fast=fast)
 
     def dataset(self) -> Dataset:
         """The rows in TRL's format: prompts, and the columns that the reward reads."""
@@ -223,7 +185,7 @@ def sampling_settings(arguments: ProblemArguments, *, reward: str = "r1_zero") -
     )
 
 
-def rollout_settings(arguments: GRPOMathArguments, training, reward: str) -> SamplingSettings:
+def rollout_settings(arguments: ValidatedProblems, training, reward: str) -> SamplingSettings:
     """Sampling settings of evaluations, equal to those of rollouts; without stop strings, the reward's are used."""
     settings = sampling_settings(arguments, reward=reward)
     if training.stop is None:
@@ -231,7 +193,7 @@ def rollout_settings(arguments: GRPOMathArguments, training, reward: str) -> Sam
     return dataclasses.replace(settings, max_prompt_tokens=training.max_prompt_tokens, stop=tuple(training.stop or ()))
 
 
-def choose_demonstrations(arguments: SFTArguments, problems: Problems) -> tuple[Dataset, dict[str, int] | None]:
+def choose_demonstrations(arguments, problems: Problems) -> tuple[Dataset, dict[str, int] | None]:
     """The rows to train on, with `prompt` and `completion`, and the filter's counts of kept and of all rows."""
     boxed = problems.reward == "question_only"
     pairs = [(row, demonstration(row, problems.template, boxed=boxed)) for row in problems.rows]
@@ -264,3 +226,27 @@ def choose_demonstrations(arguments: SFTArguments, problems: Problems) -> tuple[
         for row, prompt, response in prompts
     ]
     return Dataset.from_list(rows), counts
+
+
+def evaluate_on(trainer, problems: Problems, settings: SamplingSettings) -> ReasoningEvaluation:
+    """An evaluation that samples a trainer's policy on the problems and grades it."""
+    return ReasoningEvaluation(trainer, problems.rows, problems.template, problems.grade, settings)
+
+
+def require_base(evaluation: ReasoningEvaluation, run: TrainingRun) -> None:
+    """Check that a resumed run can be compared with its base, whose weights are no longer available for sampling."""
+    if run.checkpoint is not None and not evaluation.base_is_known():
+        raise ValueError(
+            f"{run.folder}/samples does not hold the base's responses to the {len(evaluation.rows)} held-out "
+            "problems, which a run leaves there at its start: begin anew with --overwrite_output_dir"
+        )
+
+
+def show_answers(trainer, evaluation: ReasoningEvaluation, **options: Any) -> None:
+    """Evaluate while training; the options go to `ReasoningCallback`."""
+    trainer.add_callback(ReasoningCallback(evaluation, **options))
+
+
+def answers_after_rounds(trainer, problems: Problems, settings: SamplingSettings) -> Callable[[], None]:
+    """What expert iteration calls after each round: evaluates the policy on the problems, and logs the metrics."""
+    return partial(log_reasoning, evaluate_on(trainer, problems, settings))

@@ -20,14 +20,14 @@ from trl_ext.files import write_text
 from trl_ext.processes import is_main_process, world_size
 from trl_ext.resilience.preemption import Preemption
 from trl_ext.resilience.secrets import arguments_without_secrets
-from trl_ext.runs.arguments import MENDABLE_IN_TRAINING, ModelArguments, one_line_errors, parse_arguments, toy_config
+from trl_ext.runs.arguments import MENDABLE_IN_TRAINING, ModelArguments, one_line_errors, parse_arguments
+from trl_ext.runs.configs import toy_config
 from trl_ext.runs.engine import LaunchArguments, check_engine, engine_in_force, print_batch
 from trl_ext.runs.folder import (
     check_same_settings,
     clear_run_folder,
     config_text,
     open_run_folder,
-    settings_digest,
 )
 from trl_ext.runs.loading import load_trainer
 from trl_ext.trainers.callbacks import MetricsFileCallback, StepLineCallback, TimeBudgetCallback, read_metrics
@@ -37,9 +37,9 @@ from trl_ext.trainers.callbacks import MetricsFileCallback, StepLineCallback, Ti
 class TrainingRun:
     """One call of a recipe that trains, from its arguments to its results.
 
-    A recipe creates it with `begin_run`, calls `load_trainer`, `open` and `train` in this order, and uses `describe`
-    for its results. `checkpoint` is the one that the run resumes from, or None; `resolved` are the arguments as
-    config.yaml holds them. `training_seconds` include evaluations and the parts before a resumption.
+    A recipe creates it with `begin_run` and calls `load_trainer`, `open` and `train` in this order. `checkpoint` is
+    the one that the run resumes from, or None; `resolved` are the arguments as config.yaml holds them.
+    `training_seconds` include evaluations and the parts before a resumption.
     """
 
     arguments: Any
@@ -62,7 +62,7 @@ class TrainingRun:
         self.resolved = config_text(self.arguments, self.model, self.training)
         if self.checkpoint is not None:
             check_same_settings(self.folder / "config.yaml", self.resolved)
-            self._check_time_left()
+            self._check_hours_left()
         if "eval_dataset" in datasets and datasets["eval_dataset"] is None:
             if self.training.load_best_model_at_end:
                 raise ValueError(
@@ -107,29 +107,21 @@ class TrainingRun:
         self.training_seconds = self.metrics.seconds
         trainer.save_model(self.training.output_dir)
 
-    def describe(self, **own: Any) -> dict[str, Any]:
-        """The description of the run for results.json: common entries and `own`; the total time ends now."""
-        return {
-            **own,
-            "settings_digest": settings_digest(self.resolved),
-            "model": self.model.model_name_or_path,
-            "dataset": self.arguments.dataset_name,
-            "training_seconds": self.training_seconds,
-            "total_seconds": time.time() - self.started,
-        }
-
     def time_budget(self, trainer, *, period: int = 1) -> TimeBudgetCallback | None:
         """A callback that ends training after `max_hours`, at a multiple of `period` steps; None without a limit."""
         hours = self.arguments.max_hours
         return None if hours is None else TimeBudgetCallback(hours, self.metrics, trainer.accelerator, period=period)
 
-    def _check_time_left(self) -> None:
+    def limit_hours(self, trainer, *, period: int = 1) -> None:
+        """Let the trainer end after `max_hours`, if they are given, at a multiple of `period` steps."""
+        if budget := self.time_budget(trainer, period=period):
+            trainer.add_callback(budget)
+
+    def _check_hours_left(self) -> None:
         hours = getattr(self.arguments, "max_hours", None)
-        if hours is None:
-            return
         rows = read_metrics(self.folder / "metrics.jsonl")
         taken = max((row.get("seconds", 0.0) for row in rows), default=0.0) / 3600
-        if taken >= hours:
+        if hours is not None and taken >= hours:
             raise ValueError(f"the run has taken {taken:.2f} of its --max_hours {hours:g}: give more")
 
 
@@ -139,7 +131,7 @@ def begin_run(
     """Read the arguments, and check the run folder before anything is loaded.
 
     Args:
-        argument_class: class of the recipe's own arguments, with `dataset_name` and `overwrite_output_dir`.
+        argument_class: class of the recipe's own arguments, such as a subclass of `BenchmarkArguments`.
         config_class: class of the trainer's configuration.
         config: name of the file in configs/toy that is used without arguments.
         description: text for `--help`.

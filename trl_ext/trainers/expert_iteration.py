@@ -25,7 +25,7 @@ from trl_ext.resilience.progress import counts_of, set_counts
 from trl_ext.rewards.verified import Grader, count_categories
 from trl_ext.rollouts import SamplingSettings, TransformersEngine, VLLMEngine, response_entropies
 from trl_ext.rollouts.generation import warn_of_ignored_settings
-from trl_ext.rollouts.graded import evaluate_reasoning
+from trl_ext.rollouts.responses import evaluate_reasoning
 from trl_ext.trainers.callbacks import MetricsFileCallback, read_metrics
 from trl_ext.trainers.defaults import check_at_least, configuration
 from trl_ext.trainers.policies import trained_policy

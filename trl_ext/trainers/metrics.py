@@ -8,7 +8,9 @@ step, and divided at its end. If a step is one micro-batch, the result is TRL's 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -18,14 +20,20 @@ from trl_ext.losses import PreferenceScores
 class StepMetrics:
     """Mixin before one of TRL's trainers, whose loss step calls `add_metrics`.
 
-    In an evaluation over several processes whose rows do not divide evenly, the rows that accelerate repeats count
-    twice in these means.
+    A micro-batch waits for no number: sums stay on the device and on their process until the step or the evaluation
+    ends, and then one exchange gives all of them. In an evaluation over several processes whose rows do not divide
+    evenly, the rows that accelerate repeats count twice in these means.
     """
 
     # The mean of a metric over no pairs or tokens; TRL's is 0.
     mean_of_nothing = 0.0
-    # Sum and count of each metric of the step or the evaluation in progress; kept apart, as TRL keeps its metrics.
-    _sums: dict[str, dict[str, tuple[float, float]]] | None = None
+    # What each metric of the step or the evaluation in progress sums up to, and over how much, [2]; by mode, as TRL
+    # keeps its metrics.
+    _sums: dict[str, dict[str, Tensor]] | None = None
+    # The least and the greatest values of others, by name.
+    _extremes: dict[str, dict[str, Tensor]] | None = None
+    # Tokens of the step in progress on this process.
+    _step_tokens: Tensor | None = None
     _held_out_prefix = "eval"
     # Scores of the pairs of the evaluation in progress, for a loss that is one of all pairs.
     _held_out: list[PreferenceScores]
@@ -35,11 +43,18 @@ class StepMetrics:
         self._metrics["eval"].clear()
         if self._sums:
             self._sums["eval"].clear()
+            self._extremes["eval"].clear()
         self._held_out = []
         self._held_out_prefix = metric_key_prefix
         return super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
 
-    def add_metrics(self, values: dict[str, tuple[Tensor, Tensor]]) -> None:
+    def add_metrics(
+        self,
+        values: dict[str, tuple[Tensor, Tensor]],
+        *,
+        extremes: dict[str, Tensor] | None = None,
+        tokens: Tensor | None = None,
+    ) -> None:
         """Add a micro-batch to its step's means. Every process must call this, once for each micro-batch.
 
         In evaluation, a metric `loss` replaces the held-out loss that transformers averages over batches.
@@ -47,22 +62,46 @@ class StepMetrics:
         Args:
             values: for each metric, the sum over this process's micro-batch, and how much it sums over (such as the
                 number of pairs, or of tokens), each a tensor of one number.
+            extremes: least values by names that end in `_min`, greatest ones by others, each a tensor of one number;
+                NaN where there is none.
+            tokens: this process's tokens, which TRL counts over the run as `num_tokens`.
         """
         mode = "train" if self.model.training else "eval"
-        numbers = torch.stack([number.detach().double() for value in values.values() for number in value])
-        totals = self.accelerator.reduce(numbers.to(self.accelerator.device), reduction="sum").tolist()
-        self._sums = self._sums or {"train": {}, "eval": {}}
-        for name, total, count in zip(values, totals[::2], totals[1::2], strict=True):
-            before = self._sums[mode].get(name, (0.0, 0.0))
-            self._sums[mode][name] = (before[0] + total, before[1] + count)
+        if self._sums is None:
+            self._sums, self._extremes = {"train": {}, "eval": {}}, {"train": {}, "eval": {}}
+        # Apple's GPUs have no float64.
+        dtype = torch.float32 if self.accelerator.device.type == "mps" else torch.float64
+        for name, pair in values.items():
+            added = torch.stack([number.detach().to(self.accelerator.device, dtype) for number in pair])
+            self._sums[mode][name] = self._sums[mode].get(name, 0) + added
+        for name, value in (extremes or {}).items():
+            value = value.detach().to(self.accelerator.device, dtype)
+            self._extremes[mode][name] = _extreme(name, torch)(self._extremes[mode].get(name, value), value)
+        if tokens is not None and mode == "train":
+            self._step_tokens = tokens if self._step_tokens is None else self._step_tokens + tokens
         if mode == "train" and self.accelerator.sync_gradients:
             self._end_step(mode)
 
     def _end_step(self, mode: str) -> None:
-        sums = self._sums[mode] if self._sums else {}
-        for name, (total, count) in sums.items():
-            self._metrics[mode].setdefault(name, []).append(total / count if count else self.mean_of_nothing)
+        sums, extremes = (found[mode] if found else {} for found in (self._sums, self._extremes))
+        tokens, self._step_tokens = (self._step_tokens, None) if mode == "train" else (None, self._step_tokens)
+        if not sums:
+            return
+        parts = [torch.cat([*sums.values()]), *(value[None] for value in extremes.values())]
+        parts += [] if tokens is None else [tokens.to(parts[0])[None]]
+        of_ranks = self.accelerator.gather(torch.cat(parts)).view(-1, sum(map(len, parts))).cpu().numpy()
+        totals, logged = of_ranks.sum(axis=0), self._metrics[mode]
+        for index, name in enumerate(sums):
+            total, count = totals[2 * index : 2 * index + 2]
+            logged.setdefault(name, []).append(float(total / count) if count else self.mean_of_nothing)
+        for index, name in enumerate(extremes, start=2 * len(sums)):
+            logged.setdefault(name, []).append(float(_extreme(name, numpy).reduce(of_ranks[:, index])))
+        if tokens is not None:
+            # Ranks of a tensor-parallel group hold the same batch.
+            self._total_train_tokens += int(totals[-1]) // self._tp_size
+            logged["num_tokens"] = [self._total_train_tokens]
         sums.clear()
+        extremes.clear()
 
     def held_out_loss(self) -> float | None:
         """The loss over all rows of the evaluation that has just ended; None for transformers' mean over batches."""
@@ -76,6 +115,11 @@ class StepMetrics:
             if loss is not None and name in logs:
                 logs[name] = loss
         super().log(logs, start_time)
+
+
+def _extreme(name: str, library) -> Callable:
+    """torch's or numpy's function for the lesser or the greater of two numbers, or the one that is not NaN."""
+    return library.fmin if name.endswith("_min") else library.fmax
 
 
 def pair_metrics(scores: PreferenceScores, beta: float, counted: Tensor) -> dict[str, tuple[Tensor, Tensor]]:

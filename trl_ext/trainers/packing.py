@@ -24,7 +24,11 @@ def pack_trainer(trainer) -> Packing | None:
     elif getattr(trainer.model.config, "output_router_logits", False):
         reason = "the loss of its router counts padding (output_router_logits)"
     if reason is None:
-        return share_prefixes(*models)
+        compiles = getattr(trainer.args, "compile_layers", False)
+        if compiles and trainer.is_deepspeed_enabled:
+            compiles = False
+            warn_once_per_run("compile_layers: off, DeepSpeed's hooks on the layers cannot be compiled")
+        return share_prefixes(*models, compile_layers=compiles)
     for model in models:
         earlier = None if model is None else packing_of(model)
         if earlier is not None:

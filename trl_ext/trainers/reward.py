@@ -40,6 +40,7 @@ from trl_ext.trainers.context import (
 from trl_ext.trainers.defaults import TruncatedFields, check_training, configuration, resolve_device_defaults
 from trl_ext.trainers.model_card import WritesModelCard
 from trl_ext.trainers.packing import pack_trainer
+from trl_ext.trainers.passes import is_empty, no_loss, passes_of_pairs, tokens_per_pass, window_of_passes
 from trl_ext.trainers.policies import is_zero3, trained_policy
 from trl_ext.trainers.trl_settings import refuse_given
 
@@ -104,9 +105,11 @@ class RewardTrainer(ResilientTraining, WritesModelCard, TRLRewardTrainer):
             kwargs["peft_config"] = _with_score_head(kwargs["peft_config"])
         # Scores of the micro-batches of an optimizer step and of the batches of an evaluation, each [n, 2].
         self._scores: dict[str, list[Tensor]] = {"train": [], "eval": []}
+        self._step_tokens: list[Tensor] = []
         super().__init__(model, args, **kwargs)
         self._train_head_in_float32()
         self.packing = pack_trainer(self)
+        self._budget = tokens_per_pass(self)
         if self.processing_class.pad_token_id == self.processing_class.eos_token_id:
             warn_once_per_run(
                 "the padding token is the end-of-turn token, so scores are read before it: whether a response has "
@@ -155,11 +158,17 @@ class RewardTrainer(ResilientTraining, WritesModelCard, TRLRewardTrainer):
             pairs = self.accelerator.reduce(pairs, reduction="sum").item()
             # The trainer divides each loss by the number of micro-batches and averages over ranks. The gradient is
             # then that of the mean over all pairs, however the last window is divided.
-            scale = len(batches) * self.accelerator.num_processes / pairs
-            batches = [{**batch, "loss_scale": scale} for batch in batches]
+            scale, micro_batches = len(batches) * self.accelerator.num_processes / pairs, len(batches)
+            if self._budget is not None:
+                settings = {"pad_token_id": self.processing_class.pad_token_id}
+                settings["shares"] = not self.packing.draws_dropout()
+                batches = passes_of_pairs(batches, self._budget, self.accelerator, **settings)
+            batches = window_of_passes([{**batch, "loss_scale": scale} for batch in batches], micro_batches)
         return batches, num_items_in_batch
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        if is_empty(inputs):
+            return no_loss(self.accelerator.device)
         margin, scale = inputs.pop("margin", None), inputs.pop("loss_scale", None)
         outputs = model(**inputs, use_cache=False)
         chosen, rejected = outputs.logits.squeeze(-1).float().chunk(2)
@@ -174,9 +183,7 @@ class RewardTrainer(ResilientTraining, WritesModelCard, TRLRewardTrainer):
 
         scores = torch.stack([chosen, rejected], dim=1).detach()
         if self.model.training:
-            tokens = self.accelerator.gather(inputs["attention_mask"].sum()).sum().item()
-            # Ranks of a tensor-parallel group hold the same batch.
-            self._total_train_tokens += tokens // self._tp_size
+            self._step_tokens.append(inputs["attention_mask"].sum())
             self._scores["train"].append(self.accelerator.gather(scores))
             if self.accelerator.sync_gradients:
                 self._summarize_scores("train")
@@ -191,8 +198,13 @@ class RewardTrainer(ResilientTraining, WritesModelCard, TRLRewardTrainer):
         margins = scores[:, 0] - scores[:, 1]
         metrics = {"min_reward": scores.min(), "mean_reward": scores.mean(), "max_reward": scores.max()}
         metrics |= {"accuracy": (margins > 0).double().mean(), "margin": margins.mean()}
-        for name, value in metrics.items():
-            self._metrics[mode][name].append(value.item())
+        for name, value in zip(metrics, torch.stack([*metrics.values()]).tolist(), strict=True):
+            self._metrics[mode][name].append(value)
+        if mode == "train":
+            tokens = self.accelerator.gather(torch.stack(self._step_tokens).sum()).sum().item()
+            self._step_tokens.clear()
+            # Ranks of a tensor-parallel group hold the same batch.
+            self._total_train_tokens += tokens // self._tp_size
         self._metrics[mode]["num_tokens"] = [self._total_train_tokens]
 
     def evaluation_loop(self, *args, **kwargs):

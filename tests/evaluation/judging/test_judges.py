@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ from trl_ext.evaluation import (
     judge_pairs,
     win_rate,
 )
-from trl_ext.evaluation.judging.openai_format import SCHEMA, question_text, read_answer, read_reply
+from trl_ext.evaluation.judging.openai_judge import SCHEMA, question_text, read_answer
 from trl_ext.evaluation.judging.rubric import read_rubric
 
 pytestmark = pytest.mark.usefixtures("no_key")
@@ -70,12 +71,6 @@ class TestAnswer:
         assert SCHEMA["additionalProperties"] is False and SCHEMA["required"][0] == "reason"
         strength = {"title": "Strength", "type": "integer", "minimum": 1, "maximum": 5}
         assert SCHEMA["properties"]["strength"] == strength
-
-    def test_a_truncated_reply_of_chat_is_no_answer(self):
-        """Even where the text happens to be whole."""
-        message = {"content": json.dumps(loopback_answer(QUESTION))}
-        reply = read_reply({"choices": [{"message": message, "finish_reason": "length"}]}, "chat")
-        assert (reply.text, reply.problem) == ("", "the answer was cut at max_output_tokens: raise it")
 
 
 class TestQuestion:
@@ -141,7 +136,7 @@ class TestOpenAIJudge:
         assert_refused(lambda: OpenAIJudge(instructions=missing), "none.md", error=FileNotFoundError)
         for bad in (tmp_path / "empty.md", "", "rubric.md"):
             assert_refused(lambda bad=bad: OpenAIJudge(instructions=bad), "instructions", "a text, or the Path")
-        assert_refused(lambda: OpenAIJudge(api="completions"), "api", "'responses' or 'chat'", "'completions'")
+        assert_refused(lambda: OpenAIJudge(api="completions"), "api", "responses, chat", "completions")
         monkeypatch.setitem(sys.modules, "openai", None)
         assert_refused(OpenAIJudge, "pip install 'trl_ext[judge]'", error=ImportError)
 
@@ -365,8 +360,9 @@ class Server:
     def __init__(self, broken: tuple[str, ...] = (), rating: int = 7):
         self.broken, self.rating = broken, rating
         self.questions: list[str] = []
+        self.chat = SimpleNamespace(completions=self)
 
-    def post(self, path: str, body: dict, cast_to: type) -> str:
+    def create(self, **body):
         question = body["messages"][-1]["content"]
         self.questions.append(question)
         response, _, criterion = question.partition("[response ")[2].partition("\n[criteri")
@@ -375,9 +371,8 @@ class Server:
         else:
             last = criterion.splitlines()[1].split()[-1]
             answer = {"reason": "r", "met": "yes" if last in self.broken else last in response}
-        message = {"role": "assistant", "content": json.dumps(answer)}
-        usage = {"prompt_tokens": 10, "completion_tokens": 2}
-        return json.dumps({"choices": [{"message": message, "finish_reason": "stop"}], "usage": usage})
+        choice = SimpleNamespace(message=SimpleNamespace(content=json.dumps(answer)), finish_reason="stop")
+        return SimpleNamespace(choices=[choice], usage=SimpleNamespace(prompt_tokens=10, completion_tokens=2))
 
 
 def reward_with(server: Server, form: str = "explicit", **arguments) -> RubricReward:

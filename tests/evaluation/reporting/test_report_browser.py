@@ -70,7 +70,7 @@ def test_tables_sort_runs_hide_and_text_of_models_stays_text(open_report):
     assert (listed(page), selected(page)) == (PROMPTS, HOSTILE)
     assert (shown(page)["alpha"], shown(page)["gamma"]) == ((HOSTILE, "wins"), ("(empty)", "wins"))
     assert page.evaluate("window.pwned") is None
-    lines = page.locator("#curves svg[aria-label='win rate, ties as half'] polyline:visible")
+    lines = page.locator("#curves svg[aria-label='win rate, ties as half'] g[data-run]:visible")
     loss = page.locator("svg[aria-label='loss, aot']")
     assert (lines.count(), loss.is_visible()) == (3, True)
     page.get_by_role("checkbox", name="beta").uncheck()
@@ -118,7 +118,7 @@ def test_tasks_and_phones(open_report):
         page = open_report(write, 360, "dark")
         page.locator("details").evaluate_all("nodes => nodes.forEach(node => { node.open = true; })")
         page.locator("#prompts li").nth(3).click()
-        boxes = page.locator("figure svg, figure svg text.name, .card, #filters > *").evaluate_all(
+        boxes = page.locator("figure svg, .card, #filters > *").evaluate_all(
             "nodes => nodes.map(node => [node.getBoundingClientRect().left, node.getBoundingClientRect().right])"
         )
         assert min(left for left, _ in boxes) >= 0 and max(right for _, right in boxes) <= 360

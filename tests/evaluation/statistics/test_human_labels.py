@@ -140,8 +140,8 @@ class TestCommand:
         assert json.loads((tmp_path / "j.json").read_text()) == json.loads(out) and found == expected.to_dict()
         assert 0 < found["weight"] < 1 and found["judge_rate"] == pytest.approx(0.65)
         code, out, _ = judge("--human_labels", path)
-        assert f"human labels and judge: {expected.rate:.3f}  [{expected.low:.3f}, {expected.high:.3f}]" in out
-        assert f"like {expected.effective_n:.0f} labels; 4 labels alone: 0.250  [" in out
+        assert f"human labels and judge: {expected.rate:.3f} [{expected.low:.3f}, {expected.high:.3f}]" in out
+        assert f"like {expected.effective_n:.0f} labels; 4 labels alone: 0.250 [" in out
         assert "judge alone: 0.650 over 10 prompts" in out
 
     @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ from tests.support.files import write_rows
 from tests.support.public_evaluation import plan, response_rows, write_assets
 from tests.support.refusals import assert_refused
 from trl_ext.evaluation import JudgeError
-from trl_ext.evaluation.methods.runs import inequalities, metric_values, read_method_run
-from trl_ext.evaluation.methods.tournament import run_tournament
+from trl_ext.evaluation.comparing.runs import inequalities, metric_values, read_method_run
+from trl_ext.evaluation.comparing.tournament import run_tournament
 from trl_ext.evaluation.statistics.crossed import (
     compare_with_baseline,
     crossed_mean,

@@ -42,12 +42,11 @@ def course_example():
 
 
 class TestWilson:
-    @pytest.mark.parametrize("confidence", [0.8, 0.95, 0.999])
     @pytest.mark.parametrize(("successes", "n"), [(0, 7), (1, 1), (17, 300)])
-    def test_against_scipy(self, successes, n, confidence):
-        expected = binomtest(successes, n).proportion_ci(confidence, method="wilson")
-        assert wilson_interval(successes, n, confidence) == pytest.approx(tuple(expected), abs=1e-12)
-        assert wilson_interval(0, 0, confidence) == (0.0, 1.0)
+    def test_against_scipy(self, successes, n):
+        expected = binomtest(successes, n).proportion_ci(0.95, method="wilson")
+        assert wilson_interval(successes, n) == pytest.approx(tuple(expected), abs=1e-12)
+        assert wilson_interval(0, 0) == (0.0, 1.0)
 
 
 class TestWinRate:
@@ -401,9 +400,8 @@ def test_the_edges_of_length_control():
 @pytest.mark.parametrize(
     ("refused", "words"),
     [
-        *((lambda counts=counts: wilson_interval(*counts), ["must"]) for counts in ((-1, 5), (6, 5), (1, 2.5))),
-        (lambda: wilson_interval(1, 2, confidence=1.5), ["confidence"]),
-        (lambda: PairOutcome("r7", C, "A"), ["row_id r7, second", "candidate, base, tie", "'A'"]),
+        *((lambda counts=counts: wilson_interval(*counts), ["must"]) for counts in ((-1, 5), (6, 5))),
+        (lambda: PairOutcome("r7", C, "A"), ["row_id r7, second", "candidate, tie, base", "'A'"]),
         (lambda: GroundTruthJudge(lambda *_: math.nan).judge("p", "a", "b"), ["nan", "'p'"]),
         (lambda: GroundTruthJudge(lambda *_: 0.0).judge(USER[:1], "a", "b"), ["no user message"]),
         (lambda: row_credits([], "third"), ["rule", "agreed, half", "'third'"]),
@@ -411,9 +409,8 @@ def test_the_edges_of_length_control():
         (lambda: rate_interval([]), ["no values"]),
         (lambda: paired_difference(settled(1, 0), settled(1)), ["row_id 1", "only one"]),
         (lambda: paired_difference([PairOutcome("a", C, C)] * 2, settled(1)), ["first candidate", "repeat"]),
-        (lambda: mcnemar(-1, 2), ["not negative", "-1 and 2"]),
-        (lambda: chance_below(7, 10, 68), ["threshold", "between 0 and 1", "68"]),
-        (lambda: chance_below(8, 10, 0.5, ties=3), ["8 wins and 3 ties of 10"]),
+        (lambda: chance_below(7, 10, 68), ["threshold", "68"]),
+        (lambda: chance_below(8, 10, 0.5, ties=3), ["8 wins, 3 ties of 10"]),
         (lambda: length_controlled_win_rate([1.0, 0.0], [1], [1, 2]), ["lengths", "1 entries for 2"]),
         (lambda: length_controlled_win_rate([2.0, 0.0], [1, 2], [1, 3]), ["credits", "between 0 and 1"]),
     ],

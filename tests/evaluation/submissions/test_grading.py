@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from tests.support.files import read_rows, write_rows
+from tests.support.files import write_rows
 from tests.support.public_evaluation import (
     WORDS,
     plan,
@@ -22,8 +22,7 @@ from trl_ext.evaluation import JudgeError, grade_submission
 from trl_ext.evaluation.statistics.paired import chance_below
 from trl_ext.evaluation.submissions.assets import load_base, load_pairs, load_prompts, load_thresholds, token_counter
 from trl_ext.evaluation.submissions.grading import SubmissionGrade
-from trl_ext.evaluation.submissions.row_files import RowFile
-from trl_ext.evaluation.submissions.rows import ScoreRow, read_pair_scores, read_responses
+from trl_ext.evaluation.submissions.rows import read_pair_scores, read_responses
 from trl_ext.evaluation.submissions.submission import generate_submission_file
 
 PROMPTS = [{"row_id": name, "prompt_text": f"Say {name} twice."} for name in ("cat", "dog", "owl", "fox")]
@@ -106,42 +105,6 @@ def test_scores_and_their_problems(tmp_path):
     ]
 
 
-class TestRowFile:
-    def test_resumes_and_refuses(self, tmp_path):
-        path, settings = tmp_path / "rows.jsonl", {"model": "m", "model_sha256": "a" * 64, "max_new_tokens": 4}
-        first = RowFile(path, ScoreRow, settings, ["x", "y", "z"])
-        first.add([score_row("z", 3)])
-        free = {"model": "the same from elsewhere", "batch_size": 8}
-        again = RowFile(path, ScoreRow, {**settings, **free}, ["x", "y", "z"])
-        assert again.missing == ["x", "y"]
-        again.add([score_row("x", 1), score_row("y", 2)])
-        assert [row["chosen_score"] for row in read_rows(path)] == [1, 2, 3]
-        for changes, words in (
-            ({"max_new_tokens": 8}, ["made with max_new_tokens 4", "not with max_new_tokens 8"]),
-            ({"model": "n", "model_sha256": "b" * 64}, ["the model m (aaaaaaaaaaaa)", "not with the model n (bbb"]),
-        ):
-            other = partial(RowFile, path, ScoreRow, {**settings, **changes}, ["x", "y", "z"])
-            assert_refused(other, *words, error=FileExistsError)
-        assert len(read_rows(path)) == 3
-        path.with_name("rows.settings.json").unlink()
-        unknown = partial(RowFile, path, ScoreRow, settings, ["x"])
-        assert_refused(unknown, "rows.settings.json", "choose another --out", error=FileExistsError)
-        assert RowFile(path, ScoreRow, {"max_new_tokens": 8}, ["x"], overwrite=True).missing == ["x"]
-        assert not path.exists()
-
-    def test_damage(self, tmp_path):
-        path = tmp_path / "rows.jsonl"
-        RowFile(path, ScoreRow, {}, ["x"]).add([score_row("x")])
-        for rows, words in (
-            ([{"row_id": "x"}], ["row_id x", "chosen_score: Field required"]),
-            ([score_row("x"), '{"row'], ["line 2: bad JSON"]),
-            ([score_row("x"), score_row("x")], ["row_id x", "lines 1 and 2"]),
-            ([score_row("y")], ["row_id y", "line 1: foreign"]),
-        ):
-            write_rows(path, rows)
-            assert_refused(lambda: RowFile(path, ScoreRow, {}, ["x"]), str(path), *words, "--overwrite")
-
-
 class TestAssets:
     def test_embedded(self):
         """The embedded base ends every greedy response itself."""
@@ -155,8 +118,8 @@ class TestAssets:
         prompts = load_prompts()[:20]
         rows = [{"row_id": row["row_id"], "prompt_messages": row["prompt"]} for row in prompts]
         path = write_rows(tmp_path / "prompts.jsonl", rows)
-        file = generate_submission_file("toy", tmp_path / "base.jsonl", prompts_jsonl=path, max_new_tokens=48)
-        generated = [(row["response_text"], row["generated_num_tokens"]) for row in file.rows.values()]
+        found = generate_submission_file("toy", tmp_path / "base.jsonl", prompts_jsonl=path, max_new_tokens=48)
+        generated = [(row["response_text"], row["generated_num_tokens"]) for row in found]
         assert generated == [(r.text, r.tokens) for r in load_base(load_prompts(path))]
 
     def test_counting_tokens(self, tiny_model_path):

@@ -1,5 +1,6 @@
 """Submissions: model names, generation, scores and packing."""
 
+import codecs
 import zipfile
 from functools import partial
 
@@ -13,8 +14,8 @@ from tests.support.public_evaluation import response, write_prompts
 from tests.support.refusals import assert_refused
 from tests.support.reward_adapters import load_policy, save_full_model
 from tests.support.tiny import save_tiny_model
-from trl_ext import rollouts
 from trl_ext.evaluation import grade_submission
+from trl_ext.evaluation.submissions import submission
 from trl_ext.evaluation.submissions.assets import load_prompts, token_counter
 from trl_ext.evaluation.submissions.submission import (
     build_submission,
@@ -26,6 +27,7 @@ from trl_ext.files import brief
 from trl_ext.models import resolve_model_path
 from trl_ext.models.loading import model_sha256
 from trl_ext.rewards import RewardModel
+from trl_ext.rollouts import generation
 
 TEXTS = ["Say red.", "Say a much longer thing, please, and then stop.", "Why?", "Tell me of the sea.", "And?"]
 
@@ -74,15 +76,16 @@ class TestGenerate:
         whole, out = tmp_path / "whole.jsonl", tmp_path / "aot.jsonl"
         settings = {"prompts_jsonl": prompts_file, "max_new_tokens": 6, "batch_size": 2}
         generate_submission_file(tiny_model_path, whole, **settings)
-        original, asked = rollouts.generate_responses, []
+        original, asked = generation.generate_responses, []
 
-        def stops_at_the_second_batch(model, tokenizer, prompts, **keywords):
+        def stops_at_the_second_part(model, tokenizer, prompts, **keywords):
             asked.append(len(prompts))
             if len(asked) == 2:
                 raise KeyboardInterrupt
             return original(model, tokenizer, prompts, **keywords)
 
-        monkeypatch.setattr(rollouts, "generate_responses", stops_at_the_second_batch)
+        monkeypatch.setattr(submission, "SAVE_EVERY", 2)
+        monkeypatch.setattr(generation, "generate_responses", stops_at_the_second_part)
         with pytest.raises(KeyboardInterrupt):
             generate_submission_file(tiny_model_path, out, **settings)
         assert len(read_rows(out)) == 2
@@ -99,12 +102,12 @@ class TestGenerate:
         before = out.read_bytes()
         save_tiny_model(tmp_path / "other", seed=1)
         other = partial(generate_submission_file, tmp_path / "other", out, **settings)
-        assert_refused(other, str(out), "made with the model", "not with the model", error=FileExistsError)
+        assert_refused(other, str(out), "made with model_sha256", "choose another file", error=FileExistsError)
         others = write_prompts(tmp_path / "prompts.jsonl", [*TEXTS[:4], "Else?"])
         changed = partial(generate_submission_file, tiny_model_path, out, **{**settings, "prompts_jsonl": others})
         assert_refused(changed, str(out), "prompts_sha256", error=FileExistsError)
         assert out.read_bytes() == before
-        assert other(overwrite=True).settings["model"] == str(tmp_path / "other")
+        assert other(overwrite=True) == read_rows(out)
         reward_model = save_full_model(tiny_model_path, tmp_path / "reward")
         cannot = partial(generate_submission_file, reward_model, tmp_path / "x.jsonl", prompts_jsonl=prompts_file)
         assert_refused(cannot, "is a reward model, which cannot generate")
@@ -118,8 +121,8 @@ class TestGenerate:
         options = {"prompts_jsonl": prompts_file, "max_new_tokens": 6}
         texts = []
         for model in (tmp_path / "adapter", tmp_path / "merged", tiny_model_path):
-            rows = generate_submission_file(model, tmp_path / f"{len(texts)}.jsonl", **options).rows
-            texts.append([row["response_text"] for row in rows.values()])
+            rows = generate_submission_file(model, tmp_path / f"{len(texts)}.jsonl", **options)
+            texts.append([row["response_text"] for row in rows])
         assert texts[0] == texts[1] != texts[2]
 
     def test_the_hash_of_an_adapter_is_of_its_base_too(self, tmp_path):
@@ -206,3 +209,18 @@ class TestBuildScoreAndPack:
         words = f"row_id {rows[7]['row_id']}: over the token budget: the text has {counted} tokens, at most 48"
         assert problem.startswith(f"{path}: {words}")
         assert_refused(lambda: pack_submission(tmp_path / "submission", tmp_path / "s.zip", ["aot"]), problem)
+
+    def test_a_byte_order_mark_is_said_and_left_out(self, tmp_path):
+        """The course's grader stops at it, as `json.loads` does."""
+        folder = tmp_path / "submission"
+        rows = [response(row["row_id"], "yes", 2, row["prompt_text"]) for row in load_prompts()]
+        path = write_rows(folder / "policy_generations" / "aot.jsonl", rows)
+        plain, (expected,) = path.read_bytes(), grade_submission(folder, {"aot": 0.5}).grades
+        path.write_bytes(codecs.BOM_UTF8 + plain)
+        (grade,) = grade_submission(folder, {"aot": 0.5}).grades
+        assert (grade.figure, grade.passed, grade.problems) == (expected.figure, expected.passed, [])
+        packed = pack_submission(folder, tmp_path / "s.zip", ["aot"])
+        with zipfile.ZipFile(tmp_path / "s.zip") as archive:
+            assert archive.read("policy_generations/aot.jsonl") == plain
+        for (warning,) in (grade.warnings, packed["warnings"]):
+            assert warning.startswith(f"{path}: begins with a UTF-8 byte order mark")

@@ -3,12 +3,35 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from trl_ext.evaluation.judging.openai_format import SCHEMA, question_text, read_answer
-from trl_ext.evaluation.judging.openai_model import OpenAIModel
+from pydantic import BaseModel, Field, ValidationError
+
+from trl_ext.evaluation.judging.openai_model import OpenAIModel, sections_text
 from trl_ext.evaluation.judging.protocol import Judgement, Messages, Usage
 from trl_ext.files import existing_file
+
+Rating = Annotated[int, Field(ge=1, le=5)]
+# If a judge names the same response as best and worst, it considers neither good.
+ALL_WEAK = "all_weak"
+# Strings that models write for an empty list of tags.
+_NO_TAG = ("", "none", "n/a", "null")
+
+
+class JudgeAnswer(BaseModel, extra="forbid", strict=True):
+    """A judge's answer; the reason comes before the verdict."""
+
+    reason: str
+    best: Literal["A", "B"]
+    worst: Literal["A", "B"]
+    confidence: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+    strength: Rating
+    usable: bool
+    quality: Rating
+    exclusion_tags: list[str]
+
+
+SCHEMA = JudgeAnswer.model_json_schema()
 
 
 class OpenAIJudge(OpenAIModel):
@@ -29,7 +52,15 @@ class OpenAIJudge(OpenAIModel):
 
     def __init__(self, model: str = "gpt-5.4", *, instructions: str | Path | None = None, **settings: Any):
         super().__init__(model, **settings)
-        self.instructions = _read_instructions(instructions)
+        if instructions is None:
+            instructions = Path(__file__).with_name("instructions.md")
+        if isinstance(instructions, Path):
+            instructions = existing_file(instructions).read_text(encoding="utf-8")
+        if len(instructions.split()) < 2:
+            raise ValueError(
+                f"instructions must be a text, or the Path of a file that holds one, got {instructions!r}"
+            )
+        self.instructions = instructions
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -51,11 +82,38 @@ class OpenAIJudge(OpenAIModel):
         return sum(len(text.encode("utf-8", "replace")) // 4 + 1 for text in sent)
 
 
-def _read_instructions(instructions: str | Path | None) -> str:
-    if instructions is None:
-        instructions = Path(__file__).with_name("instructions.md")
-    if isinstance(instructions, Path):
-        instructions = existing_file(instructions).read_text(encoding="utf-8")
-    if len(instructions.split()) < 2:
-        raise ValueError(f"instructions must be a text, or the Path of a file that holds one, got {instructions!r}")
-    return instructions
+def question_text(prompt: Messages | str, response_a: str, response_b: str) -> str:
+    """A pairwise judge's input: the conversation and both responses."""
+    return sections_text(prompt, ("response A", response_a), ("response B", response_b))
+
+
+def read_answer(text: str) -> Judgement:
+    """Parse an answer into a judgement, with `usable` and `quality` made consistent with its tags and labels.
+
+    Any exclusion tag makes it unusable and limits its quality to 2. If best and worst have the same label, it is
+    unusable, its quality is at most 1, and the tag `all_weak` is added; the verdict is still the best label.
+
+    Raises:
+        ValueError: the answer is not JSON, or violates the schema.
+    """
+    try:
+        answer = JudgeAnswer.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise ValueError(f"{where}: {first['msg']}" if where else first["msg"]) from None
+    tags = [tag.strip() for tag in answer.exclusion_tags if tag.strip().lower() not in _NO_TAG]
+    best_quality = 2 if tags else 5
+    if answer.worst == answer.best:
+        best_quality = 1
+        tags += [] if ALL_WEAK in tags else [ALL_WEAK]
+    return Judgement(
+        verdict=answer.best,
+        usable=answer.usable and not tags,
+        worst=answer.worst,
+        confidence=answer.confidence,
+        strength=answer.strength,
+        quality=min(answer.quality, best_quality),
+        exclusion_tags=tuple(tags),
+        reason=answer.reason.strip(),
+    )

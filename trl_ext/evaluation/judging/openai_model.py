@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import hashlib
 import os
 import threading
 from collections.abc import Callable, Mapping
@@ -10,8 +10,8 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
-from trl_ext.evaluation.judging.openai_format import read_reply
-from trl_ext.evaluation.judging.protocol import JudgeError, JudgeUnavailable, Usage
+from trl_ext.evaluation.judging.protocol import JudgeError, JudgeUnavailable, Messages, Usage
+from trl_ext.names import check_choice
 
 KEY_VARIABLE = "OPENAI_API_KEY"
 OPENAI_URL = "https://api.openai.com/v1"
@@ -21,7 +21,7 @@ BAD_ANSWER_RETRIES = 2
 # Seconds within which a server must accept the first connection. Later requests wait longer.
 FIRST_CONNECTION = 5.0
 # Error codes of a 429 for which waiting does not help.
-_SPENT = ("insufficient_quota", "billing_hard_limit_reached", "billing_not_active")
+_SPENT = {"insufficient_quota", "billing_hard_limit_reached", "billing_not_active"}
 _ADVICE = {
     401: "the key is missing or refused: set OPENAI_API_KEY to a valid one for this server",
     402: "the account has no credit left: add some, and run again; what is judged already is not asked again",
@@ -38,11 +38,11 @@ _OTHER_API = {
 
 
 class Failure(NamedTuple):
-    """Why a request produced no verdict.
+    """Why a request produced no answer.
 
     Attributes:
-        kind: "answer" for a reply without a verdict; "server" for an error that may pass; "row" for a request that the
-            server rejects; "all" for an error that affects every request.
+        kind: "answer" for a reply without a valid answer; "server" for an error that may pass; "row" for a request
+            that the server rejects; "all" for an error that affects every request.
         reason: a few words.
         advice: what the user can do if every request fails this way.
     """
@@ -89,16 +89,10 @@ class OpenAIModel:
         reasoning_effort: str | None = None,
     ):
         _import_openai(type(self).__name__)
-        if api not in ("responses", "chat"):
-            raise ValueError(f"api must be 'responses' or 'chat', got {api!r}")
-        self.model = model
-        self.base_url = base_url
-        self.api = api
-        self.timeout = timeout
-        self.max_retries = max_retries
-        self.max_output_tokens = max_output_tokens
-        self.temperature = temperature
-        self.reasoning_effort = reasoning_effort
+        check_choice("api", api, ("responses", "chat"))
+        self.model, self.base_url, self.api = model, base_url, api
+        self.timeout, self.max_retries, self.max_output_tokens = timeout, max_retries, max_output_tokens
+        self.temperature, self.reasoning_effort = temperature, reasoning_effort
         self._lock = threading.Lock()
 
     @property
@@ -112,7 +106,7 @@ class OpenAIModel:
         settings: dict[str, Any] = {"temperature": self.temperature, "reasoning_effort": self.reasoning_effort}
         if self.max_output_tokens != MAX_OUTPUT_TOKENS:
             settings["max_output_tokens"] = self.max_output_tokens
-        if self.base_url or os.environ.get("OPENAI_BASE_URL"):
+        if self._server != OPENAI_URL:
             settings["server"] = "own"
         told = {name: value for name, value in settings.items() if value is not None}
         return {"kind": "openai", "model": self.model, **told}
@@ -133,10 +127,9 @@ class OpenAIModel:
             JudgeUnavailable: every question would fail: the key is missing or rejected, the model is unknown, or the
                 server cannot be reached.
         """
-        request = self._request(instructions, question, schema)
         usage = Usage()
         for attempt in range(1 + BAD_ANSWER_RETRIES):
-            outcome, cost = self._send(request, read)
+            outcome, cost = self._send(instructions, question, schema, read)
             usage = replace(usage + cost, retries=attempt)
             if not isinstance(outcome, Failure):
                 return outcome, usage
@@ -181,42 +174,20 @@ class OpenAIModel:
             )
         return client
 
-    def _request(self, instructions: str, question: str, schema: Mapping[str, Any]) -> dict[str, Any]:
-        schema = {"name": "verdict", "strict": True, "schema": schema}
-        if self.api == "responses":
-            request = {
-                "instructions": instructions,
-                "input": question,
-                "text": {"format": {"type": "json_schema", **schema}},
-                "max_output_tokens": self.max_output_tokens,
-                "store": False,
-                "reasoning": self.reasoning_effort and {"effort": self.reasoning_effort},
-            }
-        else:
-            request = {
-                "messages": [
-                    {"role": "system", "content": instructions},
-                    {"role": "user", "content": question},
-                ],
-                "response_format": {"type": "json_schema", "json_schema": schema},
-                "max_completion_tokens": self.max_output_tokens,
-                "reasoning_effort": self.reasoning_effort,
-            }
-        request |= {"model": self.model, "temperature": self.temperature}
-        return {name: value for name, value in request.items() if value is not None}
-
-    def _send(self, request: dict[str, Any], read: Callable[[str], Any]) -> tuple[Any, Usage]:
-        """The answer to one request, or a `Failure`.
+    def _send(
+        self, instructions: str, question: str, schema: Mapping[str, Any], read: Callable[[str], Any]
+    ) -> tuple[Any, Usage]:
+        """The answer to one request, or a `Failure`, and its usage.
 
         Errors of the SDK are caught here, since they carry the request and thus the key.
         """
         openai = _import_openai(type(self).__name__)
         with self._lock:
             client = self._client
-        path = "/responses" if self.api == "responses" else "/chat/completions"
         try:
-            # Not `client.responses.create`: it validates every field, which takes as long as the rest of a call.
-            body = client.post(path, body=request, cast_to=str)
+            reply = self._request(
+                client, instructions, question, {"name": "verdict", "strict": True, "schema": schema}
+            )
         except openai.APIStatusError as error:
             return self._status_failure(error.status_code, error.body), Usage(calls=1)
         except openai.APITimeoutError:
@@ -224,32 +195,52 @@ class OpenAIModel:
         except openai.APIConnectionError as error:
             name = type(error.__cause__ or error).__name__
             return Failure("server", f"{self._server} cannot be reached: {name}"), Usage(calls=1)
-        return self._read(body, read)
-
-    def _read(self, body: str, read: Callable[[str], Any]) -> tuple[Any, Usage]:
-        """Parse the body of a response with status 200 into the answer, or a `Failure`, and its usage."""
-        try:
-            reply = read_reply(json.loads(body), self.api)
-        except json.JSONDecodeError:
+        if isinstance(reply, str):
             advice = f"check the address, which ends in /v1 for most servers; {_OTHER_API[self.api]}"
             return Failure("answer", "the reply is not JSON", advice), Usage(calls=1)
-        except (KeyError, IndexError, TypeError, AttributeError):
+        try:
+            text, problem = _of_response(reply) if self.api == "responses" else _of_chat(reply)
+        except (AttributeError, IndexError, TypeError):
             reason = f"the reply is not one of the {self.api} API"
             return Failure("answer", reason, _OTHER_API[self.api]), Usage(calls=1)
-        cost = Usage(calls=1, **reply.tokens)
-        if reply.problem is not None:
-            return Failure("answer", self._without_key(reply.problem)), cost
+        cost = _usage(reply.usage)
+        if problem is not None or not text.strip():
+            return Failure("answer", self._without_key(problem or "the answer is empty")), cost
         try:
-            return read(reply.text), cost
+            return read(text), cost
         except ValueError as error:
             reason = self._without_key(f"the answer breaks the schema: {error}")
             return Failure("answer", reason, _NO_STRUCTURE), cost
+
+    def _request(self, client, instructions: str, question: str, schema: dict[str, Any]) -> Any:
+        settings: dict[str, Any] = {"model": self.model}
+        if self.temperature is not None:
+            settings["temperature"] = self.temperature
+        if self.api == "responses":
+            if self.reasoning_effort:
+                settings["reasoning"] = {"effort": self.reasoning_effort}
+            return client.responses.create(
+                instructions=instructions,
+                input=question,
+                text={"format": {"type": "json_schema", **schema}},
+                max_output_tokens=self.max_output_tokens,
+                store=False,
+                **settings,
+            )
+        if self.reasoning_effort:
+            settings["reasoning_effort"] = self.reasoning_effort
+        return client.chat.completions.create(
+            messages=[{"role": "system", "content": instructions}, {"role": "user", "content": question}],
+            response_format={"type": "json_schema", "json_schema": schema},
+            max_completion_tokens=self.max_output_tokens,
+            **settings,
+        )
 
     def _status_failure(self, status: int, body: Any) -> Failure:
         """Interpret an error status; `body` is the error object in the response's JSON, or any other content."""
         body = body if isinstance(body, Mapping) else {}
         reason = self._without_key(f"{status} {body.get('message') or ''}".strip())
-        if status == 429 and not {body.get("code"), body.get("type")}.isdisjoint(_SPENT):
+        if status == 429 and {body.get("code"), body.get("type")} & _SPENT:
             status = 402
         if status in _ADVICE:
             return Failure("all", reason, _ADVICE[status])
@@ -261,6 +252,62 @@ class OpenAIModel:
         line = " ".join(text.split())
         # A placeholder such as "x" is not a secret, and occurs in many words.
         return (line.replace(key, "[key]") if len(key) >= 8 else line)[:300]
+
+
+def sections_text(prompt: Messages | str, *sections: tuple[str, str]) -> str:
+    """The conversation and named texts, between markers that no text can guess."""
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    conversation = "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)
+    names, texts = zip(("conversation", conversation), *sections, strict=True)
+    # Model output may contain unpaired surrogates, which cannot be sent.
+    parts = [text.encode("utf-8", "replace").decode() for text in texts]
+    code = hashlib.sha256("\x00".join(parts).encode()).hexdigest()[:12]
+    return "\n".join([*(f"[{name} {code}]\n{text}" for name, text in zip(names, parts, strict=True)), f"[end {code}]"])
+
+
+# ---- Replies: their text, or the problem with them ----
+
+
+def _of_response(reply) -> tuple[str, str | None]:
+    parts = [part for item in reply.output if item.type == "message" for part in item.content]
+    refusals = [part.refusal for part in parts if part.type == "refusal"]
+    if refusals:
+        return "", f"the judge refused: {refusals[0]}"
+    if reply.status == "incomplete":
+        return "", _incomplete(reply.incomplete_details and reply.incomplete_details.reason)
+    if reply.status == "failed":
+        return "", f"the server failed: {reply.error and reply.error.message}"
+    return reply.output_text, None
+
+
+def _of_chat(reply) -> tuple[str, str | None]:
+    choice = reply.choices[0]
+    if getattr(choice.message, "refusal", None):
+        return "", f"the judge refused: {choice.message.refusal}"
+    if choice.finish_reason in ("length", "content_filter"):
+        return "", _incomplete(choice.finish_reason)
+    return choice.message.content or "", None
+
+
+def _incomplete(reason: str | None) -> str:
+    if reason in ("length", "max_output_tokens"):
+        return "the answer was cut at max_output_tokens: raise it"
+    return f"the answer is incomplete: {reason}"
+
+
+def _usage(usage) -> Usage:
+    """What a request cost; servers leave out some of it."""
+
+    def count(owner, *names: str) -> int:
+        return next((found for name in names if (found := getattr(owner, name, None))), 0)
+
+    details = getattr(usage, "input_tokens_details", None) or getattr(usage, "prompt_tokens_details", None)
+    return Usage(
+        calls=1,
+        input_tokens=count(usage, "input_tokens", "prompt_tokens"),
+        cached_input_tokens=count(details, "cached_tokens"),
+        output_tokens=count(usage, "output_tokens", "completion_tokens"),
+    )
 
 
 def _import_openai(needed_by: str):

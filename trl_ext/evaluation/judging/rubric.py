@@ -16,8 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, ValidationError
 
 from trl_ext.evaluation.judging.cache import VerdictCache
-from trl_ext.evaluation.judging.openai_format import sections_text
-from trl_ext.evaluation.judging.openai_model import OpenAIModel
+from trl_ext.evaluation.judging.openai_model import OpenAIModel, sections_text
 from trl_ext.evaluation.judging.protocol import JudgeError, Usage
 from trl_ext.names import check_choice
 from trl_ext.processes import warn_once_per_run

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from trl_ext.evaluation.reporting.runs import Run
 
 Row = dict[str, Any]
 Point = tuple[int, float]
-MAX_POINTS = 300
 HELD_OUT = "held-out prompts"
 
 # Metric of the responses to held-out prompts -> its title.
@@ -32,7 +33,7 @@ TRAINING_TITLES = {
     "rewards/rejected": "reward of rejected responses",
     "accuracy": "accuracy",
     "entropy": "entropy (nats per token)",
-    "completions/clipped_ratio": "share of responses cut at the limit",
+    "completions/clipped_ratio": "share of responses truncated",
     "frac_reward_zero_std": "share of groups without signal",
     "clip_ratio/region_mean": "share of tokens clipped",
     "grad_norm": "gradient norm",
@@ -56,61 +57,42 @@ class Panel:
 
 def panels(runs: Sequence[Run]) -> list[Panel]:
     """The panels with at least one curve of two points: held-out responses, then learned rewards, then training."""
-    learned = {name.removeprefix("eval_") for run in runs for row in run.metrics for name in row}
-    learned = sorted(name for name in learned if name.startswith("rewards/") and name.endswith("/mean"))
+    learned = sorted({name for run in runs for row in run.metrics for name in _learned(row)})
     titles = {**HELD_OUT_TITLES, "score": runs[0].score_name if runs else ""}
-    titles |= {name: f"reward, {name.removeprefix('rewards/').removesuffix('/mean')}" for name in learned}
-    found = [
-        Panel(title, HELD_OUT, _curves(runs, lambda row, key=key: _held_out(row, key)), {})
-        for key, title in titles.items()
-    ]
+    titles |= {f"rewards/{name}/mean": f"reward, {name}" for name in learned}
+    found = [Panel(title, HELD_OUT, _curves(runs, partial(_held_out, key)), {}) for key, title in titles.items()]
     for key, title in TRAINING_TITLES.items():
-        alike: dict[str, list[Run]] = {}
+        scales: dict[str, list[Run]] = {}
         for run in runs:
             if any(key in row or f"eval_{key}" in row for row in run.metrics):
-                alike.setdefault(_scale(run, key), []).append(run)
-        for scale, own in alike.items():
+                scales.setdefault(_scale(run, key), []).append(run)
+        for scale, own in scales.items():
             training = _curves(own, lambda row, key=key: None if is_of_held_out_prompts(row) else row.get(key))
             held_out = _curves(own, lambda row, key=key: row.get(f"eval_{key}"))
-            title_of_scale = f"{title}, {scale}" if len(alike) > 1 else title
-            found.append(Panel(title_of_scale, "training", training, held_out))
+            found.append(Panel(f"{title}, {scale}" if len(scales) > 1 else title, "training", training, held_out))
     return [one for one in found if any(len(c) > 1 for c in (*one.curves.values(), *one.held_out.values()))]
+
+
+def _learned(row: Row, prefix: str = "(?:eval_)?") -> list[str]:
+    """The reward functions whose mean a row holds, in training or, with a prefix, on held-out prompts."""
+    names = (re.fullmatch(f"{prefix}rewards/(.*)/mean", name) for name in row)
+    return [found[1] for found in names if found]
 
 
 def _scale(run: Run, key: str) -> str:
     """What a training metric's values depend on: runs with another scale have another panel."""
     if key in OF_A_METHOD:
         return run.method
-    if key != "reward":
-        return ""
-    logged = {name for row in run.metrics for name in row if name.startswith("rewards/") and name.endswith("/mean")}
-    return " + ".join(sorted(name.removeprefix("rewards/").removesuffix("/mean") for name in logged))
+    return " + ".join(sorted({name for row in run.metrics for name in _learned(row, "")})) if key == "reward" else ""
 
 
 def _curves(runs: Sequence[Run], value: Callable[[Row], float | None]) -> dict[str, list[Point]]:
     """The points of the rows that have the value, by run; a run without any is left out."""
-    curves = {}
-    for run in runs:
-        points = ((row["step"], value(row)) for row in run.metrics)
-        if found := [point for point in points if point[1] is not None]:
-            curves[run.label] = thin(found)
-    return curves
+    curves = {run.label: [(row["step"], value(row)) for row in run.metrics if value(row) is not None] for run in runs}
+    return {label: points for label, points in curves.items() if points}
 
 
-def thin(points: Sequence[Point], limit: int = MAX_POINTS) -> list[Point]:
-    """At most `limit` (even, 4 or more) of the points: the first, the last, and the extremes of each segment."""
-    if len(points) <= limit:
-        return list(points)
-    inner, stretches = points[1:-1], limit // 2 - 1
-    kept = [points[0]]
-    for index in range(stretches):
-        part = range(len(inner) * index // stretches, len(inner) * (index + 1) // stretches)
-        ends = {min(part, key=lambda i: inner[i][1]), max(part, key=lambda i: inner[i][1])}
-        kept += [inner[i] for i in sorted(ends)]
-    return [*kept, points[-1]]
-
-
-def _held_out(row: Row, key: str) -> float | None:
+def _held_out(key: str, row: Row) -> float | None:
     """The metric of held-out responses, under another name if the trainer logs its own metric of that name.
 
     Policy trainers prefix each name with `eval_`. KTO's own `kl` and `eval_kl` are estimates of its loss, so it uses

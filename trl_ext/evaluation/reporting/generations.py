@@ -61,10 +61,8 @@ def _response(row: Response, of: str, texts: _Numbering) -> tuple[Any, ...]:
     names = ("response_text", "generated_num_tokens", "score", "finished")
     text, tokens, score, finished = (getattr(row, of + name) for name in names)
     start = f"{of}reward/"
-    rewards = {
-        name.removeprefix(start): _short(value) for name, value in row.model_extra.items() if name.startswith(start)
-    }
-    known = tuple((name, value) for name, value in rewards.items() if value is not None)
+    rewards = ((name, _short(value)) for name, value in row.model_extra.items() if name.startswith(start))
+    known = tuple((name.removeprefix(start), value) for name, value in rewards if value is not None)
     return texts[text], tokens, _short(score), 1 if finished is False else None, known
 
 

@@ -7,23 +7,23 @@ from typing import Any
 
 from trl_ext.evaluation.reporting.results import Results
 from trl_ext.evaluation.reporting.runs import Run
-from trl_ext.evaluation.reporting.summary import policy_row, reward_model_row
-from trl_ext.evaluation.reporting.tables import NOTHING, Cell, Table, estimate, render_table, run_figures
+from trl_ext.evaluation.reporting.summary import estimate, figures
+from trl_ext.evaluation.reporting.tables import Table, render_table, shown
 
 
 def results_section(content: dict[str, Any]) -> str:
     """The figures of a run's `results.json` content as Markdown; empty if there are none."""
     run = Run("", Path(), Results.model_validate(content))
-    figures = run_figures(reward_model_row(run) if run.trains_reward_model else policy_row(run))
-    reasoning = run.results.reasoning
+    found, reasoning = figures(run), run.results.reasoning
     if reasoning:
         # The section has these before and after training, by decoding.
-        figures = {name: cell for name, cell in figures.items() if not name.startswith("accuracy, ")}
-        figures["gain in accuracy, sampled"] = figures.pop("gain in accuracy")
+        found = {name: value for name, value in found.items() if not name.startswith("accuracy, ")}
+        found["gain in accuracy, sampled"] = found.pop("gain in accuracy")
         for when in ("before", "after"):
             for decoding, one in getattr(reasoning, when).items():
-                figures[f"accuracy {when}, {decoding}"] = estimate(one.accuracy.figure())
-    rows = [[Cell(name), cell] for name, cell in figures.items() if cell.text != NOTHING]
+                found[f"accuracy {when}, {decoding}"] = estimate(one.accuracy)
+    texts = {name: shown(value, name) for name, value in found.items()}
+    rows = [{"figure": name, "value": text} for name, text in texts.items() if text != "-"]
     compared = "" if run.trains_reward_model else "; comparisons are with the base model"
     note = f"Measured on held-out data{compared}. Brackets hold 95% intervals."
-    return render_table(Table("results", "Results", note, ["figure", "value"], rows))
+    return render_table(Table("results", "Results", note, rows))

@@ -12,17 +12,18 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
+from importlib.util import find_spec
 from typing import Any
 
 from jinja2 import Environment, FunctionLoader
 from markupsafe import Markup, escape
 
-from trl_ext.evaluation.reporting import charts
+from trl_ext.evaluation.reporting.charts import Look, curve_chart, looks_of, trade_off_charts
 from trl_ext.evaluation.reporting.curves import panels
 from trl_ext.evaluation.reporting.generations import generations
 from trl_ext.evaluation.reporting.runs import Run
 from trl_ext.evaluation.reporting.summary import Row, Task, by_task
-from trl_ext.evaluation.reporting.tables import NOT_EVALUATED, Table, faults, task_tables
+from trl_ext.evaluation.reporting.tables import NOT_EVALUATED, Table, faults, shown, task_tables
 
 # With more runs than this, the page initially shows one run of each method.
 MANY_RUNS = 12
@@ -32,29 +33,30 @@ INTERVAL = re.compile(r"\[-?[\d.]+, -?[\d.]+\]")
 
 def render_page(
     runs: Sequence[Run],
-    summary: dict[str, list[Row]],
+    incomplete: Sequence[Row],
     *,
     max_prompts: int,
     stages: Sequence[Table] = (),
     pictures: Mapping[str, bytes] | None = None,
 ) -> str:
     """The HTML of the report; additional tables, and PNG pictures by title, come first."""
-    tasks = by_task(summary, runs)
-    looks = charts.looks(tasks)
-    shown = generations([run for task in tasks for run in task.policies], max_prompts=max_prompts)
+    tasks = by_task(runs)
+    looks = looks_of(tasks)
+    browsed = generations([run for task in tasks for run in task.policies], max_prompts=max_prompts)
     data = {
         "tasks": {task.end: task.title for task in tasks},
         "runs": [{"label": look.label, "task": look.task, "color": look.color} for look in looks.values()],
-        "generations": shown,
+        "generations": browsed,
     }
     environment = Environment(loader=FunctionLoader(_asset), autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["interval"] = _interval
+    environment.filters |= {"interval": _interval, "shown": shown}
     body = environment.get_template("body.html").render(
         tasks=[(task, task_tables(task), *_charts(task, looks)) for task in tasks],
+        has_charts=find_spec("matplotlib") is not None,
         stages=stages,
         pictures={title: base64.b64encode(png).decode() for title, png in (pictures or {}).items()},
-        faults=faults(summary),
-        has_generations=bool(shown["prompts"]),
+        faults=faults(incomplete, runs),
+        has_generations=bool(browsed["prompts"]),
         not_evaluated=NOT_EVALUATED,
     )
     return environment.get_template("report.html").render(
@@ -70,8 +72,8 @@ def render_page(
         tasks=tasks,
         looks=list(looks.values()),
         many=len(looks) > MANY_RUNS,
-        problems=summary["problems"],
-        damaged={row["run"] for row in summary["problems"]},
+        problems=[problem for run in runs for problem in run.problems],
+        damaged=[run for run in runs if run.problems],
     )
 
 
@@ -81,12 +83,14 @@ def embed(value: Any) -> str:
     return re.sub("[<>&\u2028\u2029]", lambda found: f"\\u{ord(found[0]):04x}", source)
 
 
-def _charts(task: Task, looks: Mapping[str, charts.Look]) -> tuple[dict[str, Markup], Markup]:
-    """The curves of a task by group, and its charts of reward against KL."""
+def _charts(task: Task, looks: Mapping[str, Look]) -> tuple[dict[str, Markup], Markup]:
+    """The curves of a task by group, and its charts of reward against KL; none if matplotlib is not installed."""
     groups: dict[str, Markup] = {}
+    if find_spec("matplotlib") is None:
+        return groups, Markup()
     for panel in panels(task.policies + task.reward_models):
-        groups[panel.group] = groups.get(panel.group, Markup()) + Markup(charts.curve_chart(panel, looks))
-    return groups, Markup("".join(charts.trade_off_charts(task.summary["policies"], looks)))
+        groups[panel.group] = groups.get(panel.group, Markup()) + curve_chart(panel, looks)
+    return groups, trade_off_charts(task.policies, looks)
 
 
 def _index(body: str) -> list[list[tuple[str, Markup]]]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trl_ext.evaluation.statistics.intervals import wilson_interval
+from trl_ext.evaluation.statistics.intervals import Estimate, wilson_interval
 from trl_ext.files import replacing
 
 # Panel title -> label of each curve -> metric name in the run's metrics.
@@ -30,7 +31,7 @@ ONLINE_PANELS = {
     "Entropy (nats per token)": {"rollouts": "entropy"},
     "Response length (tokens)": {"rollouts": "completions/mean_length", "held out": "eval_completions/mean_length"},
     "Shares of the rollouts": {
-        "cut at the limit": "completions/clipped_ratio",
+        "truncated": "completions/clipped_ratio",
         "groups without signal": "frac_reward_zero_std",
         "tokens clipped": "clip_ratio/region_mean",
     },
@@ -67,28 +68,29 @@ def plot_run(
     Raises:
         ImportError: matplotlib is missing.
     """
-    learned = sorted(
-        {name for row in metrics for name in row if name.startswith("eval_rewards/") and name.endswith("/mean")}
-    )
-    drawn = [partial(_draw_overoptimization, learned=learned, metrics=metrics)] if learned else []
     logged = Counter(name for row in metrics for name, value in row.items() if value is not None)
-    drawn += [
-        partial(_draw_curves, title=title, curves=curves, metrics=metrics)
-        for title, curves in panels.items()
-        if any(logged[name] > 1 for name in curves.values())
-    ]
-    if results.get("win_rate"):
-        drawn.append(partial(_draw_win_rates, win_rate=results["win_rate"]))
-    if results.get("pairs"):
-        drawn.append(partial(_draw_reliability, pairs=results["pairs"]))
-    if len(margins):
-        drawn.append(partial(_draw_margins, margins=margins))
+    learned = {
+        name.removeprefix("eval_rewards/").removesuffix("/mean"): name
+        for name in sorted(logged)
+        if re.fullmatch("eval_rewards/.*/mean", name)
+    }
+    drawn = [partial(_draw_overoptimization, curves=learned, metrics=metrics)] if learned else []
+    for title, curves in panels.items():
+        if any(logged[name] > 1 for name in curves.values()):
+            drawn.append(partial(_draw_curves, title=title, curves=curves, metrics=metrics))
+    for draw, content in (
+        (_draw_win_rates, results.get("win_rate")),
+        (_draw_reliability, results.get("pairs")),
+        (_draw_margins, list(margins)),
+    ):
+        if content:
+            drawn.append(partial(draw, content))
     if not drawn:
         return
     rows = 1 if len(drawn) < 4 else 2
     figure, axes = new_figure(rows, -(-len(drawn) // rows))
     for axis, draw in zip(axes, drawn, strict=False):
-        draw(axis)
+        draw(axis=axis)
     for axis in axes[len(drawn) :]:
         axis.set_axis_off()
     save_figure(figure, path, run_title(results.get("run", {})))
@@ -129,32 +131,31 @@ def save_figure(figure, path: str | Path, title: str = "") -> None:
         figure.savefig(temporary, dpi=110)
 
 
-def distances(value: float, low: float, high: float) -> list[list[float]]:
-    """An interval as matplotlib's error bars take it: how far it goes below and above the value."""
-    return [[max(value - low, 0)], [max(high - value, 0)]]
+def distances(estimate: Estimate) -> list[list[float]] | None:
+    """How far an interval extends below and above the value, as for matplotlib's error bars; None without one."""
+    if estimate.low is None or estimate.high is None:
+        return None
+    return [[max(estimate.value - estimate.low, 0)], [max(estimate.high - estimate.value, 0)]]
 
 
 def _draw_curves(axis, title: str, curves: Mapping[str, str], metrics: Sequence[Mapping[str, Any]]) -> None:
     """Draw metrics over steps into one panel, with the band from `_low` to `_high` if these were logged."""
-    axis.set_title(title)
-    axis.set_xlabel("optimizer step")
+    axis.set(title=title, xlabel="optimizer step")
     for index, (label, name) in enumerate(curves.items()):
-        points = [(row["step"], row[name]) for row in metrics if row.get(name) is not None]
+        # Curves keep their colours where another has no points.
+        points, color = [(row["step"], row[name]) for row in metrics if row.get(name) is not None], f"C{index}"
         if points:
-            # Curves keep their colours where another has no points.
-            marker = "." if len(points) < 30 else None
-            axis.plot(*zip(*points, strict=True), marker=marker, label=label, color=f"C{index}")
+            axis.plot(*zip(*points, strict=True), marker="." if len(points) < 30 else None, label=label, color=color)
         band = [(row["step"], row[f"{name}_low"], row[f"{name}_high"]) for row in metrics if f"{name}_low" in row]
         if band:
-            axis.fill_between(*zip(*band, strict=True), color=axis.lines[-1].get_color(), alpha=0.15)
+            axis.fill_between(*zip(*band, strict=True), color=color, alpha=0.15)
     axis.locator_params(axis="x", nbins=8, integer=True)
     axis.grid(alpha=0.3)
     axis.legend(frameon=False)
 
 
-def _draw_overoptimization(axis, learned: Sequence[str], metrics: Sequence[dict[str, Any]]) -> None:
+def _draw_overoptimization(axis, curves: Mapping[str, str], metrics: Sequence[dict[str, Any]]) -> None:
     """Held-out rewards on the left axis and the true score on the right axis."""
-    curves = {name.removeprefix("eval_rewards/").removesuffix("/mean"): name for name in learned}
     _draw_curves(axis, "Learned reward and true score, held out", curves, metrics)
     axis.set_ylabel("reward")
     scores = [(row["step"], row["eval_score"]) for row in metrics if row.get("eval_score") is not None]
@@ -164,49 +165,44 @@ def _draw_overoptimization(axis, learned: Sequence[str], metrics: Sequence[dict[
         right.set_ylabel("true score (dashed)")
 
 
-def _draw_win_rates(axis, win_rate: dict[str, Any]) -> None:
-    axis.set_title("Win rate against the base, 95% interval")
+def _draw_win_rates(win_rate: dict[str, Any], axis) -> None:
     rules = {"ties count as half": "half", "ties dropped": "agreed"}
     for position, rule in enumerate(rules.values()):
-        interval = win_rate[rule]
-        rate, n = interval["rate"], interval["n"]
+        rate, n = Estimate(*(win_rate[rule][name] for name in ("rate", "low", "high"))), win_rate[rule]["n"]
         if n:
-            axis.errorbar(position, rate, yerr=distances(rate, interval["low"], interval["high"]), fmt="o", capsize=6)
-        text = f"  {rate:.3f} (n = {n})" if n else "every comparison is a tie"
-        axis.annotate(text, (position, rate if n else 0.5), va="bottom")
+            axis.errorbar(position, rate.value, yerr=distances(rate), fmt="o", capsize=6)
+        text = f"  {rate.value:.3f} (n = {n})" if n else "every comparison is a tie"
+        axis.annotate(text, (position, rate.value if n else 0.5), va="bottom")
     axis.set_xticks(range(len(rules)), list(rules))
     axis.axhline(0.5, color="grey", linestyle="--", linewidth=1)
-    axis.set_xlim(-0.5, len(rules))
-    axis.set_ylim(0, 1)
+    axis.set(title="Win rate against the base, 95% interval", xlim=(-0.5, len(rules)), ylim=(0, 1))
 
 
-def _draw_reliability(axis, pairs: dict[str, Any]) -> None:
+def _draw_reliability(pairs: dict[str, Any], axis) -> None:
     """Accuracy of the pairs in each bin against their mean confidence, with its Wilson 95% interval.
 
     The area of a point is the number of pairs.
     """
-    axis.set_title("Reliability, held-out pairs")
     axis.plot([0.5, 1], [0.5, 1], color="grey", linestyle="--", linewidth=1)
     for row in (row for row in pairs["calibration"] if row["n"]):
         x, y, n = row["confidence"], row["accuracy"], row["n"]
         axis.vlines(x, *wilson_interval(y * n, n), linewidth=1, alpha=0.6)
         axis.scatter(x, y, s=10 + 600 * n / pairs["n"], alpha=0.6, color="C0")
+    accuracy = Estimate(pairs["accuracy"], pairs["low"], pairs["high"])
     says = (
-        f"accuracy {pairs['accuracy']:.3f} [{pairs['low']:.3f}, {pairs['high']:.3f}], n = {pairs['n']}\n"
+        f"accuracy {accuracy:.3f}, n = {pairs['n']}\n"
         f"ECE {pairs['ece']:.3f}, {len(pairs['calibration'])} bins; lines: 95% intervals"
     )
     # Use a corner that is empty for a calibrated model, whose points lie above one half.
     axis.text(0.52, 0.08, says, va="center")
-    axis.set_xlabel("confidence, max(p, 1 - p)")
-    axis.set_ylabel("share ranked as labelled")
-    axis.set_xlim(0.5, 1)
-    axis.set_ylim(0, 1.03)
+    axis.set(
+        title="Reliability, held-out pairs", xlabel="confidence, max(p, 1 - p)", ylabel="share ranked as labelled"
+    )
+    axis.set(xlim=(0.5, 1), ylim=(0, 1.03))
     axis.grid(alpha=0.3)
 
 
-def _draw_margins(axis, margins: Sequence[float]) -> None:
-    axis.set_title("Margins, held-out pairs")
-    axis.set_xlabel("chosen minus rejected score")
+def _draw_margins(margins: Sequence[float], axis) -> None:
+    axis.set(title="Margins, held-out pairs", xlabel="chosen minus rejected score", ylabel="pairs")
     axis.axvline(0, color="grey", linestyle="--", linewidth=1)
     axis.hist([float(margin) for margin in margins], bins=30, alpha=0.7)
-    axis.set_ylabel("pairs")

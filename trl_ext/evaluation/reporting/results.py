@@ -1,4 +1,4 @@
-"""The model of results.json, which recipes write and the report reads, and of the rows in related files."""
+"""The model of results.json, which recipes write and the report, comparisons and model cards read, and of its rows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 
 from trl_ext.evaluation.statistics.intervals import NORMAL_95
-from trl_ext.files import brief, read_json
+from trl_ext.files import brief, read_json, write_json
 
 RESULTS_NAME = "results.json"
 HARNESS_NAMES = "results_*.json"
@@ -32,11 +32,6 @@ class Estimate(Part):
     n: int | None = None
     ties: int | None = None
     margin: float | None = None
-
-    def figure(self) -> dict[str, float | None] | None:
-        """The `value` with `low`, `high` and `n`; None if it covers no rows."""
-        known = self.value is not None and self.n != 0
-        return {name: getattr(self, name) for name in ("value", "low", "high", "n")} if known else None
 
 
 class RunInfo(Part):
@@ -181,6 +176,12 @@ class Mistake(Part):
     margin: float
     chosen_score: float
     rejected_score: float
+
+
+def save_results(folder: Path, content: dict[str, Any]) -> None:
+    """Check a run's figures against the model, and write them, as they are, into its results.json."""
+    Results.model_validate(content)
+    write_json(folder / RESULTS_NAME, content)
 
 
 def read_results(path: str | Path) -> Results:

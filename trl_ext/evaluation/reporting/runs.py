@@ -6,6 +6,7 @@ import fnmatch
 import math
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -92,9 +93,11 @@ def find_runs(folders: Iterable[str | Path]) -> tuple[list[Run], list[dict[str, 
     """
     folders = [Path(folder) for folder in folders]
     found = sorted(_walk(folders), key=_natural)
+    common = os.path.commonpath([folder.parent for folder in found]) if found else ""
     methods: dict[tuple[str, bool], list[Run]] = {}
     incomplete = []
-    for folder, label in _labels(found).items():
+    for folder in found:
+        label = folder.relative_to(common).as_posix()
         try:
             run = _read_run(label, folder)
         except ValueError as error:
@@ -133,67 +136,52 @@ def _natural(path: Path) -> list[tuple[int, int | str]]:
     return [(0, int(part)) if part.isdecimal() else (1, part) for part in re.split(r"(\d+)", str(path))]
 
 
-def _labels(folders: Sequence[Path]) -> dict[Path, str]:
-    """The path of each folder below what all have in common."""
-    common = os.path.commonpath([folder.parent for folder in folders]) if folders else ""
-    return {folder: folder.relative_to(common).as_posix() for folder in folders}
-
-
 def _read_run(label: str, folder: Path) -> Run:
     """Read a run; ValueError says why it has no figures."""
     problems: Faults = []
     metrics = _read_metrics(folder / "metrics.jsonl", problems)
-    # Their names end in the time of writing.
-    of_harness = sorted(folder.glob(HARNESS_NAMES))
-    if not (folder / RESULTS_NAME).is_file() and of_harness:
-        return Run(label, folder, read_harness(of_harness[-1]))
     if not (folder / RESULTS_NAME).is_file():
+        # The names of the harness's files end in the time of writing.
+        if of_harness := sorted(folder.glob(HARNESS_NAMES)):
+            return Run(label, folder, read_harness(of_harness[-1]))
         logged = f"last logged at step {metrics[-1]['step']}" if metrics else "nothing logged"
         raise ValueError(f"no {RESULTS_NAME}, {logged}")
-    return Run(
-        label,
-        folder,
-        read_results(folder / RESULTS_NAME),
-        metrics,
-        generations=_read_rows(folder / "generations.jsonl", Response, problems),
-        mistakes=_read_rows(folder / "reward_mistakes.jsonl", Mistake, problems),
-        problems=problems,
+    results = read_results(folder / RESULTS_NAME)
+    # An evaluation on a task has responses of one model.
+    generations = _read_rows(folder / "generations.jsonl", Response, problems) or _read_rows(
+        folder / "responses.jsonl", Response, problems
     )
+    mistakes = _read_rows(folder / "reward_mistakes.jsonl", Mistake, problems)
+    return Run(label, folder, results, metrics, generations, mistakes, problems)
 
 
 def _read_metrics(path: Path, problems: Faults) -> list[dict[str, Any]]:
-    rows = []
-    lost: dict[str, list[int]] = {}
+    """The numbers of each row, by step; those that are not finite are None, and named among the problems."""
+    rows, lost = [], Counter()
     for row in sorted(_read_rows(path, Logged, problems), key=lambda row: row.step):
         values = {"step": row.step}
         for name, value in (row.model_extra or {}).items():
             if value is None or (isinstance(value, float) and not math.isfinite(value)):
                 values[name] = None
-                lost.setdefault(name, []).append(row.step)
+                lost[name] += 1
             elif isinstance(value, (int, float)):
                 values[name] = value
         rows.append(values)
-    for name, steps in lost.items():
-        times = "once" if len(steps) == 1 else f"{len(steps)} times"
-        problems.append(
-            {"file": path.name, "problem": f"{name}: not a finite number {times}, first at step {steps[0]}"}
-        )
+    for name, times in lost.items():
+        step = next(row["step"] for row in rows if name in row and row[name] is None)
+        problems.append({"file": path.name, "problem": f"{name}: {times} values are not finite, first at step {step}"})
     return rows
 
 
 def _read_rows(path: Path, model: type[Row], problems: Faults) -> list[Row]:
     """The rows of a JSON-lines file that fit the model; none if the file is missing."""
-    if not path.is_file():
-        return []
     rows, faults = [], []
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
+    for number, line in enumerate(path.read_bytes().splitlines() if path.is_file() else [], start=1):
+        try:
+            if line.strip():
                 rows.append(model.model_validate_json(line))
-            except ValidationError as error:
-                faults.append(f"line {number}: {first_fault(error)}")
+        except ValidationError as error:
+            faults.append(f"line {number}: {first_fault(error)}")
     if faults:
         many = f"{len(faults)} of {len(faults) + len(rows)} lines cannot be read and are left out"
         problems.append({"file": path.name, "problem": f"{many}; {faults[0]}"})

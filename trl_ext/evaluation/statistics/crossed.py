@@ -82,9 +82,8 @@ def error_of_mean(prompt, seed, rest, prompts: int, seeds: int):
 
     The variance is (MS_prompt + MS_seed - MS_rest) / (P S), and at least MS_prompt / (P S), MS_seed / (P S) and
     MS_rest / (P S). These are the variances without the seeds' effect, without the prompts' effect, and without
-    either. Without the last bound, which hardly affects coverage, values that differ could have a variance of 0, which
-    would make a difference certain. The same variance serves studies of readers and cases (Obuchowski and Rockette
-    1995).
+    either. Without the last bound, values that differ could have a variance of 0. The same variance serves studies of
+    readers and cases (Obuchowski and Rockette 1995).
 
     The share MS_seed / (MS_prompt + MS_seed) says how much of the error comes from the seeds, for
     `mixed_critical_value`. If neither has an effect, the smaller sample takes all of it. Arrays of mean squares give
@@ -105,10 +104,7 @@ def mixed_critical_value(seed_share, prompts: int, seeds: int, alpha: float = AL
     estimate badly, would give shorter intervals that cover too little, especially at the levels that many comparisons
     need.
 
-    It is approximate. In simulated studies of 40 to 200 prompts, with seeds that contribute up to ten times the
-    prompts' variance, the interval covers the truth in 94.5 to 99% of cases with 2 or 3 seeds and in 94.7 to 97% with
-    5. Coverage is highest if seeds do not matter, which few seeds cannot show. A test at 0.05 / 11 = 0.45% rejects a
-    true null in at most 0.9% of cases with 2 or 3 seeds and 0.6% with 5. An array of shares gives an array.
+    It is approximate; docs/comparing.md has its coverage in simulated studies. An array of shares gives an array.
     """
     return (1 - seed_share) * critical_value(prompts - 1, alpha) + seed_share * critical_value(seeds - 1, alpha)
 
@@ -154,8 +150,8 @@ def compare_with_baseline(methods: Mapping[str, tuple[Any, Any]]) -> dict[str, M
 def holm(p_values: Sequence[float]) -> list[float]:
     """Adjusted p-values of k tests, in their order (Holm 1979): the i-th smallest times k - i + 1, never decreasing.
 
-    If each test keeps its level, the chance that any adjusted p-value of a true null is at most alpha is at most
-    alpha, however the tests depend on each other. `mixed_critical_value` says how well they keep it with few seeds.
+    The chance that any adjusted p-value of a true null is at most alpha is at most alpha, however the tests depend on
+    each other, if each keeps its level.
     """
     p_values = numpy.asarray(p_values, dtype=float)
     order, adjusted = p_values.argsort(), numpy.empty(len(p_values))

@@ -11,9 +11,8 @@ from typing import Any
 import numpy
 
 from trl_ext.evaluation.statistics.intervals import rate_interval, rate_sample, score_bounds
-from trl_ext.evaluation.statistics.win_rate import Interval, PairOutcome
+from trl_ext.evaluation.statistics.win_rate import OUTCOME_VALUES, Interval, PairOutcome
 
-OUTCOME_VALUES = {"candidate": 1.0, "tie": 0.5, "base": 0.0}
 # A weight is fitted to the labels; with two, the judge explains every label.
 LEAST_TO_WEIGH = 3
 
@@ -55,7 +54,13 @@ def judge_values(outcomes: Sequence[PairOutcome]) -> list[float]:
 
     A prompt without a verdict has 1/2. The estimate remains valid, as the rule is the same with and without a label.
     """
-    return [_judge_value(outcome) for outcome in outcomes]
+
+    def value(outcome: PairOutcome) -> float:
+        if outcome.error is not None:
+            return 0.5
+        return 0.0 if outcome.empty else (OUTCOME_VALUES[outcome.first] + OUTCOME_VALUES[outcome.second]) / 2
+
+    return [value(outcome) for outcome in outcomes]
 
 
 def prediction_powered(
@@ -112,12 +117,6 @@ def prediction_powered(
         labels_only=Interval(mean, *rate_interval(labels), n),
         judge_rate=float(verdicts.mean()),
     )
-
-
-def _judge_value(outcome: PairOutcome) -> float:
-    if outcome.error is not None:
-        return 0.5
-    return 0.0 if outcome.empty else (OUTCOME_VALUES[outcome.first] + OUTCOME_VALUES[outcome.second]) / 2
 
 
 def _variance(values: numpy.ndarray, *two: float) -> float:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy
 from scipy.special import ndtri, stdtrit
@@ -14,6 +15,29 @@ from scipy.special import ndtri, stdtrit
 CONFIDENCE = 0.95
 LEAST_FOR_SKEWNESS = 5
 NORMAL_95 = float(ndtri(0.5 + CONFIDENCE / 2))
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean, rate or difference, the interval from `low` to `high`, and the number of rows `n`.
+
+    `f"{estimate:.3f}"` is `0.265 [0.237, 0.294]`. It is the value alone without an interval, and a dash without a
+    value. A value that rounds to zero has no sign.
+    """
+
+    value: float | None
+    low: float | None = None
+    high: float | None = None
+    n: int | None = None
+
+    def __format__(self, form: str) -> str:
+        if self.value is None:
+            return "-"
+        # The option z comes after the one for the sign.
+        form = form[0] + "z" + form[1:] if form.startswith("+") else f"z{form}"
+        if self.low is None or self.high is None:
+            return format(self.value, form)
+        return f"{self.value:{form}} [{self.low:{form}}, {self.high:{form}}]"
 
 
 def mean_with_interval(values: Sequence[float], *, gains: bool = False) -> dict[str, float]:
@@ -66,24 +90,19 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float]:
     return mean - error * transformed(t), mean - error * transformed(-t)
 
 
-def wilson_interval(successes: float, n: float, confidence: float = CONFIDENCE) -> tuple[float, float]:
+def wilson_interval(successes: float, n: float) -> tuple[float, float]:
     """The Wilson score interval of a proportion (Wilson, 1927).
 
     Args:
         successes: in [0, n]; half successes are allowed.
         n: number of trials; for 0 the result is (0, 1).
-        confidence: in (0, 1).
 
     Raises:
         ValueError: an argument is out of range.
     """
-    if not 0 < confidence < 1:
-        raise ValueError(f"confidence must lie between 0 and 1, got {confidence}")
-    if n < 0 or n != int(n):
-        raise ValueError(f"n must be a whole number of trials, got {n}")
     if not 0 <= successes <= n:
-        raise ValueError(f"successes must lie between 0 and n = {n}, got {successes}")
-    return score_bounds(successes / n, n, float(ndtri(0.5 + confidence / 2))) if n else (0.0, 1.0)
+        raise ValueError(f"successes must lie between 0 and n, got {successes} of {n}")
+    return score_bounds(successes / n, n, NORMAL_95) if n else (0.0, 1.0)
 
 
 def rate_interval(values: Sequence[float]) -> tuple[float, float]:

@@ -17,9 +17,6 @@ from trl_ext.evaluation.statistics.win_rate import PairOutcome, Rule, row_credit
 class McNemar:
     """McNemar's test of whether two candidates differ, on the prompts that only one of the two wins.
 
-    Only rows on which both candidates' comparisons with the base are decided (rule `agreed`) count, one as a win and
-    the other as a loss. This holds even if the difference is measured by the other rule.
-
     Attributes:
         statistic: (|b - c| - 1)^2 / (b + c), at least 0, as in textbooks; chi-squared with one degree of freedom if b
             + c is large.
@@ -43,7 +40,8 @@ class PairedDifference:
         first, second: the win rates; None likewise.
         rule: `agreed` or `half`, as in `WinRate`.
         n: number of prompts.
-        mcnemar: the exact test on the prompts on which both comparisons are decided, under either rule.
+        mcnemar: the exact test on the prompts on which both comparisons are decided (rule `agreed`), under either
+            rule.
     """
 
     difference: float | None
@@ -100,18 +98,13 @@ def mcnemar(only_first: int, only_second: int) -> McNemar:
     Args:
         only_first, only_second: prompts that only the first or only the second candidate wins, out of those on which
             both comparisons are decided.
-
-    Raises:
-        ValueError: a count is negative or not an integer.
     """
-    if min(only_first, only_second) < 0 or any(count != int(count) for count in (only_first, only_second)):
-        raise ValueError(f"counts must be whole and not negative, got {only_first} and {only_second}")
     from scipy.stats import binomtest  # takes a second to import
 
     total = only_first + only_second
     statistic = max(abs(only_first - only_second) - 1, 0) ** 2 / max(total, 1)
-    p_value = float(binomtest(int(only_first), int(total)).pvalue) if total else 1.0
-    return McNemar(statistic=statistic, p_value=p_value, only_first=only_first, only_second=only_second)
+    p_value = float(binomtest(only_first, total).pvalue) if total else 1.0
+    return McNemar(statistic, p_value, only_first, only_second)
 
 
 def chance_below(wins: int, n: int, threshold: float, *, ties: int | None = None) -> float | None:
@@ -134,11 +127,9 @@ def chance_below(wins: int, n: int, threshold: float, *, ties: int | None = None
     Raises:
         ValueError: the threshold is outside [0, 1], or the counts are inconsistent.
     """
-    if not 0 <= threshold <= 1:
-        raise ValueError(f"threshold must lie between 0 and 1, got {threshold}")
     losses = n - wins - (ties or 0)
-    if min(wins, losses, ties or 0) < 0 or any(count != int(count) for count in (wins, n, ties or 0)):
-        raise ValueError(f"counts must be whole, got {wins} wins and {ties or 0} ties of {n} rows")
+    if not 0 <= threshold <= 1 or min(wins, losses, ties or 0) < 0:
+        raise ValueError(f"a threshold of {threshold} and {wins} wins, {ties or 0} ties of {n} rows are out of range")
     if n == 0:
         return None
     from scipy.stats import dirichlet_multinomial
@@ -154,12 +145,11 @@ def chance_below(wins: int, n: int, threshold: float, *, ties: int | None = None
 
 def _aligned(first: Sequence[PairOutcome], second: Sequence[PairOutcome]) -> list[PairOutcome]:
     """The second candidate's outcomes in the order of the first's."""
+    row_ids = [outcome.row_id for outcome in first]
     by_row_id = {outcome.row_id: outcome for outcome in second}
-    row_ids = dict.fromkeys(outcome.row_id for outcome in first)
-    for outcomes, ids, name in ((first, row_ids, "first"), (second, by_row_id, "second")):
-        if len(ids) != len(outcomes):
+    for name, outcomes, different in (("first", first, set(row_ids)), ("second", second, by_row_id)):
+        if len(different) != len(outcomes):
             raise ValueError(f"the {name} candidate's outcomes repeat a row_id")
-    odd = sorted(row_ids.keys() ^ by_row_id.keys())
-    if odd:
+    if odd := sorted(set(row_ids) ^ by_row_id.keys()):
         raise ValueError(f"row_id {odd[0]}: only one of the two candidates was judged on it; compare on the same rows")
     return [by_row_id[row_id] for row_id in row_ids]

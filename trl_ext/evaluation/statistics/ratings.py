@@ -113,20 +113,15 @@ def ratings_with_intervals(
     won, lost = counts @ first.T + half_draws, counts @ second.T + half_draws
     sampled = [bradley_terry(_matrix(won, lost, pairs, size), anchor=anchor, met=met)[0]]
     generator = numpy.random.default_rng([seed, draws])
-    unanimous = [pair for pair, told in enumerate(judged) if len(numpy.unique(table[pair, told])) == 1]
+    unanimous = [pair for pair, known in enumerate(judged) if len(numpy.unique(table[pair, known])) == 1]
     for pair in unanimous:
         wins, n = first[pair].sum() + 0.5, int(judged[pair].sum()) + 1
         rates = _drawn_rates(wins, n, draws, generator)
         won[:, pair], lost[:, pair] = rates * n, (1 - rates) * n
     if unanimous:
         sampled.append(bradley_terry(_matrix(won, lost, pairs, size), anchor=anchor, met=met)[0])
-    ends = numpy.percentile(sampled, [2.5, 97.5], axis=1)
-    return Ratings(
-        ratings=ratings[0].tolist(),
-        low=ends[0].min(axis=0).tolist(),
-        high=ends[1].max(axis=0).tolist(),
-        virtual_draws=bool(virtual[0]),
-    )
+    low, high = numpy.percentile(sampled, [2.5, 97.5], axis=1)
+    return Ratings(ratings[0].tolist(), low.min(axis=0).tolist(), high.max(axis=0).tolist(), bool(virtual[0]))
 
 
 def _matrix(won: numpy.ndarray, lost: numpy.ndarray, pairs: Sequence[tuple[int, int]], size: int) -> numpy.ndarray:

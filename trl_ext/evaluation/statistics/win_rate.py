@@ -10,7 +10,8 @@ from typing import Any, Literal
 from trl_ext.evaluation.statistics.intervals import wilson_interval
 
 System = Literal["candidate", "base", "tie"]
-SYSTEMS = ("candidate", "base", "tie")
+# What an outcome is worth to the candidate.
+OUTCOME_VALUES = {"candidate": 1.0, "tie": 0.5, "base": 0.0}
 Rule = Literal["agreed", "half"]
 RULES = ("agreed", "half")
 
@@ -38,8 +39,9 @@ class PairOutcome:
     def __post_init__(self):
         for name in ("first", "second"):
             verdict = getattr(self, name)
-            if self.error is None and verdict not in SYSTEMS:
-                raise ValueError(f"row_id {self.row_id}, {name}: must be one of {', '.join(SYSTEMS)}, got {verdict!r}")
+            if self.error is None and verdict not in OUTCOME_VALUES:
+                known = ", ".join(OUTCOME_VALUES)
+                raise ValueError(f"row_id {self.row_id}, {name}: must be one of {known}, got {verdict!r}")
 
 
 @dataclass(frozen=True)
@@ -94,11 +96,11 @@ def win_rate(outcomes: Iterable[PairOutcome]) -> WinRate:
     outcomes = list(outcomes)
     # An empty response loses without being judged, which says nothing about the judge.
     asked = [outcome for outcome in outcomes if outcome.error is None and not outcome.empty]
-    value, passes = {"candidate": 1.0, "base": 0.0, "tie": 0.5}, max(len(asked), 1)
+    value, passes = OUTCOME_VALUES, max(len(asked), 1)
     agreements = sum(outcome.first == outcome.second for outcome in asked)
     # In the second pass the base's response is shown first.
     shown_first = sum((value[outcome.first] - value[outcome.second]) / 2 for outcome in asked)
-    agreed, half = (_interval(row_credits(outcomes, rule)) for rule in RULES)
+    agreed, half = (credit_interval(row_credits(outcomes, rule)) for rule in RULES)
     return WinRate(
         agreed=agreed,
         half=half,
@@ -137,7 +139,8 @@ def _credit(outcome: PairOutcome, rule: Rule) -> float | None:
     return float(outcome.first == "candidate") if agrees else 0.5
 
 
-def _interval(credits: Sequence[float | None]) -> Interval:
+def credit_interval(credits: Sequence[float | None]) -> Interval:
+    """The mean of the credits that count, with Wilson's interval; a rate of 0 in (0, 1) if none counts."""
     counted = [credit for credit in credits if credit is not None]
     low, high = wilson_interval(sum(counted), len(counted))
     return Interval(rate=sum(counted) / max(len(counted), 1), low=low, high=high, n=len(counted))

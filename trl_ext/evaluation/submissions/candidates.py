@@ -12,15 +12,18 @@ from typing import Any
 from trl_ext.evaluation.judging.pairs import JudgingResult, judge_pairs
 from trl_ext.evaluation.judging.protocol import Usage, last_user_text
 from trl_ext.evaluation.judging.score_judges import GroundTruthJudge
-from trl_ext.evaluation.statistics.human_labels import (
-    OUTCOME_VALUES,
-    PredictionPowered,
-    judge_values,
-    prediction_powered,
-)
+from trl_ext.evaluation.statistics.human_labels import PredictionPowered, judge_values, prediction_powered
 from trl_ext.evaluation.statistics.length_control import LengthControlledWinRate, length_controlled_win_rate
 from trl_ext.evaluation.statistics.paired import paired_difference
-from trl_ext.evaluation.statistics.win_rate import PairOutcome, Rule, System, WinRate, row_credits, win_rate
+from trl_ext.evaluation.statistics.win_rate import (
+    OUTCOME_VALUES,
+    PairOutcome,
+    Rule,
+    System,
+    WinRate,
+    row_credits,
+    win_rate,
+)
 from trl_ext.evaluation.submissions.rows import Response
 
 

@@ -9,9 +9,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from trl_ext.evaluation.command_line import CommandParser, at_least_one, format_interval, format_table, print_json
+from trl_ext.evaluation.command_line import CommandParser, at_least_one, format_table, print_json
 from trl_ext.evaluation.judging.cost import estimate
 from trl_ext.evaluation.judging.pairs import CallableJudge
+from trl_ext.evaluation.statistics.intervals import Estimate
 from trl_ext.evaluation.submissions.assets import default_max_new_tokens, load_base, load_prompts, token_counter
 from trl_ext.evaluation.submissions.candidates import both_systems, known_score_judge
 from trl_ext.evaluation.submissions.rows import Response, read_responses, refuse_fatal
@@ -245,7 +246,7 @@ def interval_cell(interval: dict[str, Any] | None) -> str:
     """A rate with its interval and number of rows."""
     if interval is None or not interval["n"]:
         return "-"
-    return f"{format_interval(interval['rate'], interval['low'], interval['high'])}  n {interval['n']}"
+    return f"{Estimate(interval['rate'], interval['low'], interval['high']):.3f}  n {interval['n']}"
 
 
 def _dollars(text: str) -> float:

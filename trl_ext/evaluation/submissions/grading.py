@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trl_ext.evaluation.comparing.reward_models import ALL_TIED, reward_metrics
 from trl_ext.evaluation.judging.pairs import TooManyErrors
 from trl_ext.evaluation.judging.protocol import Usage
-from trl_ext.evaluation.methods.reward_models import ALL_TIED, reward_metrics
 from trl_ext.evaluation.statistics.paired import chance_below
 from trl_ext.evaluation.statistics.win_rate import RULES, Rule, row_credits
 from trl_ext.evaluation.submissions.assets import TokenCounter, load_base, load_thresholds

@@ -6,8 +6,10 @@ import hashlib
 import json
 import re
 import zipfile
+from codecs import BOM_UTF8
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +21,8 @@ from trl_ext.evaluation.submissions.assets import (
     load_prompts,
     token_counter,
 )
-from trl_ext.evaluation.submissions.row_files import RowFile
 from trl_ext.evaluation.submissions.rows import (
-    ResponseRow,
     RowProblem,
-    ScoreRow,
     read_pair_scores,
     read_responses,
     refuse_fatal,
@@ -32,6 +31,8 @@ from trl_ext.files import brief, replacing
 
 REWARD_MODEL = "reward_model"
 PART_TWO = ("offline_best", "online_best")
+# Responses between saves.
+SAVE_EVERY = 128
 METHODS = ("dpo", "ipo", "aot", "grpo", "drgrpo", "gspo")
 
 
@@ -62,12 +63,12 @@ def generate_submission_file(
     dtype: str = "auto",
     overwrite: bool = False,
     progress: bool = False,
-) -> RowFile:
-    """Write a policy's greedy response to every prompt, in batches of similar length.
+) -> list[dict[str, Any]]:
+    """Write a policy's greedy response to every prompt, and return the rows.
 
-    The file is written after each batch. A later call resumes from the existing rows if they have the same model,
-    prompts and settings; if all rows exist, no model is loaded. A different batch size is accepted. It changes the
-    rounding, and so may change the text when two tokens are almost equally likely, especially in bfloat16.
+    The file is written in parts. A later call resumes from the existing rows if they have the same model, prompts and
+    settings; if all rows exist, no model is loaded. Another batch size changes the rounding, and so may change the
+    text when two tokens are almost equally likely, especially in bfloat16.
 
     Args:
         model: `toy`, a folder of a full model or of an adapter, or a hub name.
@@ -83,10 +84,11 @@ def generate_submission_file(
     Raises:
         FileNotFoundError: the model or the file of prompts does not exist.
         FileExistsError: `out` contains rows of another model or with other settings.
-        ValueError: prompts are malformed.
+        ValueError: prompts or existing rows are malformed.
     """
     from trl_ext.models import resolve_model_path
-    from trl_ext.models.loading import load_policy, model_sha256
+    from trl_ext.models.loading import model_sha256
+    from trl_ext.processes import warn_once_per_run
 
     # Find errors here, before large libraries are imported.
     resolve_model_path(str(model))
@@ -102,34 +104,39 @@ def generate_submission_file(
         "dtype": dtype,
         "batch_size": batch_size,
     }
-    file = RowFile(out, ResponseRow, settings, [row["row_id"] for row in prompts], overwrite=overwrite)
-    batches = _batches(prompts, batch_size, set(file.missing))
-    if batches:
-        policy, tokenizer = load_policy(model, dtype=dtype)
 
-        from tqdm.auto import tqdm
+    from trl_ext.rollouts.generation import SamplingSettings, without_template
+    from trl_ext.rollouts.responses import load_engine, save_rows
 
-        from trl_ext.processes import warn_once_per_run
-        from trl_ext.rollouts import generate_responses
-        from trl_ext.rollouts.generation import without_template
+    sampling = SamplingSettings(
+        max_new_tokens=limit, temperature=0.0, stop=(), max_prompt_tokens=max_prompt_tokens, batch_size=batch_size
+    )
 
+    @cache
+    def load() -> Any:
+        engine, tokenizer = load_engine(str(model), sampling, dtype=dtype)
         if line := without_template(tokenizer, [row["prompt"] for row in prompts]):
             warn_once_per_run(line)
-        limits = {"max_new_tokens": limit, "max_prompt_tokens": max_prompt_tokens, "batch_size": batch_size}
-        with tqdm(total=len(prompts), initial=len(file.rows), desc="responses", disable=not progress) as bar:
-            for batch in batches:
-                found = generate_responses(policy, tokenizer, [row["prompt"] for row in batch], **limits)
-                file.add(
-                    {
-                        "row_id": row["row_id"],
-                        "prompt_text": row["prompt_text"],
-                        "response_text": one.text,
-                        "generated_num_tokens": len(one.response_ids),
-                    }
-                    for row, one in zip(batch, found, strict=True)
-                )
-                bar.update(len(batch))
-    return file
+        return engine
+
+    def respond(part: list, *, done: int, **_: Any) -> list[dict[str, Any]]:
+        label = f"responses, {done} of {len(prompts)} done" if progress else None
+        return [
+            {
+                "row_id": row["row_id"],
+                "prompt_text": row["prompt_text"],
+                "response_text": one.text,
+                "generated_num_tokens": len(one.response_ids),
+            }
+            for (row, _, _), one in zip(
+                part, load()([row["prompt"] for row, _, _ in part], progress=label), strict=True
+            )
+        ]
+
+    if overwrite:
+        Path(out).unlink(missing_ok=True)
+    items = [(row, row["prompt"], 0) for row in prompts]
+    return save_rows(items, respond, path=out, settings=settings, save_every=SAVE_EVERY)
 
 
 def score_submission_file(
@@ -141,7 +148,7 @@ def score_submission_file(
     dtype: str = "float32",
     overwrite: bool = False,
     progress: bool = False,
-) -> RowFile:
+) -> list[dict[str, Any]]:
     """Write a reward model's scores of both responses of every pair; resumes as `generate_submission_file` does.
 
     Args:
@@ -162,6 +169,7 @@ def score_submission_file(
     pairs = load_pairs(prefs_jsonl)
 
     from trl_ext.rewards import RewardModel
+    from trl_ext.rollouts.responses import save_rows
 
     model = RewardModel(reward_model, batch_size=batch_size, dtype=dtype)
     settings = {
@@ -172,10 +180,9 @@ def score_submission_file(
         "dtype": dtype,
         "batch_size": batch_size,
     }
-    file = RowFile(out, ScoreRow, settings, [row["row_id"] for row in pairs], overwrite=overwrite)
-    missing = set(file.missing)
-    if missing:
-        rows = [row for row in pairs if row["row_id"] in missing]
+
+    def score(part: list, **_: Any) -> list[dict[str, Any]]:
+        rows = [row for row, _, _ in part]
         chosen, rejected = (
             model.score(
                 [row["prompt"] for row in rows],
@@ -184,11 +191,15 @@ def score_submission_file(
             ).tolist()
             for side in ("chosen", "rejected")
         )
-        file.add(
+        return [
             {"row_id": row["row_id"], "chosen_score": c, "rejected_score": r}
             for row, c, r in zip(rows, chosen, rejected, strict=True)
-        )
-    return file
+        ]
+
+    if overwrite:
+        Path(out).unlink(missing_ok=True)
+    items = [(row, row["prompt"], 0) for row in pairs]
+    return save_rows(items, score, path=out, settings=settings, save_every=max(len(pairs), 1))
 
 
 def build_submission(
@@ -220,13 +231,13 @@ def build_submission(
     """
     written = {"overwrite": overwrite, "progress": progress}
     places = {name: Path(out) / submission_file(name) for name in policies}
-    files = [
-        generate_submission_file(policies[name], place, **generation, **written) for name, place in places.items()
-    ]
+    for name, place in places.items():
+        generate_submission_file(policies[name], place, **generation, **written)
+    files = list(places.values())
     if reward_model is not None:
-        place = Path(out) / submission_file(REWARD_MODEL)
-        files.append(score_submission_file(reward_model, place, prefs_jsonl=prefs_jsonl, **written))
-    return [file.path for file in files]
+        files.append(Path(out) / submission_file(REWARD_MODEL))
+        score_submission_file(reward_model, files[-1], prefs_jsonl=prefs_jsonl, **written)
+    return files
 
 
 @dataclass(frozen=True)
@@ -276,9 +287,14 @@ class PublicData:
         """The result of `read_responses` or `read_pair_scores` on a method's file."""
         path = Path(folder) / submission_file(method)
         if method == REWARD_MODEL:
-            return read_pair_scores(path, [row["row_id"] for row in self.pairs])
-        limits = {"max_new_tokens": self.max_new_tokens, "count_tokens": self.count_tokens}
-        return read_responses(path, self.prompts, **limits)
+            rows, problems = read_pair_scores(path, [row["row_id"] for row in self.pairs])
+        else:
+            limits = {"max_new_tokens": self.max_new_tokens, "count_tokens": self.count_tokens}
+            rows, problems = read_responses(path, self.prompts, **limits)
+        if path.read_bytes().startswith(BOM_UTF8):
+            mark = "begins with a UTF-8 byte order mark, on which the course's grader stops; pack leaves it out"
+            problems = [*problems, RowProblem(str(path), None, mark, fatal=False)]
+        return rows, problems
 
 
 def pack_submission(
@@ -323,7 +339,7 @@ def pack_submission(
             # Use a fixed time, so that the archive depends only on its content.
             entry = zipfile.ZipInfo(file, date_time=(1980, 1, 1, 0, 0, 0))
             entry.compress_type, entry.external_attr = zipfile.ZIP_DEFLATED, 0o644 << 16
-            archive.writestr(entry, (folder / file).read_bytes())
+            archive.writestr(entry, (folder / file).read_bytes().removeprefix(BOM_UTF8))
     return {
         "files": {submission_file(name): (folder / submission_file(name)).stat().st_size for name in there},
         "missing": [submission_file(name) for name in names if name not in there],
@@ -331,18 +347,6 @@ def pack_submission(
         "bytes": out.stat().st_size,
         "sha256": hashlib.sha256(out.read_bytes()).hexdigest(),
     }
-
-
-def _batches(prompts: list[dict[str, Any]], batch_size: int, missing: set[str]) -> list[list[dict[str, Any]]]:
-    """Prompts in batches of similar length, the longest first, so that a lack of memory shows at once.
-
-    Batches are formed from the whole file, and existing rows are then removed. Padding alone can decide between two
-    nearly equal tokens, and an interrupted run should give the same result as an uninterrupted one.
-    """
-    order = sorted(prompts, key=lambda row: -len(json.dumps(row["prompt"])))
-    batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
-    remaining = [[row for row in batch if row["row_id"] in missing] for batch in batches]
-    return [batch for batch in remaining if batch]
 
 
 def _sha256(values: Iterable[Any]) -> str:

@@ -8,19 +8,19 @@ from pathlib import Path
 from trl_ext.evaluation.command_line import (
     CommandParser,
     at_least_one,
-    format_interval,
     format_table,
     one_line_errors,
     print_json,
 )
+from trl_ext.evaluation.statistics.intervals import Estimate
 from trl_ext.evaluation.tasks.task import task_names
 
 DESCRIPTION = """\
-Evaluates a model on a task: answers its prompts greedily, or scores its pairs, checks the responses, and prints each
-metric with its 95% interval. A task is a name ({names}) or your own YAML file of one row.
+Evaluates a model on a task: samples responses to its prompts, or scores its pairs, checks the responses, and prints
+each metric with its 95% interval. A task is a name ({names}) or your own YAML file of one row.
 
-writes  into --output_dir the responses as they come, from which the same command goes on, and results.json, which the
-        report reads.
+writes  into --output_dir responses.jsonl (scores.jsonl for pairs), from which the same command resumes, and
+        results.json, which the report reads.
 """
 
 
@@ -38,6 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.add_argument("--limit", type=at_least_one, help="the number of rows, from the first; all by default")
         parser.add_argument("--max_new_tokens", type=at_least_one, help="(default: the task's)")
         parser.add_argument("--batch_size", type=at_least_one, default=16, help="rows at once (default: %(default)s)")
+        parser.add_argument("--seed", type=int, default=0, help="sampling seed (default: %(default)s)")
+        parser.add_argument("--dtype", default="auto", help="of the weights (default: as saved)")
+        parser.add_argument("--use_vllm", action="store_true", help="sample with vLLM, which the extra vllm installs")
         parser.add_argument("--json", action="store_true", help="print the results as JSON instead of a table")
         given = vars(parser.parse_args(arguments))
         from trl_ext.evaluation.tasks.evaluate import evaluate
@@ -51,10 +54,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     [(name, metrics)] = results["tasks"].items()
     for title, found in ((name, metrics), (f"minus {given['compare']}", results.get("difference"))):
         if found:
-            rows = [(key, format_interval(m["mean"], m["low"], m["high"]), m["n"]) for key, m in found.items()]
+            rows = [(key, f"{Estimate(m['mean'], m['low'], m['high']):.3f}", m["n"]) for key, m in found.items()]
             print(f"{format_table((title, 'mean', 'n'), rows)}\n")
-    cut = results.get("generations", {"policy": {"truncated_fraction": 0}})["policy"]["truncated_fraction"]
-    print(f"{folder}: {model} on {name}" + f"; {cut:.1%} of the responses were cut at the token limit" * bool(cut))
+    print(f"{folder}: {model} on {name}")
+    if counts := results.get("reasoning", {}).get("categories"):
+        print(", ".join(f"{category.replace('_', ' ')} {count}" for category, count in counts.items()))
+    if truncated := results.get("generations", {"policy": {"truncated_fraction": 0}})["policy"]["truncated_fraction"]:
+        print(f"{truncated:.1%} of the responses were truncated at the token limit")
 
 
 if __name__ == "__main__":

@@ -9,19 +9,23 @@ from trl_ext.data.benchmark import EMBEDDED, known_score
 from trl_ext.evaluation.judging.protocol import last_user_text
 from trl_ext.evaluation.tasks.task import Row, Task
 from trl_ext.names import load_function, nearest
-from trl_ext.rewards.verified import KINDS, grader
+from trl_ext.rewards.verified import KINDS, Grader, grader
+from trl_ext.rollouts.responses import graded
 
 # The metrics of a response by name; None if the response is not counted.
 Metrics = dict[str, float | None]
+# Metrics are saved in each row under this prefix, as rewards are, so that the report shows them beside the response.
+PREFIX = "reward/"
 PAIRS = "pairs"
 CHECKS = (*KINDS, "exact", "contains", "rubric", PAIRS, *EMBEDDED)
 COLUMNS = {"countdown": ("numbers",), PAIRS: ("chosen", "rejected")}
 
 
-def make_check(task: Task, rows: Sequence[Row]) -> Callable[[Sequence[Row], Sequence[Any]], list[Metrics]]:
-    """The function `f(rows, generations)` that checks responses of a task.
+def make_check(task: Task, rows: Sequence[Row]) -> Callable[[Sequence[Row], Sequence[Any]], list[Row]]:
+    """The function `f(rows, generations)` that checks responses of a task and returns columns of their rows.
 
-    The check `pairs` takes, instead of a generation, the log-probabilities of the tokens of both responses of a row.
+    The columns are the metrics under `PREFIX` and, for verified answers, those of `graded`. The check `pairs` takes,
+    instead of a generation, the log-probabilities of the tokens of both responses of a row.
 
     Raises:
         ValueError, FileNotFoundError: an unknown check, or the rows or the task lack what it needs.
@@ -37,16 +41,30 @@ def make_check(task: Task, rows: Sequence[Row]) -> Callable[[Sequence[Row], Sequ
     columns = COLUMNS.get(name, ())
     if not all(row.keys() >= set(columns) for row in rows):
         raise ValueError(f"the check {name} needs {' and '.join(columns)} in every row of the data")
+    if name in KINDS:
+        grade = grader(name)
+        return lambda rows, found: [_verified(row, one, grade) for row, one in zip(rows, found, strict=True)]
     if name == "rubric":
-        return _rubric(task)
-    check = _check_of_one(name)
-    return lambda rows, found: [check(row, one) for row, one in zip(rows, found, strict=True)]
+        check = _rubric(task)
+    else:
+        of_one = _check_of_one(name)
+
+        def check(rows: Sequence[Row], found: Sequence[Any]) -> list[Metrics]:
+            return [of_one(row, one) for row, one in zip(rows, found, strict=True)]
+
+    return lambda rows, found: [_columns(metrics) for metrics in check(rows, found)]
+
+
+def _columns(metrics: Mapping[str, Any]) -> Row:
+    return {PREFIX + name: value for name, value in metrics.items()}
+
+
+def _verified(row: Row, one: Any, grade: Grader) -> Row:
+    found = graded(row, one, grade)
+    return found | _columns({"accuracy": found["answer_reward"], "format": found["format_reward"]})
 
 
 def _check_of_one(name: str) -> Callable[[Row, Any], Metrics]:
-    if name in KINDS:
-        grade = grader(name)
-        return lambda row, one: _graded(grade(one.text, row))
     if name in ("exact", "contains"):
         same = str.__eq__ if name == "exact" else str.__contains__
         return lambda row, one: {"accuracy": float(same(_plain(one.text), _plain(row["answer"])))}
@@ -62,10 +80,6 @@ def _check_of_one(name: str) -> Callable[[Row, Any], Metrics]:
         return {**found} if isinstance(found, Mapping) else {"accuracy": None if found is None else float(found)}
 
     return check
-
-
-def _graded(rewards: Mapping[str, float]) -> Metrics:
-    return {"accuracy": rewards["answer_reward"], "format": rewards["format_reward"]}
 
 
 def _likelier(chosen, rejected) -> Metrics:

@@ -1,4 +1,4 @@
-"""Evaluates a model on a task: samples greedily or scores pairs, checks, and summarizes with intervals."""
+"""Evaluates a model on a task: samples responses or scores pairs, checks, and summarizes with intervals."""
 
 from __future__ import annotations
 
@@ -8,26 +8,24 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trl_ext.data.conversation import encode_turn
 from trl_ext.data.formats import plain_prompt
+from trl_ext.data.math import load_prompt_template, render
 from trl_ext.data.rows import read_jsonl
+from trl_ext.evaluation.reasoning import summarize_reasoning
 from trl_ext.evaluation.statistics.intervals import mean_with_interval
-from trl_ext.evaluation.tasks.checks import PAIRS, make_check
-from trl_ext.evaluation.tasks.task import Row, read_rows, read_task
+from trl_ext.evaluation.tasks.checks import PAIRS, PREFIX, make_check
+from trl_ext.evaluation.tasks.task import Row, Task, read_rows, read_task
 from trl_ext.files import existing_file, read_json, write_json
 from trl_ext.models.loading import find_policy, load_policy, model_sha256
 from trl_ext.models.scoring import score_responses
-from trl_ext.rollouts.generation import Generation, generate_responses
-from trl_ext.rollouts.graded import sample_rows
+from trl_ext.rewards.verified import KINDS
+from trl_ext.rollouts.generation import Generation, SamplingSettings
+from trl_ext.rollouts.responses import Item, load_engine, sample_responses, save_rows, settings_path
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-SETTINGS = "settings.json"
-# Metrics are kept in each row under this prefix, as rewards are, so that the report shows them beside the response.
-PREFIX = "reward/"
+RESPONSES, SCORES = "responses.jsonl", "scores.jsonl"
 
 
 def evaluate(
@@ -39,9 +37,13 @@ def evaluate(
     limit: int | None = None,
     max_new_tokens: int | None = None,
     batch_size: int = 16,
+    seed: int = 0,
+    dtype: str = "auto",
+    use_vllm: bool = False,
+    save_every: int = 512,
     compare: Path | None = None,
 ) -> dict[str, Any]:
-    """Evaluate a model on a task, and write the responses and `results.json` into a folder; a killed call goes on.
+    """Evaluate a model on a task, and write the responses and `results.json` into a folder; a killed call resumes.
 
     Args:
         model: a folder of a model, an adapter or a run, a hub model, toy or smollm2.
@@ -51,61 +53,49 @@ def evaluate(
         limit: the number of rows, from the first; None for all. A later call on the folder may raise it.
         max_new_tokens: the longest response; None for that of the task.
         batch_size: rows at once.
+        seed: sampling seed.
+        dtype, use_vllm: of the model's weights, and the engine, as for `load_engine`.
+        save_every: responses between saves, as for `save_rows`.
         compare: the folder of an earlier call on the task, for the differences on the same rows.
 
     Raises:
         ValueError, FileNotFoundError: an argument, the task or its data is wrong; nothing was sampled.
+        FileExistsError: the folder holds an evaluation of another model, task or data.
     """
     name, task, home = read_task(name)
     task = task.model_copy(update={"max_new_tokens": max_new_tokens or task.max_new_tokens})
     rows = read_rows(task, [home, *([data] if data else [])])
     check, of_pairs = make_check(task, rows), task.check == PAIRS
-    saved = "scores.jsonl" if of_pairs else "generations.jsonl"
-    find_policy(model)
+    find_policy(model, dtype=dtype)
     # A model that is trained again into the same folder is another one, and so are data or your own check's file that
     # have changed.
     source = Path(task.check.rpartition(":")[0])
     own = source.read_bytes() if source.is_file() else b""
-    digest = hashlib.sha256(json.dumps(rows).encode() + own).hexdigest()
-    settings = {"task": name, **task.model_dump(), "data_sha256": digest, "model_sha256": model_sha256(model)}
-    earlier = None if compare is None else _rows_of(compare, saved, settings)
-    if (folder / SETTINGS).is_file() and read_json(folder / SETTINGS) != settings:
-        raise ValueError(f"{folder} holds an evaluation of another model, task or data: give another --output_dir")
-    kept = (folder / saved).read_bytes().count(b"\n") if (folder / saved).is_file() else 0
-    if kept > len(rows[:limit]):
-        raise ValueError(
-            f"{folder} holds {kept} rows, more than --limit {limit}: raise it, or give another --output_dir"
-        )
-    write_json(folder / SETTINGS, settings)
-    # A finished evaluation needs no model.
-    load = cache(lambda: load_policy(model))
-
-    def respond(part: list[Row], **options: Any) -> list[Generation]:
-        policy, tokenizer = load()
-        prompts = [_model_input(tokenizer, row["prompt"]) for row in part]
-        limits = {"max_new_tokens": task.max_new_tokens, "batch_size": batch_size}
-        return generate_responses(policy, tokenizer, prompts, **limits, **options)
-
-    def score(part: list[Row], *, progress: str | None, **_: Any) -> list[tuple[Tensor, Tensor]]:
-        policy, tokenizer = load()
-        turns = [
-            encode_turn(tokenizer, _model_input(tokenizer, row["prompt"]), row[side])
-            for row in part
-            for side in ("chosen", "rejected")
-        ]
-        options = {"pad_token_id": tokenizer.pad_token_id, "batch_size": batch_size, "progress": progress}
-        scores = score_responses(policy, *zip(*turns, strict=True), **options)
-        return list(zip(scores[::2], scores[1::2], strict=True))
-
-    def finish(part: list, found: list) -> list[Row]:
-        asked = [row for row, _, _ in part]
-        return [_saved_row(*each) for each in zip(asked, found, check(asked, found), strict=True)]
-
-    items = [(row, row, 0) for row in rows[:limit]]
-    options = {"path": folder / saved, "save_every": batch_size, "accelerator": None}
-    done = sample_rows(items, score if of_pairs else respond, finish, seed=0, progress=name, **options)
-    run = {"objective": f"evaluation ({name})", "model": model, "dataset": name, "sampling": {"temperature": 0.0}}
-    results: dict[str, Any] = {"run": run, "tasks": {name: summarize(map(_metrics, done))}}
+    settings = {
+        **{"task": name, **task.model_dump(), "seed": seed, "dtype": dtype},
+        "data_sha256": hashlib.sha256(json.dumps(rows).encode() + own).hexdigest(),
+        "model_sha256": model_sha256(model),
+        "batch_size": batch_size,
+    }
+    path = folder / (SCORES if of_pairs else RESPONSES)
+    earlier = None if compare is None else _rows_of(compare / path.name, settings)
+    options = {"path": path, "settings": settings, "seed": seed, "save_every": save_every}
+    if of_pairs:
+        done = _score_pairs(model, dtype, rows[:limit], check, batch_size, options)
+    else:
+        engine = _Engine(model, task, {"dtype": dtype, "use_vllm": use_vllm}, batch_size)
+        asked = [{**row, "prompt_text": _text(row["prompt"])} for row in rows[:limit]]
+        prompts = [row["prompt"] for row in asked]
+        done = sample_responses(asked, prompts, engine, check, samples=task.samples, progress=name, **options)
+    sampling = {"temperature": task.temperature, "top_p": task.top_p}
+    run = {"objective": f"evaluation ({name})", "model": model, "dataset": name, "sampling": sampling, "seed": seed}
+    results: dict[str, Any] = {"run": run, "tasks": {name: summarize(_by_row(done).values())}}
+    if task.check in KINDS:
+        ks = [2**power for power in range(task.samples.bit_length())] if task.samples > 1 else []
+        results["reasoning"] = found = summarize_reasoning(done, ks)
+        of_k = {f"{kind}@{k}": one for kind in ("pass", "maj") for k, one in found[f"{kind}_at"].items()}
+        results["tasks"][name] = {"accuracy": found["accuracy"], "format": found["format_rate"], **of_k}
+        results["score"] = {"policy": found["accuracy"]["mean"]}
     if not of_pairs:
         tokens, finished = (fmean(row[key] for row in done) for key in ("generated_num_tokens", "finished"))
         results["generations"] = {"policy": {"mean_tokens": tokens, "truncated_fraction": 1 - finished}}
@@ -114,6 +104,45 @@ def evaluate(
         results["difference"] = difference(earlier, done)
     write_json(folder / "results.json", results)
     return results
+
+
+class _Engine:
+    """The engine of a task, whose model is loaded with the first prompt: a finished evaluation needs none."""
+
+    def __init__(self, model: str, task: Task, options: Mapping[str, Any], batch_size: int):
+        names = ("max_new_tokens", "temperature", "top_p")
+        own = {name: getattr(task, name) for name in names}
+        settings = SamplingSettings(**own, stop=tuple(task.stop), max_prompt_tokens=None, batch_size=batch_size)
+        self.load = cache(lambda: load_engine(model, settings, **options))
+        self.template = None if task.template is None else load_prompt_template(task.template)
+
+    def __call__(self, prompts: Sequence[Any], **options: Any) -> list[Generation]:
+        engine, tokenizer = self.load()
+        if self.template is None:
+            return engine([_model_input(tokenizer, prompt) for prompt in prompts], **options)
+        return engine([render(self.template, _text(prompt)) for prompt in prompts], **options)
+
+
+def _score_pairs(model: str, dtype: str, rows: list[Row], check, batch_size: int, options: dict) -> list[Row]:
+    """The rows of pairs, with the metrics of the two responses' log-probabilities."""
+    load = cache(lambda: load_policy(model, dtype=dtype))
+
+    def score(part: list[Item], **_: Any) -> list[Row]:
+        (policy, tokenizer), asked = load(), [row for row, _, _ in part]
+        turns = [
+            encode_turn(tokenizer, _model_input(tokenizer, row["prompt"]), row[side])
+            for row in asked
+            for side in ("chosen", "rejected")
+        ]
+        settings = {"pad_token_id": tokenizer.pad_token_id, "batch_size": batch_size, "progress": "pairs"}
+        scores = score_responses(policy, *zip(*turns, strict=True), **settings)
+        pairs = list(zip(scores[::2], scores[1::2], strict=True))
+        return [
+            {"row_id": row["row_id"], "margin": float(chosen.sum() - rejected.sum()), **columns}
+            for row, (chosen, rejected), columns in zip(asked, pairs, check(asked, pairs), strict=True)
+        ]
+
+    return save_rows([(row, row["prompt"], 0) for row in rows], score, **options)
 
 
 def summarize(rows: Iterable[Mapping[str, float]], *, gains: bool = False) -> dict[str, dict[str, Any]]:
@@ -132,45 +161,39 @@ def summarize(rows: Iterable[Mapping[str, float]], *, gains: bool = False) -> di
 
 def difference(before: Sequence[Row], after: Sequence[Row]) -> dict[str, dict[str, Any]]:
     """Each metric of the saved rows after minus before, on those that both have, as `summarize` returns it."""
-    earlier, gains = {row["row_id"]: _metrics(row) for row in before}, []
-    for row in after:
-        old, new = earlier.get(row["row_id"], {}), _metrics(row)
+    earlier, gains = _by_row(before), []
+    for row_id, new in _by_row(after).items():
+        old = earlier.get(row_id, {})
         gains.append({name: new[name] - old[name] for name in new if name in old})
     return summarize(gains, gains=True)
 
 
-def _metrics(row: Row) -> dict[str, float]:
-    """The metrics that a saved row has."""
-    found = {key.removeprefix(PREFIX): value for key, value in row.items() if key.startswith(PREFIX)}
-    return {key: value for key, value in found.items() if value is not None}
+def _by_row(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
+    """The metrics of each row of the data, each the mean over the row's responses that have it."""
+    values: dict[str, dict[str, list[float]]] = {}
+    for row in rows:
+        own = values.setdefault(row["row_id"], {})
+        for key, value in row.items():
+            if key.startswith(PREFIX) and value is not None:
+                own.setdefault(key.removeprefix(PREFIX), []).append(value)
+    return {row_id: {name: fmean(found) for name, found in own.items()} for row_id, own in values.items()}
 
 
-def _rows_of(folder: Path, saved: str, settings: Mapping[str, Any]) -> list[Row]:
+def _rows_of(path: Path, settings: Mapping[str, Any]) -> list[Row]:
     """The rows of an earlier evaluation of the task."""
-    earlier = read_json(existing_file(folder / SETTINGS))
+    earlier = read_json(existing_file(settings_path(path)))
     for name, value in settings.items():
-        if name != "model_sha256" and earlier.get(name) != value:
-            raise ValueError(f"--compare {folder}: its {name} is {earlier.get(name)!r}, not {value!r}")
-    return [row for _, row in read_jsonl(folder / saved).rows]
+        if name not in ("model_sha256", "dtype", "batch_size") and earlier.get(name) != value:
+            raise ValueError(f"--compare {path.parent}: its {name} is {earlier.get(name)!r}, not {value!r}")
+    return [row for _, row in read_jsonl(path).rows]
+
+
+def _text(prompt: Any) -> str:
+    return prompt if isinstance(prompt, str) else plain_prompt(prompt)
 
 
 def _model_input(tokenizer, prompt: Any) -> Any:
     """Messages for a model with a chat template, else text."""
     if tokenizer.chat_template:
         return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    return prompt if isinstance(prompt, str) else plain_prompt(prompt)
-
-
-def _saved_row(row: Row, one: Any, metrics: Mapping[str, Any]) -> Row:
-    """What is saved of a response, in the form of a run's generations, or of the scores of a pair."""
-    if isinstance(one, Generation):
-        found = {
-            "prompt_text": row["prompt"] if isinstance(row["prompt"], str) else plain_prompt(row["prompt"]),
-            "response_text": one.text,
-            "generated_num_tokens": len(one.response_ids),
-            "finished": one.finished,
-        }
-    else:
-        chosen, rejected = one
-        found = {"margin": float(chosen.sum() - rejected.sum())}
-    return {"row_id": row["row_id"], "sample": 0, **found, **{PREFIX + key: value for key, value in metrics.items()}}
+    return _text(prompt)

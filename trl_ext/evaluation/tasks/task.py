@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field, PositiveInt, ValidationError
+from pydantic import BaseModel, Field, PositiveInt, ValidationError, model_validator
 
 from trl_ext.data.formats import convert_file
 from trl_ext.data.math import load_math
@@ -34,6 +34,11 @@ class Task(BaseModel, extra="forbid", strict=True):
         rubric: criteria of the check `rubric`; a column `rubric` of the data comes before them.
         judge, base_url: of the check `rubric`: a model's name, and the OpenAI-compatible server that has it.
         max_new_tokens: the longest response.
+        samples: responses to each prompt; with verified answers, several give pass@k and maj@k.
+        temperature, top_p: of the sampling; temperature 0 is greedy decoding.
+        stop: strings that end a response, and remain in it.
+        template: a prompt template of the library, or a text file with `{question}`, for a prompt of plain text; None
+            for the model's chat template.
     """
 
     data: str
@@ -45,6 +50,17 @@ class Task(BaseModel, extra="forbid", strict=True):
     judge: str | None = None
     base_url: str | None = None
     max_new_tokens: PositiveInt = 512
+    samples: PositiveInt = 1
+    temperature: float = 0.0
+    top_p: float = 1.0
+    stop: list[str] = Field(default_factory=list)
+    template: str | None = None
+
+    @model_validator(mode="after")
+    def _samples_differ(self) -> Task:
+        if self.samples > 1 and self.temperature == 0:
+            raise ValueError(f"samples {self.samples} at temperature 0 would all be the same: set temperature")
+        return self
 
 
 def task_names() -> list[str]:

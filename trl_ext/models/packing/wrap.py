@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from torch.nn.modules.dropout import _DropoutNd
 
 from trl_ext.models.batches import evaluating, temporarily
 from trl_ext.models.packing.attention import BACKENDS, PLAN_KEYWORD, let_take_plans, takes_plans
-from trl_ext.models.packing.plan import Plan, plan_batch
+from trl_ext.models.packing.plan import Paths, Plan, plan_batch
 from trl_ext.processes import is_main_process
 
 logger = logging.getLogger(__name__)
@@ -30,9 +33,12 @@ _HARMLESS = frozenset({"margin"})
 TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 0.1, torch.bfloat16: 0.1}
 # Columns of the batch that is compared, at most. It does not reach the end of a longer sliding window.
 _LONGEST = 640
-# On a CPU, TRL's head scores every position, in tiles of 32,768 tokens of the vocabulary. Scoring the labelled ones
-# alone in narrow tiles takes less time, and differs by rounding.
-_CPU_HEAD = {"_CHUNKED_LOGPROB_CHUNK_SIZE": 2048, "_use_triton": lambda device: True}
+# Tokens of the vocabulary that TRL's head scores at a time on a CPU. Its own tiles take more time, and differ by
+# rounding.
+_CPU_TILE = 2048
+# Arguments of a call with TRL's head that do not reach the backbone, and what the head makes of each labelled token.
+_OF_THE_HEAD = ("fused_lm_head", "labels", "shift_labels", "num_items_in_batch")
+_OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
 
 class Packing:
@@ -46,13 +52,15 @@ class Packing:
         padded_tokens: positions of the packed batches, including padding.
         packed_tokens: tokens that were encoded for them.
         quiet: whether to omit the log line when packing is used; the line for unused packing is always logged.
+        compiles: whether the layers of packed passes are compiled, as far as is known now.
         left_padded: number of passes that were not packed, by reason.
         skipped: back-ends that were tried first, and why each is not used.
     """
 
-    def __init__(self, model: nn.Module, *, quiet: bool = False):
+    def __init__(self, model: nn.Module, *, quiet: bool = False, compile_layers: bool = False):
         self.model = model
         self.quiet = quiet
+        self.compiles = compile_layers
         self.reason = packing_obstacle(model)
         self.backend: str | None = None
         self.largest_difference: float | None = None
@@ -62,7 +70,10 @@ class Packing:
         self.skipped: dict[str, str] = {}
         self.hooks = []
         self._checks = False
+        self._dropout = Dropout(model)
+        # The labels of a call with TRL's head, and whether the backbone is to return the states before them alone.
         self._labels: Tensor | None = None
+        self._of_labels = False
         self._plan: Plan | None = None
         self._head = None
         if self.reason is None:
@@ -76,6 +87,11 @@ class Packing:
             ]
 
     @property
+    def scored_plan(self) -> Plan | None:
+        """Within a pass whose backbone returns the states before labels alone, [1, P, H]: its plan; otherwise None."""
+        return self._plan if self._of_labels else None
+
+    @property
     def active(self) -> bool:
         """Whether passes are packed, as far as is known now."""
         return self.reason is None
@@ -86,12 +102,16 @@ class Packing:
             return f"packing: off, rows are padded: {self.reason}"
         if self.backend is None:
             return "packing: undecided until the first batch"
-        how = f"{self.backend} attention"
+        how = f"{self.backend} attention" + ", compiled layers" * self.compiles
         how += "".join(f"; not {name}: {why}" for name, why in self.skipped.items())
         return (
             f"packing: on, without padding and with common prefixes encoded once ({how}; differs from the padded "
             f"forward by at most {self.largest_difference:.1e})"
         )
+
+    def draws_dropout(self) -> bool:
+        """Whether a pass would now draw dropout, so that rows do not share prefixes."""
+        return self._dropout.is_active()
 
     def remove(self) -> None:
         """Leave the model's passes padded from now on."""
@@ -99,6 +119,8 @@ class Packing:
         for hook in self.hooks:
             hook.remove()
         self.hooks = []
+        if self.compiles:
+            self._compile(False)
         # Also ends a reference cycle, so that the model is freed when it is dropped.
         vars(self.model.base_model).pop(_ATTRIBUTE, None)
 
@@ -122,14 +144,18 @@ class Packing:
             if not self.active:
                 return None
         if reason is None:
+            # One copy to the host, on which everything about the batch is decided.
+            given = [input_ids, attention_mask] if labels is None else [input_ids, attention_mask, labels]
+            batch = torch.stack([part.to(input_ids.dtype) for part in given]).cpu()
+            options = {"device": input_ids.device, "round_up": input_ids.is_cuda}
             # If a prefix were encoded once, rows would not draw their dropout independently.
-            share = not has_active_dropout(self.model)
-            plan = plan_batch(input_ids, attention_mask, share=share, drop_last=labels is not None)
-            reason = _misfit(self.model, plan, input_ids, labels)
+            draws = self.draws_dropout()
+            plan = plan_batch(*batch, share=not draws, **options)
+            reason = _misfit(self.model, plan, batch[0])
         if reason is not None:
             self.left_padded[reason] += 1
             return None
-        plan.derived["backend"] = self.backend
+        plan.derived.update(backend=self.backend, compiled=self.compiles and not draws)
         self.padded_tokens += input_ids.numel()
         self.packed_tokens += plan.tokens
         return plan
@@ -160,63 +186,129 @@ class Packing:
         try:
             with evaluating(model):
                 padded = model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
-                for backend in BACKENDS if device.type == "cuda" else ("sdpa",):
-                    plan = plan_batch(input_ids, attention_mask)
-                    plan.derived["backend"] = backend
-                    try:
-                        packed = plan.unpack(model(**packed_inputs(plan)).last_hidden_state)
-                    except torch.OutOfMemoryError:
-                        raise
-                    except Exception as error:  # Whatever a kernel or a model raises, the padded pass still works.
-                        self.skipped[backend] = str(error).splitlines()[0] if str(error) else type(error).__name__
-                        continue
-                    largest, agrees = _difference(packed[plan.present], padded[plan.present])
-                    if agrees:
-                        self.backend, self.largest_difference = backend, largest
+                for backend in _backends(device):
+                    if self._agrees(backend, backend, input_ids, attention_mask, padded):
+                        self.backend = backend
                         break
-                    self.skipped[backend] = f"{backend} attention is {largest:.1e} off the padded forward"
                 else:
                     self.reason = "; ".join(dict.fromkeys(self.skipped.values()))
+                if self.compiles and self.active:
+                    self._compile_if_it_agrees(input_ids, attention_mask, padded)
         finally:
             self._checks = False
         if not (self.quiet and self.active):
             _announce(self.describe())
 
+    def _agrees(self, name: str, backend: str, input_ids: Tensor, attention_mask: Tensor, padded: Tensor) -> bool:
+        """Whether packed hidden states are the padded ones up to rounding; `skipped` says why not."""
+        plan = plan_batch(input_ids, attention_mask)
+        plan.derived.update(backend=backend, compiled=name == "compiled layers")
+        try:
+            # With gradients, as in training, if layers are compiled.
+            with torch.set_grad_enabled(plan.derived["compiled"]):
+                packed = plan.unpack(self.model.base_model(**packed_inputs(plan)).last_hidden_state).detach()
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # Whatever a kernel or a model raises, the padded pass still works.
+            self.skipped[name] = str(error).splitlines()[0] if str(error) else type(error).__name__
+            return False
+        both = (states.flatten(0, 1).index_select(0, plan.places) for states in (packed, padded))
+        largest, agrees = _difference(*both)
+        if agrees:
+            self.largest_difference = largest
+        else:
+            attention = name if name == "compiled layers" else f"{backend} attention"
+            self.skipped[name] = f"{attention} is {largest:.1e} off the padded forward"
+        return agrees
+
+    def _compile_if_it_agrees(self, *compared: Tensor) -> None:
+        if self.backend != "varlen":
+            self.compiles = False
+            self.skipped["compiled layers"] = "they need varlen attention, on a GPU in half precision"
+            return
+        self._compile(True)
+        if not self._agrees("compiled layers", "varlen", *compared):
+            self._compile(False)
+
+    def _compile(self, on: bool) -> None:
+        """Compile each layer's call for packed rows, and leave other calls as they are; or undo that."""
+        from transformers.modeling_layers import GradientCheckpointingLayer
+
+        self.compiles = on
+        layers = [layer for layer in self.model.modules() if isinstance(layer, GradientCheckpointingLayer)]
+        for layer in layers:
+            layer._compiled_call_impl = None
+            if on:
+                # A policy and its reference, with and without gradients and adapters, are compiled one by one.
+                torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
+                layer.compile(dynamic=True)
+                layer._compiled_call_impl = partial(_call, layer._compiled_call_impl, layer._call_impl)
+
     # ---- Hooks ----
 
     def _pack(self, backbone: nn.Module, args: tuple, kwargs: dict[str, Any]):
-        labels, self._labels, self._plan = self._labels, None, None
-        given = {**dict(zip(("input_ids", "attention_mask"), args, strict=False)), **kwargs}
-        input_ids, attention_mask, caches = (given.pop(n, None) for n in ("input_ids", "attention_mask", "use_cache"))
-        if caches is None:
-            # A language model makes a cache unless it is told not to, and no one reads that of a classifier.
-            caches = not is_classifier(self.model)
-        rows = len(args) <= 2 and input_ids is not None and attention_mask is not None and attention_mask.dim() == 2
-        if self._checks or caches or not rows or PLAN_KEYWORD in given:
+        if self._checks:
             return None
-        self._plan = self.plan(input_ids, attention_mask, labels, **given)
+        if not self._of_labels:
+            self._plan = None
+            # A language model makes a cache unless it is told not to, and no one reads that of a classifier.
+            caches = kwargs.get("use_cache")
+            if is_classifier(self.model) if caches is None else not caches:
+                self._plan = self._plan_call(args, kwargs, self._labels)
         return None if self._plan is None else ((), packed_inputs(self._plan))
 
+    def _plan_call(self, args: tuple, kwargs: dict[str, Any], labels: Tensor | None) -> Plan | None:
+        """The plan of a call of the backbone with these arguments; None to process it unchanged."""
+        given = {**dict(zip(("input_ids", "attention_mask"), args, strict=False)), **kwargs}
+        input_ids, attention_mask, _ = (given.pop(name, None) for name in ("input_ids", "attention_mask", "use_cache"))
+        rows = len(args) <= 2 and input_ids is not None and attention_mask is not None and attention_mask.dim() == 2
+        if not rows or PLAN_KEYWORD in given:
+            return None
+        return self.plan(input_ids, attention_mask, labels, **given)
+
     def _unpack(self, backbone: nn.Module, args: tuple, output):
-        plan, self._plan = self._plan, None
-        if plan is not None:
-            output.last_hidden_state = plan.unpack(output.last_hidden_state)
+        plan = None if self._checks else self._plan
+        if plan is None:
+            return output
+        states = output.last_hidden_state
+        output.last_hidden_state = plan.read(states) if self._of_labels else plan.unpack(states)
+        if plan.targets is not None and not self._of_labels:
+            # The last column, which predicts nothing.
+            output.last_hidden_state = pad(output.last_hidden_state, (0, 0, 0, 1))
         return output
 
-    def _enter_head(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    def _enter_head(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]):
+        """Give TRL's head the labelled positions alone, which it then need not search for on the device."""
         if not self.active or not kwargs.get("fused_lm_head"):
-            return
-        self._labels = kwargs.get("labels")
-        if model.device.type == "cpu":
+            return None
+        self._labels = kwargs.get("labels") if kwargs.get("shift_labels") is None else None
+        # The check of the first pass must run in the precision of the backbone's call.
+        if self._labels is not None and self.backend is not None:
+            others = {name: value for name, value in kwargs.items() if name not in _OF_THE_HEAD}
+            self._plan = self._plan_call(args, others, self._labels)
+            self._of_labels = True
+        compact = self._of_labels and self._plan is not None
+        settings = {"_CHUNKED_LOGPROB_CHUNK_SIZE": _CPU_TILE} if model.device.type == "cpu" else {}
+        if compact or settings:
+            # Whether the head searches for the labelled positions.
+            settings["_use_triton"] = lambda device: not compact
             from trl.trainer import utils  # Whoever has put this head on the model has imported TRL.
 
-            self._head = temporarily(utils, **_CPU_HEAD)
+            self._head = temporarily(utils, **settings)
             self._head.__enter__()
+        return (args, {**kwargs, "labels": None, "shift_labels": self._plan.targets}) if compact else None
 
-    def _leave_head(self, model: nn.Module, args: tuple, output) -> None:
-        head, self._head, self._labels = self._head, None, None
+    def _leave_head(self, model: nn.Module, args: tuple, output):
+        head, labels, plan = self._head, self._labels, self._plan if self._of_labels else None
+        self._head, self._labels, self._plan, self._of_labels = None, None, None, False
         if head is not None:
             head.__exit__(None, None, None)
+        if plan is not None and output is not None:
+            for name in _OUTPUTS:
+                values = getattr(output, name)
+                setattr(output, name, None if values is None else plan.spread(values))
+            output.label_mask = labels[:, 1:] != -100
+        return output
 
 
 def packed_inputs(plan: Plan) -> dict[str, Any]:
@@ -227,13 +319,22 @@ def packed_inputs(plan: Plan) -> dict[str, Any]:
         # Four dimensions, so that transformers builds no T x T mask; nothing reads it.
         "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=plan.input_ids.device),
         "use_cache": False,
-        PLAN_KEYWORD: plan,
+        PLAN_KEYWORD: plan.paths if plan.derived.get("compiled") else plan,
     }
 
 
-def _misfit(model, plan: Plan | None, input_ids: Tensor, labels: Tensor | None) -> str | None:
+def _call(compiled: Callable, plain: Callable, *args: Any, **kwargs: Any):
+    """Call a layer compiled if it receives the paths of a packed row; its recomputation receives them too."""
+    return (compiled if isinstance(kwargs.get(PLAN_KEYWORD), Paths) else plain)(*args, **kwargs)
+
+
+def _backends(device: torch.device) -> tuple[str, ...]:
+    return BACKENDS if device.type == "cuda" else ("sdpa",)
+
+
+def _misfit(model, plan: Plan | None, input_ids: Tensor) -> str | None:
     """Why a plan does not do for a batch and the head that follows; None if it does."""
-    if plan is None or (labels is not None and ((labels[:, 1:] != -100) & ~plan.present[:, :-1]).any()):
+    if plan is None:
         return "has a mask or labels of another form"
     if _LONGEST - 16 < (sliding_window(model.config) or 0) < input_ids.shape[1]:
         return "is longer than a sliding window that the first batch's check does not reach"
@@ -292,7 +393,7 @@ def _announce(line: str) -> None:
 # ---- Models ----
 
 
-def share_prefixes(*models, quiet: bool = False) -> Packing:
+def share_prefixes(*models, quiet: bool = False, compile_layers: bool = False) -> Packing:
     """Make a trainer's forward passes leave out padding, and encode prefixes that rows have in common once.
 
     For TRL's trainers; this library's do it themselves. Losses, gradients, metrics and checkpoints are the same up to
@@ -310,6 +411,8 @@ def share_prefixes(*models, quiet: bool = False) -> Packing:
         models: a causal language model or one for sequence classification; bare, with adapters, or wrapped for
             distributed training. None is ignored.
         quiet: omit the log line when packing is used, but not the one that says why it is not.
+        compile_layers: compile the layers of packed passes without dropout, on a GPU in half precision. Compilation
+            takes a minute or so at the first passes; batches of other lengths need no other one.
 
     Returns:
         The packing of the first model: whether it is `active`, the `reason` if not, token counts, and `remove()`.
@@ -327,7 +430,7 @@ def share_prefixes(*models, quiet: bool = False) -> Packing:
         packing = packing_of(model)
         if packing is not None and (packing.hooks or packing_obstacle(model) == packing.reason):
             continue
-        packing = Packing(model, quiet=quiet or model is not inner[0])
+        packing = Packing(model, quiet=quiet or model is not inner[0], compile_layers=compile_layers)
         # On the backbone, which keeps the hooks in a copy that is freed of what trainers put on a model.
         vars(model.base_model)[_ATTRIBUTE] = packing
         if not packing.active:
@@ -398,23 +501,48 @@ def sliding_window(config) -> int | None:
     return (getattr(text, "sliding_window", None) or None) if kinds is None or "sliding_attention" in kinds else None
 
 
-def has_active_dropout(model) -> bool:
-    """Whether a forward pass would now draw dropout, or router noise."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
+class Dropout:
+    """Tells whether a forward pass of a model would now draw dropout, or router noise.
 
-    idle: set[nn.Module] = set()
-    for module in model.modules():
-        if not module.training or module in idle:
-            continue
-        if isinstance(module, BaseTunerLayer):
+    A look at every module takes milliseconds in a model with adapters, so those that may draw are remembered.
+
+    Args:
+        model: a transformers model, without wrappers.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+        self._modules = 0
+        # Modules that may draw, each with the layer of adapters that it belongs to and its adapter's name.
+        self._drawing: list[tuple[nn.Module, Any, str]] = []
+
+    def is_active(self) -> bool:
+        """Whether any module would draw, with the rates, modes and adapters that are set now."""
+        # Adapters that are added later bring modules of their own.
+        if self._modules != (count := sum(1 for _ in self.model.modules())):
+            self._modules, self._drawing = count, list(self._find())
+        return any(
+            module.training and any(rate > 0 for rate in _rates(module))
+            for module, layer, name in self._drawing
             # Of several adapters only the active ones draw, and none while they are disabled.
-            active = () if module.disable_adapters else module.active_adapters
-            idle |= {own for name, own in getattr(module, "lora_dropout", {}).items() if name not in active}
-        # Models store functional rates as numbers: `attention_dropout`, `residual_dropout`, `router_jitter_noise`.
-        # Most modules are torch's, which have none, and this runs at every call.
-        own = {} if type(module).__module__.startswith("torch.") else vars(module)
-        rates = [module.p] if isinstance(module, _DropoutNd) else []
-        rates += [r for name, r in own.items() if ("drop" in name or "jitter" in name) and isinstance(r, float)]
-        if any(rate > 0 for rate in rates):
-            return True
-    return False
+            if layer is None or (not layer.disable_adapters and name in layer.active_adapters)
+        )
+
+    def _find(self) -> Iterator[tuple[nn.Module, Any, str]]:
+        from peft.tuners.tuners_utils import BaseTunerLayer
+
+        layers = [module for module in self.model.modules() if isinstance(module, BaseTunerLayer)]
+        owners = {own: (layer, name) for layer in layers for name, own in getattr(layer, "lora_dropout", {}).items()}
+        for module in self.model.modules():
+            if _rates(module):
+                yield module, *owners.get(module, (None, ""))
+
+
+def _rates(module: nn.Module) -> list[float]:
+    """The dropout rates that a module has, 0 among them."""
+    if isinstance(module, _DropoutNd):
+        return [module.p]
+    # Models store functional rates as numbers: `attention_dropout`, `residual_dropout`, `router_jitter_noise`. Most
+    # modules are torch's, which have none.
+    own = {} if type(module).__module__.startswith("torch.") else vars(module)
+    return [rate for name, rate in own.items() if ("drop" in name or "jitter" in name) and isinstance(rate, float)]

@@ -131,6 +131,9 @@ class OnlinePreferenceTrainer(PolicyTrainer):
         if args.replay_capacity:
             self.replay = ReplayBuffer(args.replay_capacity, args.replay_max_age, args.seed)
 
+    def _split_changes_the_update(self) -> str:
+        return "it is not for sampled pairs, of which a pass already holds each response once"
+
     def _prepare_models(self) -> None:
         self.scoring = ScoringTemperature(self)
         super()._prepare_models()

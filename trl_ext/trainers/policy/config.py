@@ -121,7 +121,7 @@ class PolicyConfig(AlgorithmSettings, PackedFields, TRLGRPOConfig):
         if self._method is not None and self.algorithm != self._method:
             raise ValueError(
                 f"{type(self).__name__} is the algorithm {self._method!r} and cannot be {self.algorithm!r}: "
-                "use PolicyConfig, or recipes/policy.py --algorithm, to choose an algorithm by name"
+                "use PolicyConfig, or recipes/online.py --algorithm, to choose an algorithm by name"
             )
         self.algorithm_kwargs = parse_json_option("algorithm_kwargs", self.algorithm_kwargs)
         algorithm = self.build_algorithm()

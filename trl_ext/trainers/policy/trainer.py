@@ -30,6 +30,7 @@ from trl_ext.trainers.defaults import configuration
 from trl_ext.trainers.metrics import StepMetrics
 from trl_ext.trainers.model_card import WritesModelCard
 from trl_ext.trainers.packing import keeps_groups, pack_trainer, regroup
+from trl_ext.trainers.passes import is_empty, no_loss, passes_of_groups, tokens_per_pass, window_of_passes
 from trl_ext.trainers.policies import check_base_of_adapter, reference_in_memory
 from trl_ext.trainers.policy.config import PolicyConfig
 from trl_ext.trainers.policy.generation import (
@@ -54,8 +55,9 @@ from trl_ext.trainers.policy.scoring import count_from_the_first_token
 # What TRL passes on to a model with images.
 _OF_IMAGES = ("pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles")
 _OF_IMAGES += ("image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids")
-# By name, a sum over a micro-batch and how much it sums over.
-Metrics = dict[str, tuple[Tensor, Tensor]]
+# By name, a sum over a micro-batch and how much it sums over, or an extreme value.
+Metrics = dict[str, Any]
+EXTREMES = ("clip_ratio/low_min", "clip_ratio/high_max")
 
 
 @dataclass
@@ -140,10 +142,19 @@ class PolicyTrainer(ResilientTraining, WritesModelCard, StepMetrics, TRLGRPOTrai
     def _prepare_models(self) -> None:
         """Change how the models score and sample, immediately after TRL has put its heads on them."""
         self.packing = pack_trainer(self)
+        self._budget = tokens_per_pass(self, obstacle=self._split_changes_the_update())
         models = [model for model in (self.model, self.ref_model) if model is not None]
         count_from_the_first_token(*map(self.accelerator.unwrap_model, models))
         place_reward_models(self, self._reward_models)
         self.sampler = install_sampler(self)
+
+    def _split_changes_the_update(self) -> str | None:
+        """Why the division of an optimizer batch into passes changes its gradient; None if it does not."""
+        if self.args.steps_per_generation % self.args.gradient_accumulation_steps:
+            return "an optimizer step spans rollouts"
+        if self._entropy_bonus_enabled or self.top_entropy_quantile < 1 or self.aux_loss_enabled:
+            return "an entropy bonus, a quantile and a router's loss are means over a pass"
+        return "your own loss may compare the responses of a pass" if self.algorithm.surrogate == "own" else None
 
     def _check_arguments(self, functions: list, args: PolicyConfig, given: dict[str, Any]) -> None:
         if not functions and not given.get("environment_factory"):
@@ -343,7 +354,18 @@ class PolicyTrainer(ResilientTraining, WritesModelCard, StepMetrics, TRLGRPOTrai
                 self._buffered_inputs = regroup(self._buffered_inputs)
                 inputs = self._buffered_inputs[self._step % self.args.steps_per_generation]
             self._count_tokens(self._buffered_inputs)
+            if self._budget is not None and "num_images" not in self._buffered_inputs[0]:
+                self._divide_into_passes()
+                inputs = self._buffered_inputs[self._step % self.args.steps_per_generation]
         return inputs
+
+    def _divide_into_passes(self) -> None:
+        """Put the passes of each optimizer step in place of its micro-batches."""
+        batches, size = self._buffered_inputs, self.args.gradient_accumulation_steps
+        self._buffered_inputs = []
+        for start in range(0, len(batches), size):
+            passes = passes_of_groups(batches[start : start + size], self._budget, self.accelerator)
+            self._buffered_inputs += window_of_passes(passes, size)
 
     def _count_tokens(self, batches: list[dict]) -> None:
         tokens = torch.stack([self._token_mask(batch).sum() for batch in batches])
@@ -360,6 +382,15 @@ class PolicyTrainer(ResilientTraining, WritesModelCard, StepMetrics, TRLGRPOTrai
             window = self._tokens.view(-1, accumulation)[self._step % len(self._tokens) // accumulation]
         return (window.sum() / (self.accelerator.num_processes * len(window))).clamp(min=1)
 
+    @property
+    def _mean_rows(self) -> int | None:
+        """Responses of a micro-batch, if those of an optimizer step are in fewer passes; otherwise None."""
+        return self.args.per_device_train_batch_size if self.model.training and self._budget is not None else None
+
+    def micro_batches_of(self, mask: Tensor) -> Tensor:
+        """How many micro-batches a pass with this mask stands for."""
+        return mask.new_tensor(len(mask) / (self._mean_rows or len(mask)), dtype=torch.float32)
+
     # ---- Score ----
 
     @staticmethod
@@ -375,7 +406,8 @@ class PolicyTrainer(ResilientTraining, WritesModelCard, StepMetrics, TRLGRPOTrai
             torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
             torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
             inputs["completion_ids"].size(1),
-            batch_size=self.rows_per_pass,
+            # A training step takes the rows of its pass together.
+            batch_size=len(inputs["completion_ids"]) if entropies else self.rows_per_pass,
             compute_entropy=entropies,
             compute_aux_loss=entropies and self.aux_loss_enabled,
             **{name: inputs[name] for name in _OF_IMAGES if name in inputs},
@@ -385,14 +417,17 @@ class PolicyTrainer(ResilientTraining, WritesModelCard, StepMetrics, TRLGRPOTrai
     # ---- Loss ----
 
     def _compute_loss(self, model, inputs):
+        if is_empty(inputs):
+            return no_loss(self.accelerator.device)
         loss, metrics = self.loss(self.score(model, inputs, entropies=True), inputs)
+        extremes = {name: metrics.pop(name) for name in EXTREMES if name in metrics}
         if not self.model.training:
             mask = self._token_mask(inputs)
             weight = mask.sum() if self.algorithm.aggregation == "token_mean" else mask.new_tensor(len(mask))
-            self.add_metrics({**metrics, "loss": (loss * weight, weight)})
+            self.add_metrics({**metrics, "loss": (loss * weight, weight)}, extremes=extremes)
             return loss
-        self.add_metrics(metrics)
-        self.update_guard.observe_reward(bool(inputs["bad_reward"].any()))
+        self.add_metrics(metrics, extremes=extremes)
+        self.update_guard.observe_reward(inputs["bad_reward"].any())
         return loss / self.current_gradient_accumulation_steps
 
     def loss(self, scored: ScoredTokens, inputs: dict) -> tuple[Tensor, Metrics]:
@@ -415,11 +450,12 @@ class PolicyTrainer(ResilientTraining, WritesModelCard, StepMetrics, TRLGRPOTrai
             scores,
             weights=math.prod(weights) if weights else None,
             token_count=self.mean_tokens,
+            row_count=self._mean_rows,
             constant=self.max_completion_length,
         )
         metrics = self._metrics_of_loss(means, mask)
         metrics["entropy"] = (masked_sum(scored.entropies, mask), mask.sum())
-        once = torch.ones_like(loss)
+        once = self.micro_batches_of(mask)
         if self._entropy_bonus_enabled:
             metrics["policy_loss"] = (loss, once)
             loss = loss - self._entropy_bonus(masked_sum(scored.entropies, of_entropy), of_entropy.sum())
@@ -445,20 +481,12 @@ class PolicyTrainer(ResilientTraining, WritesModelCard, StepMetrics, TRLGRPOTrai
         return weights
 
     def _metrics_of_loss(self, means: dict[str, Tensor], mask: Tensor) -> Metrics:
-        """What the algorithm's loss says of a micro-batch as sums and counts; extremes are logged at once."""
-        has_begun = self._sums and self._sums["train" if self.model.training else "eval"]
-        for name, extreme in (("clip_ratio/low_min", 0.0), ("clip_ratio/high_max", 1.0)):
-            if name in means:
-                values = gather(means.pop(name)).reshape(-1).tolist()
-                # Of a step's or an evaluation's micro-batches, one value is logged.
-                values += [self.metrics[name].pop()] if has_begun else []
-                self.metrics[name].append(torch.tensor(values).nanquantile(extreme).item())
-        of_responses = self.algorithm.ratio == "sequence"
-        counts = {
-            name: mask.new_tensor(len(mask)) if of_responses and name.startswith("clip") else mask.sum()
-            for name in means
-        }
-        return {name: (mean * counts[name], counts[name]) for name, mean in means.items()}
+        """What the algorithm's loss says of a micro-batch: sums and counts, and extremes as they are."""
+        of_responses, found = self.algorithm.ratio == "sequence", {}
+        for name, mean in means.items():
+            count = mask.new_tensor(len(mask)) if of_responses and name.startswith("clip") else mask.sum()
+            found[name] = mean if name in EXTREMES else (mean * count, count)
+        return found
 
     def _entropy_bonus(self, total: Tensor, tokens: Tensor) -> Tensor:
         """The coefficient times the mean entropy of a micro-batch, given the sum over its tokens."""

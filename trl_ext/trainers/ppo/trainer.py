@@ -130,7 +130,8 @@ class PPOTrainer(PolicyTrainer):
             "approx_kl": kl_estimate(inputs["old_per_token_logps"], scored.log_probs.detach(), "k3"),
         }
         of_tokens = {name: (masked_sum(values, counted), counted.sum()) for name, values in of_tokens.items()}
-        metrics = {"policy_loss": (policy_loss, torch.ones_like(policy_loss)), **metrics, **of_tokens}
+        once = self.micro_batches_of(counted)
+        metrics = {"policy_loss": (policy_loss, once), **metrics, **of_tokens}
         return policy_loss + self.args.value_coefficient * value_loss, metrics
 
     # ---- Optimizer and checkpoints ----

@@ -14,12 +14,13 @@ from accelerate.utils import is_peft_model
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from trl.trainer.utils import disable_dropout_in_model
 
 from trl_ext.files import replacing
 from trl_ext.models import resolve_model_path
-from trl_ext.models.packing import unwrapped
+from trl_ext.models.packing import packing_of, unwrapped
 from trl_ext.models.shared_backbone import preserved_random_state
 from trl_ext.rewards import RewardModel
 from trl_ext.trainers.policies import is_zero3
@@ -93,7 +94,10 @@ class SharedValueModel(ValueModel):
         latest: list[Tensor] = []
 
         def of_trunk(trunk, args, output) -> None:
-            latest[:] = [_estimate(self.policy.value_head, output.last_hidden_state)]
+            values = _estimate(self.policy.value_head, output.last_hidden_state)
+            packing = packing_of(self.policy)
+            plan = None if packing is None else packing.scored_plan
+            latest[:] = [values if plan is None else pad(plan.spread(values), (0, 1))]
 
         # Packing's check of itself also runs the trunk; the second hook marks the end of a requested pass.
         with (

@@ -29,9 +29,17 @@ from trl_ext.trainers.defaults import configuration
 from trl_ext.trainers.metrics import StepMetrics, pair_metrics
 from trl_ext.trainers.model_card import WritesModelCard
 from trl_ext.trainers.packing import pack_trainer
+from trl_ext.trainers.passes import is_empty, no_loss, passes_of_pairs, tokens_per_pass, window_of_passes
 from trl_ext.trainers.policies import check_base_of_adapter, is_zero3, reference_in_memory
 from trl_ext.trainers.preference.config import PreferenceConfig
-from trl_ext.trainers.preference.whole_batch import Window, coupled_shares, join_scores, loss_scale, map_scores
+from trl_ext.trainers.preference.whole_batch import (
+    CoupledShare,
+    Window,
+    coupled_shares,
+    join_scores,
+    loss_scale,
+    map_scores,
+)
 
 # TRL's names for the reference log-probabilities of chosen and rejected in a batch.
 _REFERENCE = ("ref_chosen_logps", "ref_rejected_logps")
@@ -90,6 +98,7 @@ class PreferenceTrainer(ResilientTraining, WritesModelCard, StepMetrics, TRLDPOT
         if self.objective.needs_reference and self.ref_model is None:
             check_base_of_adapter(self.model)
         self._pack()
+        self._budget = tokens_per_pass(self)
         # TRL's `evaluate` reads this: a dataset passed to it gets reference log-probabilities first.
         self.precompute_ref_logps = precomputes
         self._set_signature_columns_if_needed()
@@ -199,18 +208,28 @@ class PreferenceTrainer(ResilientTraining, WritesModelCard, StepMetrics, TRLDPOT
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         batches, num_items_in_batch = super().get_batch_samples(epoch_iterator, num_batches, device)
         if batches:
-            window = self._open_window(batches)
-            batches = [{**batch, "window": window, "window_index": i} for i, batch in enumerate(batches)]
+            passes, micro_batches = batches, len(batches)
+            if self._budget is not None:
+                # Without dropout, a pass encodes the prompt of a pair once.
+                settings = {
+                    "pad_token_id": self._tokenizer.pad_token_id or 0,
+                    "shares": not self.packing.draws_dropout(),
+                }
+                passes = passes_of_pairs(batches, self._budget, self.accelerator, **settings)
+            window = self._open_window(passes, micro_batches)
+            passes = [{**batch, "window": window, "window_index": i} for i, batch in enumerate(passes)]
+            batches = window_of_passes(passes, micro_batches)
         return batches, num_items_in_batch
 
-    def _open_window(self, batches: list[dict]) -> Window:
+    def _open_window(self, batches: list[dict], micro_batches: int) -> Window:
         normalizes = self.objective.normalizes
         pairs = sum(len(batch["input_ids"]) // 2 for batch in batches)
         raw_weight = sum(self._raw_weights(batch).sum().item() for batch in batches) if normalizes else 0.0
         totals = torch.tensor([pairs, raw_weight], dtype=torch.float32, device=self.accelerator.device)
         pairs, raw_weight = self.accelerator.reduce(totals, reduction="sum").unbind()
         return Window(
-            scale=loss_scale(len(batches), self.accelerator.num_processes, int(pairs)),
+            scale=loss_scale(micro_batches, self.accelerator.num_processes, int(pairs)),
+            micro_batches=micro_batches,
             mean_raw_weight=raw_weight / pairs if normalizes else None,
             pending=batches if self._couples_batch and len(batches) > 1 else None,
         )
@@ -227,6 +246,8 @@ class PreferenceTrainer(ResilientTraining, WritesModelCard, StepMetrics, TRLDPOT
     # ---- The loss step ----
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        if is_empty(inputs):
+            return no_loss(self.accelerator.device)
         window, index = inputs.get("window"), inputs.get("window_index")
         if window is not None and window.pending is not None:
             self._score_window_ahead(model, window)
@@ -240,7 +261,7 @@ class PreferenceTrainer(ResilientTraining, WritesModelCard, StepMetrics, TRLDPOT
             self._keep_held_out(scores)
         elif self._couples_batch:
             if window.coupled is None:
-                window.coupled = coupled_shares(self._mean_loss, [scores], self.accelerator)
+                window.coupled = self._coupled_shares(window, [scores])
             loss = window.coupled[index].of(scores)
         else:
             loss = self.objective(scores, mean_raw_weight=window.mean_raw_weight).sum() * window.scale
@@ -297,7 +318,10 @@ class PreferenceTrainer(ResilientTraining, WritesModelCard, StepMetrics, TRLDPOT
         with torch.no_grad(), preserved_random_state():
             passes = zip(batches, window.reference, strict=True)
             parts = [self._scores(self._forward(model, batch), batch, reference) for batch, reference in passes]
-        window.coupled = coupled_shares(self._mean_loss, parts, self.accelerator)
+        window.coupled = self._coupled_shares(window, parts)
+
+    def _coupled_shares(self, window: Window, parts: list[PreferenceScores]) -> list[CoupledShare]:
+        return coupled_shares(self._mean_loss, parts, self.accelerator, micro_batches=window.micro_batches)
 
     # ---- Metrics ----
 
@@ -312,11 +336,9 @@ class PreferenceTrainer(ResilientTraining, WritesModelCard, StepMetrics, TRLDPOT
         values["mean_token_accuracy"] = (_of_the_text(top1, own) * own).sum(), own.sum()
         if self.aux_loss_enabled:
             values["aux_loss"] = output.aux_loss, mask.new_ones(())
-        self.add_metrics(values)
-        if self.model.training:
-            tokens = self.accelerator.reduce(inputs["attention_mask"].sum(), reduction="sum").item()
-            self._total_train_tokens += tokens // self._tp_size
-        self._metrics["train" if self.model.training else "eval"]["num_tokens"] = [self._total_train_tokens]
+        self.add_metrics(values, tokens=inputs["attention_mask"].sum())
+        if not self.model.training:
+            self._metrics["eval"]["num_tokens"] = [self._total_train_tokens]
 
     def _keep_held_out(self, scores: PreferenceScores) -> None:
         if self._couples_batch or self.objective.normalizes:

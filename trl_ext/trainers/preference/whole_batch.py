@@ -24,7 +24,7 @@ class CoupledShare:
     """A micro-batch's share of a batch-coupled loss.
 
     Attributes:
-        loss: the loss of the whole optimizer batch.
+        loss: the loss of the whole optimizer batch, of which the trainer's mean over micro-batches is the loss itself.
         chosen_slope, rejected_slope: its derivatives by this micro-batch's scores, [n], times the number of
             micro-batches on all ranks, since the trainer averages over them.
     """
@@ -49,9 +49,11 @@ class Window:
         pending: the micro-batches, until a batch-coupled loss has scored them ahead; then None.
         reference: reference log-probabilities from scoring ahead, `(chosen, rejected)` for each micro-batch.
         coupled: a batch-coupled loss, one share per micro-batch; None until known.
+        micro_batches: over how many the trainer averages.
     """
 
     scale: float
+    micro_batches: int | None = None
     mean_raw_weight: Tensor | None = None
     pending: list[dict] | None = None
     reference: list[Sequence[Tensor | None]] | None = None
@@ -72,6 +74,8 @@ def coupled_shares(
     parts: list[PreferenceScores],
     accelerator: Accelerator,
     counted: Tensor | None = None,
+    *,
+    micro_batches: int | None = None,
 ) -> list[CoupledShare]:
     """Differentiate a batch-coupled loss over the whole optimizer batch. Every rank must call this.
 
@@ -80,15 +84,18 @@ def coupled_shares(
         parts: this rank's scores, one entry per micro-batch; gradients are not needed and not used.
         accelerator: gathers tensors, of equal length on every rank, in the order of ranks.
         counted: 1 where a pair of this rank counts, in the order of `parts`; None if all do.
+        micro_batches: over how many of them the trainer averages; None for as many as there are parts.
 
     Returns:
         One share per part, in order; all are 0 if no pair counts.
     """
     own = join_scores([map_scores(Tensor.detach, part) for part in parts])
-    keep = accelerator.gather(torch.ones_like(own.chosen) if counted is None else counted).bool()
-    whole = map_scores(lambda values: accelerator.gather(values)[keep], own)
-    slopes = own.chosen.new_zeros(2, len(keep))
-    value = own.chosen.new_zeros(())
+    whole = map_scores(accelerator.gather, own)
+    slopes, value = own.chosen.new_zeros(2, len(whole.chosen)), own.chosen.new_zeros(())
+    # Found once, since every search waits for the device.
+    places = None if counted is None else accelerator.gather(counted).nonzero()[:, 0]
+    if places is not None:
+        whole = map_scores(lambda values: values[places], whole)
     if len(whole.chosen):
         whole.chosen.requires_grad_()
         whole.rejected.requires_grad_()
@@ -96,11 +103,13 @@ def coupled_shares(
             value = loss(whole)
         inputs = (whole.chosen, whole.rejected)
         gradients = torch.autograd.grad(value, inputs, allow_unused=True, materialize_grads=True)
-        slopes[:, keep] = torch.stack(gradients).to(slopes.dtype)
+        found = torch.stack(gradients).to(slopes.dtype)
+        slopes = found if places is None else slopes.index_copy(1, places, found)
     own_slopes = slopes.chunk(accelerator.num_processes, dim=1)[accelerator.process_index]
-    own_slopes = own_slopes * len(parts) * accelerator.num_processes
-    lengths = [part.chosen.numel() for part in parts]
-    return [CoupledShare(value.detach(), *slope) for slope in own_slopes.split(lengths, dim=1)]
+    micro_batches = micro_batches or len(parts)
+    own_slopes = own_slopes * micro_batches * accelerator.num_processes
+    lengths, share = [part.chosen.numel() for part in parts], value.detach() * micro_batches / len(parts)
+    return [CoupledShare(share, *slope) for slope in own_slopes.split(lengths, dim=1)]
 
 
 def map_scores(function: Callable[[Tensor], Tensor], scores: PreferenceScores) -> PreferenceScores:

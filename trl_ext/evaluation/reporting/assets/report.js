@@ -23,8 +23,8 @@
     button.addEventListener("click", () => {
       const head = button.parentNode, body = head.closest("table").tBodies[0], index = head.cellIndex;
       const down = head.getAttribute("aria-sort") === "ascending", sign = down ? -1 : 1;
-      const key = (row) => row.cells[index].dataset.value ?? null;
       const text = (row) => row.cells[index].textContent;
+      const key = (row) => (row.cells[index].className === "number" && text(row) !== "-" ? parseFloat(text(row)) : null);
       const rows = [...body.rows].sort((a, b) => {
         const [one, other] = [key(a), key(b)];
         if ((one === null) !== (other === null)) return one === null ? 1 : -1;
@@ -131,7 +131,7 @@
     const words = element("p", { class: empty ? "words empty" : "words", dir: "auto" }, empty ? "(empty)" : texts[text]);
     const about = rewards.map(([reward, value]) => `${reward} ${figure(value)}`);
     if (score !== null) about.unshift(`true score ${figure(score)}`);
-    if (cut) about.unshift("cut at the limit");
+    if (cut) about.unshift("truncated");
     if (tokens !== null) about.unshift(`${tokens} tokens`);
     return element("div", { class: "card" }, heading, words, element("p", { class: "note" }, about.join(" \u00b7 ")));
   }

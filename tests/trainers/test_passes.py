@@ -1,0 +1,147 @@
+"""Token budgets: which rows are in which pass, and that the update and the log are those of the micro-batches."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from trl_ext import (
+    GRPOConfig,
+    GRPOTrainer,
+    PolicyConfig,
+    PolicyTrainer,
+    PPOConfig,
+    PPOTrainer,
+    PreferenceConfig,
+    PreferenceTrainer,
+    RewardConfig,
+    RewardTrainer,
+    load_benchmark,
+)
+from trl_ext.models import resolve_model_path
+from trl_ext.trainers.passes import divide, passes_of_groups, passes_of_pairs
+
+ALONE = SimpleNamespace(num_processes=1)
+
+
+def of_ranks(*others: tuple[int, int]):
+    """Accelerate on several processes, of which the others need so many passes and have so many units."""
+
+    def gather(own):
+        return torch.cat([own, torch.tensor([list(other) for other in others])])
+
+    return SimpleNamespace(num_processes=1 + len(others), device=torch.device("cpu"), gather=gather)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_every_unit_is_in_one_pass_and_passes_are_few(seed):
+    draw = random.Random(seed)
+    costs = [draw.randint(1, 50) for _ in range(draw.randint(1, 20))]
+    budget = draw.randint(1, 200)
+    passes = divide(costs, budget, 99, ALONE)
+    assert [unit for one in passes for unit in one] == list(range(len(costs)))
+    assert all(sum(costs[unit] for unit in one) <= budget or len(one) == 1 for one in passes)
+    # There are no more than micro-batches. Another process needs more, and has enough units; a third has few.
+    most, wanted = draw.randint(1, 5), len(passes) + draw.randint(0, 5)
+    agreed = divide(costs, budget, 99, of_ranks((wanted, 99)))
+    for one, number in ((divide(costs, budget, most, ALONE), min(most, len(passes))), (agreed, wanted)):
+        assert len(one) == min(number, len(costs)) and all(one)
+        assert [unit for units in one for unit in units] == list(range(len(costs)))
+    assert len(divide(costs, budget, 99, of_ranks((1, 1)))) == 1
+
+
+def test_auto_is_the_padded_size_of_the_largest_micro_batch():
+    """Pairs of 6 + 2, 5 + 1, 3 + 3 and 2 + 2 tokens, one in a micro-batch: 2 x 6 tokens take 8, 6 and 6 + 4 in a pass.
+
+    Micro-batches of two responses of at most 4 tokens to a prompt of 3 are padded to 14. Two passes of at most that
+    take 3 + 4 + 1 tokens, and 3 + 1 + 1 with 3 + 2 + 2.
+    """
+
+    def up_to(*lengths: int) -> torch.Tensor:
+        return (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
+
+    pairs = [
+        {"input_ids": mask, "attention_mask": mask} for mask in (up_to(6, 2), up_to(5, 1), up_to(3, 3), up_to(2, 2))
+    ]
+    found = passes_of_pairs(pairs, "auto", ALONE, pad_token_id=0, shares=False)
+    assert [one["attention_mask"].sum().item() for one in found] == [8, 6, 10]
+
+    masks = up_to(4, 1, 1, 1, 2, 2).split(2)
+    rollout = [{"prompt_ids": torch.ones(2, 3), "completion_ids": mask, "completion_mask": mask} for mask in masks]
+    rollout = [
+        {**one, "prompt_mask": torch.ones(2, 3), "group": torch.tensor([i, i])} for i, one in enumerate(rollout)
+    ]
+    assert [one["group"].tolist() for one in passes_of_groups(rollout, "auto", ALONE)] == [[0, 0], [1, 1, 2, 2]]
+
+
+COMMON = {"max_steps": 2, "report_to": "none", "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1}
+COMMON |= {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "learning_rate": 1e-3}
+PAIRS, PROMPTS = "train_prefs", "train_gen"
+CASES = {
+    "dpo": (PreferenceTrainer, PreferenceConfig, {"loss": "dpo"}, PAIRS),
+    "dpo, computed reference": (
+        PreferenceTrainer,
+        PreferenceConfig,
+        {"loss": "dpo", "precompute_ref_log_probs": False},
+        PAIRS,
+    ),
+    "aot": (PreferenceTrainer, PreferenceConfig, {"loss": "aot"}, PAIRS),
+    "orpo": (PreferenceTrainer, PreferenceConfig, {"loss": "orpo"}, PAIRS),
+    "reward": (RewardTrainer, RewardConfig, {}, PAIRS),
+    "grpo": (GRPOTrainer, GRPOConfig, {"beta": 0.1}, PROMPTS),
+    "dapo": (PolicyTrainer, PolicyConfig, {"algorithm": "dapo"}, PROMPTS),
+    "dr_grpo": (PolicyTrainer, PolicyConfig, {"algorithm": "dr_grpo", "num_iterations": 2}, PROMPTS),
+    "rloo": (PolicyTrainer, PolicyConfig, {"algorithm": "rloo"}, PROMPTS),
+    "ppo": (PPOTrainer, PPOConfig, {"num_iterations": 2}, PROMPTS),
+}
+
+
+def trained(case: str, budget: str, folder) -> tuple[torch.Tensor, list[dict], list[int]]:
+    """What two updates change, the log, and which micro-batches are passes."""
+    trainer_class, config_class, settings, split = CASES[case]
+    rewards = {}
+    if split == PROMPTS:
+        size = 1 if case == "ppo" else 4
+        settings = {**settings, "num_generations": size, "max_completion_length": 8}
+        rewards["reward_funcs"] = lambda completions, **_: [float(len(str(one)) % 7) for one in completions]
+    args = config_class(str(folder), tokens_per_pass=budget, **COMMON, **settings)
+    rows = load_benchmark("toy")[split].select(range(64))
+    torch.manual_seed(0)
+    trainer = trainer_class(resolve_model_path("toy"), args=args, train_dataset=rows, **rewards)
+    step, losses = trainer.compute_loss, []
+
+    def counted(model, inputs, **kwargs):
+        losses.append("in_a_later_pass" not in inputs)
+        return step(model, inputs, **kwargs)
+
+    trainer.compute_loss = counted
+    before = parameters_of(trainer)
+    trainer.train()
+    timed = ("runtime", "second", "step_time", "flos", "epoch")
+    log = [{k: v for k, v in row.items() if not any(t in k for t in timed)} for row in trainer.state.log_history[:2]]
+    return parameters_of(trainer) - before, log, losses
+
+
+def parameters_of(trainer) -> torch.Tensor:
+    return torch.cat([p.detach().double().flatten() for p in trainer.model.parameters()])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_update_and_the_log_are_those_of_the_micro_batches(case, tmp_path):
+    """Of two optimizer steps of four micro-batches, in two passes or so each, and in one."""
+    expected, log, losses = trained(case, "off", tmp_path / "off")
+    assert all(losses) and len(losses) == 8
+    several = "450" if CASES[case][3] == PAIRS else "250" if case == "ppo" else "120"
+    # PPO's groups of one response share no prompt, and these have little padding.
+    for budget, fewest in ((several, 2), ("100000", 1), *([("auto", 1)] if case != "ppo" else [])):
+        got, its_log, its_losses = trained(case, budget, tmp_path / budget)
+        assert len(its_losses) == 8 and 2 * fewest <= sum(its_losses) < 8
+        assert not its_losses[0] and its_losses[3] and its_losses[7], "the passes come last"
+        assert (got - expected).norm() <= 2e-3 * expected.norm() > 0
+        for one, other in zip(its_log, log, strict=True):
+            assert one.keys() == other.keys()
+            for name, value in one.items():
+                assert value == pytest.approx(other[name], rel=2e-3, abs=2e-4), name

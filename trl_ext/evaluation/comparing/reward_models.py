@@ -1,0 +1,219 @@
+"""Quality of a reward model: its ranking of pairs, its calibration, and the gain from best-of-n."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy
+from scipy.special import expit
+
+from trl_ext.evaluation.judging.protocol import last_user_text
+from trl_ext.evaluation.statistics.intervals import wilson_interval
+
+logger = logging.getLogger(__name__)
+
+CALIBRATION_BINS = 10
+ALL_TIED = "all %d pairs are tied: the scores do not tell chosen from rejected responses at all"
+
+
+def reward_metrics(
+    chosen_scores: Sequence[float], rejected_scores: Sequence[float], *, bins: int = CALIBRATION_BINS
+) -> dict[str, Any]:
+    """Ranking and calibration of a reward model on pairs, with P(chosen wins) = sigmoid(margin).
+
+    Args:
+        chosen_scores: B scores; numbers, or a tensor of shape [B].
+        rejected_scores: B scores.
+        bins: intervals of equal width into which confidences, in [1/2, 1], are sorted.
+
+    Returns:
+        `n`; `accuracy`, the share of positive margins, with its Wilson 95% interval `low` and `high`; `ties`, which
+        count as wrong; `margin`, the mean of chosen minus rejected; `nll`, the mean of -log P(chosen wins), in nats;
+        `brier`, the mean of (1 - P)^2; `ece`, the mean over pairs of |confidence - accuracy| of the pair's bin, where
+        confidence is max(P, 1 - P) (Guo et al. 2017, arXiv 1706.04599; noisy below some 500 pairs); and
+        `calibration`, each bin's `low`, `high`, `n`, mean `confidence` and `accuracy` (None if empty).
+
+    Raises:
+        ValueError: there are no pairs, lists differ in length, a score is not a number, or there are no bins.
+    """
+    if bins < 1:
+        raise ValueError(f"bins must be at least 1, got {bins}")
+    margins = _margins(chosen_scores, rejected_scores)
+    n, correct, ties = len(margins), int((margins > 0).sum()), int((margins == 0).sum())
+    low, high = wilson_interval(correct, n)
+    if ties == n:
+        logger.warning(ALL_TIED, n)
+    # Ties count as wrong in the accuracy, but equal scores do not rank any pair the wrong way round.
+    elif correct < n - ties - correct:
+        logger.warning(
+            "accuracy %.3f on %d pairs is below one half, worse than chance: are chosen and rejected the wrong way "
+            "round, or is the model not the one that was trained?",
+            correct / n,
+            n,
+        )
+    calibration = _calibration(margins, bins)
+    gaps = [row["n"] * abs(row["confidence"] - row["accuracy"]) for row in calibration if row["n"]]
+    return {
+        "n": n,
+        "accuracy": correct / n,
+        "low": low,
+        "high": high,
+        "ties": ties,
+        "margin": float(margins.mean()),
+        "nll": float(numpy.logaddexp(0.0, -margins).mean()),
+        "brier": float((expit(-margins) ** 2).mean()),
+        "ece": math.fsum(gaps) / n,
+        "calibration": calibration,
+    }
+
+
+def true_order_metrics(
+    chosen_scores: Sequence[float],
+    rejected_scores: Sequence[float],
+    true_chosen: Sequence[float],
+    true_rejected: Sequence[float],
+) -> dict[str, Any]:
+    """Accuracy against a known quality of the responses instead of their labels, which may be wrong.
+
+    Returns:
+        `n` pairs whose true qualities differ, and `ties`, the pairs left out because they do not; `accuracy`, the
+        share of the n pairs that the scores rank in the order of quality (equal scores count as wrong), with its
+        Wilson 95% interval `low` and `high`; and `label_agreement`, the same share for the labels, which is the
+        ceiling for a model that reproduces them. The rates are None if every pair is a tie.
+
+    Raises:
+        ValueError: as for `reward_metrics`.
+    """
+    margins, true_margins = _margins(chosen_scores, rejected_scores), _margins(true_chosen, true_rejected)
+    if len(margins) != len(true_margins):
+        raise ValueError(f"{len(margins)} pairs of scores for {len(true_margins)} pairs of true qualities")
+    told = true_margins != 0
+    n, correct = int(told.sum()), int((margins * numpy.sign(true_margins) > 0).sum())
+    low, high = wilson_interval(correct, n)
+    return {
+        "n": n,
+        "ties": len(margins) - n,
+        "accuracy": correct / n if n else None,
+        "low": low,
+        "high": high,
+        "label_agreement": int((true_margins > 0).sum()) / n if n else None,
+    }
+
+
+def best_of_n(proxy: Sequence, gold: Sequence, n: int) -> dict[str, float]:
+    """The expected quality of the best of n samples by a proxy score, over every choice of n out of the N samples.
+
+    The average is computed in closed form, the sum over i of C(i-1, n-1) / C(N, n) times the quality of the sample of
+    rank i by proxy, and is unbiased for n fresh samples (Nakano et al. 2021, arXiv 2112.09332). Of equal proxy scores
+    one is picked at random.
+
+    Args:
+        proxy: scores of the N samples of one prompt, or a list of such lists, one for each prompt.
+        gold: known qualities, of the same shape.
+        n: number of samples from which the best is picked, between 1 and N.
+
+    Returns:
+        Means over prompts: `gold` and `proxy` of the pick; `oracle`, the gold of the pick by gold itself; and
+        `regret`, oracle minus gold.
+
+    Raises:
+        ValueError: shapes differ, there are no samples, or n is out of range.
+    """
+    proxies, golds = _rows(proxy), _rows(gold)
+    if [len(row) for row in proxies] != [len(row) for row in golds] or not proxies:
+        raise ValueError("proxy and gold must hold the same number of samples for each of one or more prompts")
+    if not all(1 <= n <= len(row) for row in proxies):
+        raise ValueError(f"n must lie between 1 and the number of samples, {min(map(len, proxies))}, got {n}")
+    if not all(math.isfinite(value) for row in (*proxies, *golds) for value in row):
+        raise ValueError("proxy and gold must be finite: no order exists between other numbers")
+    picks = {"gold": (proxies, golds), "proxy": (proxies, proxies), "oracle": (golds, golds)}
+    figures = {
+        name: math.fsum(_expected_best(by, of, n) for by, of in zip(*pair, strict=True)) / len(proxies)
+        for name, pair in picks.items()
+    }
+    return {**figures, "regret": figures["oracle"] - figures["gold"]}
+
+
+def reward_mistakes(
+    rows: Iterable[Mapping[str, Any]],
+    chosen_scores: Sequence[float],
+    rejected_scores: Sequence[float],
+    k: int | None = None,
+) -> list[dict[str, Any]]:
+    """The pairs that a reward model ranks against their label or as equal, the most clearly wrong first.
+
+    Args:
+        rows: preference rows, with `row_id`, `prompt`, `chosen` and `rejected` as messages or text.
+        chosen_scores, rejected_scores: one score for each row.
+        k: maximum number to return; None for all.
+
+    Returns:
+        JSON-ready rows: `row_id`, `prompt_text`, `chosen_text`, `rejected_text`, both scores and their `margin`, <= 0.
+
+    Raises:
+        ValueError: as for `reward_metrics`, or rows and scores differ in number.
+    """
+    rows, margins = list(rows), _margins(chosen_scores, rejected_scores)
+    if len(rows) != len(margins):
+        raise ValueError(f"{len(rows)} rows for the scores of {len(margins)} pairs")
+    wrong = [i for i in margins.argsort(kind="stable").tolist() if margins[i] <= 0]
+    return [
+        {
+            "row_id": rows[i]["row_id"],
+            "prompt_text": last_user_text(rows[i]["prompt"]),
+            "chosen_text": _response_text(rows[i]["chosen"]),
+            "rejected_text": _response_text(rows[i]["rejected"]),
+            "chosen_score": float(chosen_scores[i]),
+            "rejected_score": float(rejected_scores[i]),
+            "margin": float(margins[i]),
+        }
+        for i in wrong[:k]
+    ]
+
+
+def _margins(chosen: Sequence[float], rejected: Sequence[float]) -> numpy.ndarray:
+    if len(chosen) != len(rejected):
+        raise ValueError(f"{len(chosen)} scores of chosen responses for {len(rejected)} of rejected ones")
+    if not len(chosen):
+        raise ValueError("there are no pairs to measure")
+    own, other = (numpy.array([float(score) for score in scores]) for scores in (chosen, rejected))
+    for index in numpy.flatnonzero(~numpy.isfinite(own - other)):
+        raise ValueError(f"the scores of pair {index} are {own[index]} and {other[index]}")
+    return own - other
+
+
+def _calibration(margins: numpy.ndarray, bins: int) -> list[dict[str, Any]]:
+    confidences, correct = expit(numpy.abs(margins)), margins > 0
+    # The last bin includes its upper end.
+    places = numpy.minimum((confidences - 0.5) * 2 * bins, bins - 1).astype(int)
+    rows = []
+    for index in range(bins):
+        own = places == index
+        means = [float(values[own].mean()) if own.any() else None for values in (confidences, correct)]
+        bounds = {"low": 0.5 + 0.5 * index / bins, "high": 0.5 + 0.5 * (index + 1) / bins}
+        rows.append({**bounds, "n": int(own.sum()), "confidence": means[0], "accuracy": means[1]})
+    return rows
+
+
+def _expected_best(proxy: list[float], gold: list[float], n: int) -> float:
+    """Mean gold of the sample with the highest proxy, over all subsets of n."""
+    _, group, counts = numpy.unique(proxy, return_inverse=True, return_counts=True)
+    ends = [0, *counts.cumsum().tolist()]
+    # The ratio of integers, which may be too large for doubles, is exact.
+    subsets = [math.comb(end, n) for end in ends]
+    chances = [(after - before) / subsets[-1] for before, after in zip(subsets, subsets[1:], strict=False)]
+    return float((numpy.array(chances) / counts)[group] @ gold)
+
+
+def _rows(values: Sequence) -> list[list[float]]:
+    """The samples of one or several prompts, as lists of lists."""
+    values = values.tolist() if hasattr(values, "tolist") else list(values)
+    rows = [values] if values and isinstance(values[0], (int, float)) else values
+    return [[float(value) for value in row] for row in rows]
+
+
+def _response_text(response: Sequence[Mapping[str, Any]] | str) -> str:
+    return response if isinstance(response, str) else response[-1]["content"]

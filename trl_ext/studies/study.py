@@ -1,0 +1,280 @@
+"""Compares methods fairly: same data and held-out prompts, several seeds each, and tests of the differences.
+
+    python recipes/compare.py --methods dpo,ipo,aot --seeds 0-4 --baseline dpo
+
+Each method is a recipe with its configuration for the embedded benchmark, or is defined in a file (--config):
+
+    baseline: dpo
+    common: {num_eval_prompts: 200}    # arguments of every run
+    reward_model: {config: recipes/configs/toy/reward_model.yaml}
+    methods:
+      dpo: {config: recipes/configs/toy/dpo.yaml}
+      dpo_low: {recipe: dpo, config: recipes/configs/toy/dpo.yaml, beta: 0.05}
+
+Methods that need a reward model get one trained for each seed. Methods that are evaluated on problems with known
+answers (sft_math, expert_iteration, grpo_math) are compared by accuracy, and only with one another.
+
+Finished runs are skipped and interrupted ones are resumed. The results are compare.json and compare.md in
+--output_dir.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trl_ext.data.benchmark import EMBEDDED
+from trl_ext.evaluation.command_line import CommandParser, at_least_one, format_table, one_line_errors
+from trl_ext.evaluation.comparing.report import compare_runs, difference_table, method_table, write_comparison
+from trl_ext.evaluation.comparing.runs import read_method_run
+from trl_ext.evaluation.report import write_report
+from trl_ext.files import brief, read_yaml
+from trl_ext.names import nearest
+from trl_ext.runs import RECIPES, SCRIPTS
+from trl_ext.studies.processes import Run, check_runs, launcher_options, print_commands, run_all, settings_of
+
+PAIR_RECIPES = ("aot", "dpo", "ipo", "kto", "preference")
+# Methods that learn from demonstrations.
+DEMONSTRATION_RECIPES = ("sft",)
+# Methods that need a reward model.
+ONLINE_RECIPES = ("dr_grpo", "grpo", "gspo", "online", "online_preference", "ppo", "remax", "rloo")
+# Methods that are evaluated on problems with known answers.
+REASONING_RECIPES = ("expert_iteration", "grpo_math", "sft_math")
+METHODS = (*PAIR_RECIPES, *DEMONSTRATION_RECIPES, *ONLINE_RECIPES, *REASONING_RECIPES)
+# Flags that each job of an array has, too.
+FLAGS = ("methods", "seeds", "config", "baseline", "metric", "max_steps", "accelerate_config")
+
+
+@dataclass(frozen=True)
+class Study:
+    """A grid of methods and seeds, whose runs share one folder.
+
+    Attributes:
+        methods: recipe and arguments of each method, by its name.
+        baseline: the method with which the others are compared.
+        reward_model: arguments of the reward models.
+        launcher: options of `accelerate launch`.
+        metric: what is compared; None for the first that the runs have.
+    """
+
+    methods: dict[str, tuple[str, dict[str, Any]]]
+    baseline: str
+    seeds: list[int]
+    folder: Path
+    reward_model: dict[str, Any] = field(default_factory=dict)
+    launcher: list[str] = field(default_factory=list)
+    metric: str | None = None
+
+    def runs(self, seeds: Sequence[int]) -> list[Run]:
+        """The runs of all methods on these seeds, reward models first."""
+        reward_models, runs = {}, []
+        for name, (recipe, arguments) in self.methods.items():
+            own_rewards = {"reward_model", "reward_function"} & settings_of(arguments).keys()
+            for seed in seeds:
+                given = {**arguments, "seed": seed}
+                if recipe in ONLINE_RECIPES and not own_rewards:
+                    folder = self.folder / f"reward_model-{seed}"
+                    given["reward_model"] = str(folder)
+                    settings = {**self.reward_model, "seed": seed}
+                    reward_models[seed] = Run("reward_model", folder, settings, self.launcher)
+                runs.append(Run(recipe, self.folder / f"{name}-{seed}", given, self.launcher))
+        return [*reward_models.values(), *runs]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run what the command line requests and is not finished, and report."""
+    with one_line_errors():
+        given = parse(arguments)
+        study = read_study(given)
+        if given.runs:
+            report(study, Path(given.runs), required=True)
+        elif given.slurm:
+            print(slurm_script(study, given))
+        elif given.dry_run:
+            print_commands(study.runs(study.seeds))
+        else:
+            run_study(study, given.array_index)
+
+
+def parse(arguments: Sequence[str] | None):
+    """The command line's arguments."""
+    parser = CommandParser(description=__doc__)
+    parser.add_argument("--methods", help="names, with commas; default: all of --config")
+    parser.add_argument("--seeds", default="0-4", help="such as 0-4 or 0,2,7 (%(default)s)")
+    parser.add_argument("--config", help="YAML file of methods and their arguments")
+    parser.add_argument("--baseline", help="the method to compare with; default: the file's, or the first")
+    parser.add_argument("--metric", help="score, win_rate, or a number in generations.jsonl; default: the first found")
+    parser.add_argument("--max_steps", type=at_least_one, help="the same number of optimizer steps for every method")
+    parser.add_argument("--output_dir", default="runs/compare", help="folder of the runs and the report (%(default)s)")
+    parser.add_argument("--runs", help="compare finished runs {method}-{seed} of a folder; run nothing")
+    parser.add_argument("--accelerate_config", help="for accelerate launch --config_file")
+    parser.add_argument("--dry_run", action="store_true", help="print the commands and run nothing")
+    parser.add_argument("--slurm", action="store_true", help="print an sbatch script for an array with a job per seed")
+    parser.add_argument("--array_index", type=int, help="run only the seed of this number, from 0, without a report")
+    return parser.parse_args(arguments)
+
+
+# ---- What is asked for ----
+
+
+def read_study(given) -> Study:
+    """The study that the command line and its files describe, checked before anything runs."""
+    content = read_keys(given.config, ("baseline", "common", "reward_model", "methods")) if given.config else {}
+    known, where = content.get("methods") or {}, given.config or "--methods"
+    common = read_arguments(f"{where}: common", content.get("common") or {})
+    if given.max_steps is not None:
+        common = {**common, "max_steps": given.max_steps}
+    names = [name.strip() for name in given.methods.split(",")] if given.methods else list(known)
+    if not names or len(set(names)) < len(names):
+        what = f"--methods {given.methods}: a method is named twice" if names else "no methods"
+        raise ValueError(f"{what}: name some with --methods dpo,ipo, or in a file with --config")
+    methods = {name: _method(name, known, common, where, to_run=not given.runs) for name in names}
+    kinds = {recipe in REASONING_RECIPES: name for name, (recipe, _) in methods.items()}
+    # Finished runs are checked by the prompts that they answered.
+    if len(kinds) > 1 and not given.runs:
+        raise ValueError(
+            f"{kinds[True]} is evaluated on problems with known answers and {kinds[False]} on prompts: compare them "
+            "apart"
+        )
+    baseline = given.baseline or content.get("baseline") or names[0]
+    # A file's baseline may be none of those that --methods chose.
+    if baseline not in names and (given.baseline or baseline not in known):
+        raise ValueError(f"the baseline {baseline!r} is not among the methods: {', '.join(names)}")
+    return Study(
+        methods,
+        baseline if baseline in names else names[0],
+        read_seeds(given.seeds),
+        Path(given.output_dir),
+        reward_model=read_arguments(f"{where}: reward_model", content.get("reward_model") or {}),
+        launcher=launcher_options(given.accelerate_config),
+        metric=given.metric,
+    )
+
+
+def _method(name: str, known: dict, common: dict, where: str, *, to_run: bool) -> tuple[str, dict[str, Any]]:
+    """The recipe of a method and its arguments."""
+    arguments = {**common, **read_arguments(f"{where}: {name}", known.get(name) or {})}
+    recipe = str(arguments.pop("recipe", name))
+    if to_run and recipe not in METHODS:
+        choices = list(dict.fromkeys([*known, *METHODS]))
+        raise ValueError(f"no method {recipe!r}{nearest(recipe, choices)} Known: {', '.join(choices)}")
+    return recipe, arguments
+
+
+def read_seeds(text: str) -> list[int]:
+    """Read `0-4` or `0,2,7` as numbers."""
+    seeds: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdecimal() or dash and not last.isdecimal():
+            raise ValueError(f"--seeds {text}: give numbers from 0, such as 0-4 or 0,2,7")
+        seeds += range(int(first), int(last or first) + 1)
+    return list(dict.fromkeys(seeds))
+
+
+def read_keys(path: str | Path, keys: Sequence[str]) -> dict[str, Any]:
+    """The mapping in a YAML file."""
+    content = read_yaml(path)
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold `key: value` lines")
+    for key in content:
+        if key not in keys:
+            raise ValueError(f"{path}: unknown key {brief(key)!r}{nearest(brief(key), keys)} Known: {', '.join(keys)}")
+    return content
+
+
+def read_arguments(where: str, value: Any) -> dict[str, Any]:
+    """A mapping of a recipe's arguments, whose configuration file is found by `find_shipped`."""
+    if not isinstance(value, dict):
+        raise ValueError(f"{where} must hold `argument: value` lines, got {brief(repr(value), 100)}")
+    for name in ("output_dir", "overwrite_output_dir", "resume_from_checkpoint"):
+        if name in value:
+            raise ValueError(f"{where}: {name} is set by the study: leave it out")
+    if "config" not in value:
+        return value
+    found = find_shipped(value["config"], f"{where}: no configuration file {str(value['config'])!r}")
+    return {**value, "config": str(found)}
+
+
+def find_shipped(name: str | Path, missing: str) -> Path:
+    """Find a file relative to the working directory, or to the parent of the recipes' folder."""
+    found = next((place for place in (Path(name), SCRIPTS / name) if place.is_file()), None)
+    if found is None:
+        raise FileNotFoundError(missing)
+    return found
+
+
+# ---- Running and reporting ----
+
+
+def run_study(study: Study, array_index: int | None = None) -> None:
+    """Run what is not finished, all seeds or the one of this number, and report on all."""
+    alone, seeds = array_index is not None, study.seeds
+    if alone and not 0 <= array_index < len(seeds):
+        raise ValueError(f"--array_index {array_index}: there are {len(seeds)} seeds, numbered from 0")
+    if not alone:
+        _check_metric(study)
+    runs = study.runs([seeds[array_index]] if alone else seeds)
+    check_runs(runs)
+    failed = run_all(runs)
+    print(f"\n{len(runs) - len(failed)} of {len(runs)} runs are finished, in {study.folder}")
+    if not alone:
+        report(study, study.folder)
+    if failed:
+        print(f"failed: {', '.join(failed)}; the same command tries them again")
+        raise SystemExit(1)
+
+
+def _check_metric(study: Study) -> None:
+    """Raise ValueError for runs that leave no score: on other prompts than the embedded ones, without a metric."""
+    for recipe, arguments in study.methods.values():
+        named = settings_of(arguments).get("dataset_name", "toy")
+        if study.metric is None and recipe not in REASONING_RECIPES and named not in EMBEDDED:
+            raise ValueError(
+                f"{named} comes with no judge, so that runs on it leave no score to compare: name a number in their "
+                "generations.jsonl with --metric, or run each seed alone with --array_index and judge the responses "
+                "with python -m public_eval.judge"
+            )
+
+
+def report(study: Study, folder: Path, *, required: bool = False) -> None:
+    """Compare the finished runs, write the files, and print the tables; if `required`, none may be missing."""
+    places = [(folder / f"{method}-{seed}", method, seed) for method in study.methods for seed in study.seeds]
+    finished = [place for place in places if (place[0] / "results.json").is_file()]
+    missing = ", ".join(place[0].name for place in places if place not in finished)
+    if missing and required:
+        raise ValueError(f"no finished run {missing} in {folder}: change --methods or --seeds, or leave out --runs")
+    runs = [read_method_run(*place) for place in finished]
+    notes = [f"Not finished, and left out: {missing}."] if missing else []
+    summary = compare_runs(runs, study.baseline, metric=study.metric, notes=notes)
+    written = write_comparison(summary, study.folder)
+    if folder == study.folder:
+        write_report([run.folder for run in runs], study.folder / "report.html")
+        written.append("report.html")
+    print(f"\n{format_table(*method_table(summary))}\n")
+    if summary["comparisons"]:
+        print(f"{format_table(*difference_table(summary))}\n")
+    print("\n".join([*summary["notes"], f"\nin {study.folder}: {', '.join(written)}"]))
+
+
+def slurm_script(study: Study, given) -> str:
+    """An sbatch script with an array job for each seed; the same command without an index reports afterwards."""
+    command = [sys.executable, str(RECIPES / "compare.py"), "--output_dir", given.output_dir]
+    for flag in FLAGS:
+        if getattr(given, flag) is not None:
+            command += [f"--{flag}", str(getattr(given, flag))]
+    return f"""\
+#!/bin/bash
+#SBATCH --job-name=compare
+#SBATCH --array=0-{len(study.seeds) - 1}
+#SBATCH --output=compare-%A-%a.log
+#SBATCH --gres=gpu:1
+#SBATCH --time=24:00:00
+set -euo pipefail
+cd {shlex.quote(str(Path.cwd()))}
+# After all jobs, this command without --array_index writes the report.
+{shlex.join(command)} --array_index "$SLURM_ARRAY_TASK_ID\""""

@@ -1,0 +1,202 @@
+"""Token budgets: the rows of an accumulation window in as few forward passes as the setting `tokens_per_pass` allows.
+
+The trainer still counts its micro-batches. The first ones of a window are empty, and the last ones are its passes, so
+that gradients are exchanged after the last as always.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from trl_ext.processes import warn_once_per_run
+
+# What stands in for a micro-batch whose rows are in a later pass.
+EMPTY = {"in_a_later_pass": True, "input_ids": torch.empty(0, dtype=torch.long)}
+
+
+def is_empty(inputs: dict[str, Any]) -> bool:
+    """Whether a micro-batch's rows are in a later pass."""
+    return "in_a_later_pass" in inputs
+
+
+def no_loss(device: torch.device) -> Tensor:
+    """The loss of an empty micro-batch, which has no gradient for any parameter."""
+    return torch.zeros((), device=device, requires_grad=True)
+
+
+def tokens_per_pass(trainer, *, obstacle: str | None = None) -> int | Literal["auto"] | None:
+    """The token budget of a trainer; None if it has none or, with one line why for a number, cannot use one.
+
+    "auto" is the padded size of the largest micro-batch of a window. A packed pass then needs no more memory than the
+    micro-batch would need without packing.
+
+    Args:
+        trainer: a trainer that has tried to pack its model.
+        obstacle: why the split of a window changes the update, if it does.
+    """
+    setting = str(trainer.args.tokens_per_pass)
+    if setting == "off":
+        return None
+    if trainer.packing is None or not trainer.packing.active:
+        obstacle = "passes are not packed"
+    elif trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
+        obstacle = "it has not been tried under DeepSpeed or FSDP"
+    if obstacle is not None:
+        if setting != "auto":
+            warn_once_per_run(f"tokens_per_pass: off, {obstacle}")
+        return None
+    return setting if setting == "auto" else int(setting)
+
+
+def divide(costs: Sequence[int], budget: int, micro_batches: int, accelerator: Accelerator) -> list[range]:
+    """Divide units of these numbers of tokens into passes; every process must call this, and gets as many passes.
+
+    Units keep their order. A pass has at most `budget` tokens, unless more passes than micro-batches would be needed,
+    a process has too few units for the number of passes that another one needs, or a single unit has more.
+
+    Args:
+        costs: the tokens of each of this process's units, such as pairs or groups of responses.
+        budget: tokens of a pass.
+        micro_batches: the largest number of passes.
+        accelerator: exchanges the number of passes.
+
+    Returns:
+        The units of each pass.
+    """
+    needed = min(len(_fill(costs, budget)), micro_batches)
+    if accelerator.num_processes > 1:
+        both = accelerator.gather(torch.tensor([[needed, len(costs)]], device=accelerator.device)).tolist()
+        needed = min(max(one for one, _ in both), min(units for _, units in both))
+    # The smallest capacity that does with so many passes.
+    low, high = 1, sum(costs)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if len(_fill(costs, middle)) <= needed else (middle + 1, high)
+    passes = _fill(costs, low)
+    while len(passes) < needed:
+        largest = max((one for one in passes if len(one) > 1), key=lambda one: sum(costs[one.start : one.stop]))
+        place, middle = passes.index(largest), (largest.start + largest.stop) // 2
+        passes[place : place + 1] = [range(largest.start, middle), range(middle, largest.stop)]
+    return passes
+
+
+def _fill(costs: Sequence[int], capacity: int) -> list[range]:
+    """Units in order, each in the current pass if it fits, or else in the next."""
+    starts, tokens = [0], 0
+    for unit, cost in enumerate(costs):
+        if tokens + cost > capacity and unit > starts[-1]:
+            starts.append(unit)
+            tokens = 0
+        tokens += cost
+    return [range(start, stop) for start, stop in zip(starts, [*starts[1:], len(costs)], strict=True)]
+
+
+def window_of_passes(passes: list[dict[str, Any]], micro_batches: int) -> list[dict[str, Any]]:
+    """The passes in place of so many micro-batches, of which the first are empty."""
+    return [EMPTY] * (micro_batches - len(passes)) + passes
+
+
+# ---- Pairs ----
+
+
+def passes_of_pairs(
+    batches: list[dict[str, Any]],
+    budget: int | Literal["auto"],
+    accelerator: Accelerator,
+    *,
+    pad_token_id: int,
+    shares: bool,
+) -> list[dict[str, Any]]:
+    """The pairs of micro-batches in passes; chosen rows come first in each, as in the micro-batches.
+
+    Args:
+        batches: micro-batches of 2b rows, chosen and then rejected ones, padded on the right, and of values of the b
+            pairs; `columns` may hold further values of the pairs.
+        budget: tokens of a pass, or "auto" for those of the largest micro-batch with its padding.
+        accelerator: exchanges the number of passes.
+        pad_token_id: fills up rows.
+        shares: whether a pass encodes the common prompt of a pair once.
+    """
+    if budget == "auto":
+        budget = max(batch["input_ids"].numel() for batch in batches)
+    whole = _joined(batches, pad_token_id)
+    chosen, rejected = whole["attention_mask"].chunk(2)
+    costs = chosen.sum(dim=1) + rejected.sum(dim=1)
+    if shares:
+        one, other = whole["input_ids"].chunk(2)
+        alike = ((one == other) & (chosen == 1) & (rejected == 1)).long().cumprod(dim=1).sum(dim=1)
+        costs = costs - alike
+    found = []
+    for units in divide(costs.tolist(), budget, len(batches), accelerator):
+        own = slice(units.start, units.stop)
+        width = int(torch.maximum(chosen[own].sum(dim=1), rejected[own].sum(dim=1)).max())
+        found.append({name: _rows_of(value, own, len(chosen), width) for name, value in whole.items()})
+    return found
+
+
+def _joined(batches: list[dict[str, Any]], pad_token_id: int) -> dict[str, Any]:
+    """All rows of micro-batches as one: all chosen rows, then all rejected ones."""
+    width = max(batch["input_ids"].size(1) for batch in batches)
+    joined: dict[str, Any] = {}
+    for name, value in batches[0].items():
+        parts = [batch[name] for batch in batches]
+        if isinstance(value, dict):
+            joined[name] = {key: torch.cat([part[key] for part in parts]) for key in value}
+        elif value.ndim == 2:
+            filler = pad_token_id if name == "input_ids" else 0
+            parts = [torch.nn.functional.pad(part, (0, width - part.size(1)), value=filler) for part in parts]
+            sides = zip(*(part.chunk(2) for part in parts), strict=True)
+            joined[name] = torch.cat([half for side in sides for half in side])
+        else:
+            joined[name] = torch.cat(parts)
+    return joined
+
+
+def _rows_of(value: Any, own: slice, pairs: int, width: int) -> Any:
+    if isinstance(value, dict):
+        return {name: column[own] for name, column in value.items()}
+    if value.ndim == 1:
+        return value[own]
+    return torch.cat([value[:pairs][own], value[pairs:][own]])[:, :width]
+
+
+# ---- Rollouts ----
+
+
+def passes_of_groups(
+    batches: list[dict[str, Any]], budget: int | Literal["auto"], accelerator: Accelerator
+) -> list[dict[str, Any]]:
+    """The responses of micro-batches in passes, which keep the responses of a `group` together.
+
+    Args:
+        batches: micro-batches of a rollout, whose rows are padded to one width.
+        budget: tokens of a pass, or "auto" for those of a micro-batch with its padding.
+        accelerator: exchanges the number of passes.
+    """
+    if budget == "auto":
+        budget = max(batch["prompt_ids"].numel() + batch["completion_ids"].numel() for batch in batches)
+    whole = {
+        name: torch.cat([batch[name] for batch in batches]) if isinstance(value, Tensor) and value.ndim else value
+        for name, value in batches[0].items()
+    }
+    groups: dict[int, list[int]] = {}
+    for row, group in enumerate(whole["group"].tolist()):
+        groups.setdefault(group, []).append(row)
+    prompts, responses = (whole[f"{part}_mask"].sum(dim=1).tolist() for part in ("prompt", "completion"))
+    units = [*groups.values()]
+    costs = [prompts[rows[0]] + sum(responses[row] for row in rows) for rows in units]
+    found = []
+    for own in divide(costs, budget, len(batches), accelerator):
+        rows = torch.tensor([row for unit in units[own.start : own.stop] for row in unit])
+        found.append(
+            {
+                name: value[rows.to(value.device)] if isinstance(value, Tensor) and value.ndim else value
+                for name, value in whole.items()
+            }
+        )
+    return found
