@@ -15,6 +15,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,28 +25,34 @@ from trl_ext.files import write_text
 WEIGHT_CHOICES = ("none", "sequence", "length_normalized")
 
 
-@dataclass(frozen=True)
-class SampledPair:
-    """Two responses to a prompt, with values recorded at sampling time; log-probabilities are sums in nats.
+class Response(NamedTuple):
+    """A sampled response: token ids, and sums of log-probabilities in nats.
 
     Attributes:
-        prompt_ids, chosen_ids, rejected_ids: token ids, as arrays of 32-bit integers.
-        chosen_log_prob, rejected_log_prob: under the policy that sampled them; NaN if unused.
-        ref_chosen, ref_rejected: log-probabilities under the loss's reference; NaN for a reference-free loss.
-        chosen_reward, rejected_reward: the rewards that labelled them.
+        ids: an array of 32-bit integers.
+        log_prob: under the policy that sampled it; NaN if unused.
+        ref_log_prob: under the loss's reference; NaN for a reference-free loss.
+    """
+
+    ids: array
+    log_prob: float
+    ref_log_prob: float
+
+
+@dataclass(frozen=True)
+class SampledPair:
+    """Two responses to a prompt.
+
+    Attributes:
+        prompt_ids: token ids, as an array of 32-bit integers.
+        chosen, rejected: the responses.
         version: number of optimizer updates of the policy that sampled them.
         reward_version: version of the reward that labelled them.
     """
 
     prompt_ids: array
-    chosen_ids: array
-    rejected_ids: array
-    chosen_log_prob: float
-    rejected_log_prob: float
-    ref_chosen: float
-    ref_rejected: float
-    chosen_reward: float
-    rejected_reward: float
+    chosen: Response
+    rejected: Response
     version: int
     reward_version: str
 
@@ -86,14 +93,17 @@ class ReplayBuffer:
 
     def save(self, path: str | Path) -> None:
         """Write the pairs to a JSON file, atomically."""
-        rows = [{name: [*v] if isinstance(v, array) else v for name, v in vars(pair).items()} for pair in self.pairs]
-        write_text(path, json.dumps(rows))
+        write_text(path, json.dumps(list(map(vars, self.pairs)), default=list))
 
     def load(self, path: str | Path) -> None:
         """Replace the pairs with those in a file written by `save`, keeping the most recent up to the capacity."""
         rows = json.loads(Path(path).read_text(encoding="utf-8"))[-self.capacity :]
         self.pairs = [
-            SampledPair(**{name: array("i", v) if isinstance(v, list) else v for name, v in row.items()})
+            SampledPair(
+                array("i", row.pop("prompt_ids")),
+                *(Response(array("i", ids), *sums) for ids, *sums in (row.pop("chosen"), row.pop("rejected"))),
+                **row,
+            )
             for row in rows
         ]
 

@@ -32,6 +32,7 @@ _NOT_CARRIED = {
     "sapo_temperature_pos": "use --algorithm_kwargs '{\"temperature_pos\": 1.0}'",
     "sapo_temperature_neg": "use --algorithm_kwargs '{\"temperature_neg\": 1.05}'",
     "label_smoothing_factor": "it belongs to the loss of transformers.Trainer",
+    "use_adaptive_entropy": "entropy_coef is fixed",
 }
 
 
@@ -161,15 +162,9 @@ class PolicyConfig(AlgorithmSettings, PackedFields, TRLGRPOConfig):
             error.args = (explain(error, translated),)
             raise
         if self.scale_rewards == "batch" and algorithm.advantage_options:
-            raise ValueError(
-                f"scale_rewards 'batch' divides by the deviation of the rewards, {algorithm.name} by that of the "
-                "advantages: leave scale_rewards out"
-            )
-        if self.delta is not None and self.delta < 1 + algorithm.epsilon_high:
-            end = 1 + algorithm.epsilon_high
-            raise ValueError(
-                f"delta must be at least 1 + epsilon_high, {end:g}, where the clip ends, got {self.delta}"
-            )
+            raise ValueError(f"{algorithm.name} divides by the deviation of the advantages: leave scale_rewards out")
+        if self.delta is not None and self.delta < (end := 1 + algorithm.epsilon_high):
+            raise ValueError(f"delta must be at least 1 + epsilon_high, {end:g}, got {self.delta}")
         return algorithm
 
     @property
@@ -184,12 +179,10 @@ class PolicyConfig(AlgorithmSettings, PackedFields, TRLGRPOConfig):
         check_training(self, **least)
         check_shares(self, "overlong_share", "top_p")
         check_positive(self, "temperature", "top_p")
-        if self.max_completion_length is None:
-            raise ValueError("max_completion_length must be at least 1, got None: it is the budget of a response")
-        if not 0 <= self.min_new_tokens <= self.max_completion_length:
+        limit = self.max_completion_length
+        if limit is None or self.min_new_tokens > limit:
             raise ValueError(
-                f"min_new_tokens must be from 0 to max_completion_length ({self.max_completion_length}), "
-                f"got {self.min_new_tokens}"
+                f"max_completion_length must be at least min_new_tokens, {self.min_new_tokens}, got {limit}"
             )
         check_choice("reward_errors", self.reward_errors, ("raise", "skip"))
         check_choice("share_backbone", self.share_backbone, ("auto", "always", "never"))
@@ -199,19 +192,17 @@ class PolicyConfig(AlgorithmSettings, PackedFields, TRLGRPOConfig):
     def _check_group(self, algorithm: Algorithm) -> None:
         if self.num_generations == 1 and algorithm.group_relative:
             raise ValueError(
-                f"the algorithm {self.algorithm!r} compares the responses to one prompt, and num_generations 1 leaves "
-                "nothing to compare: use at least 2, or --algorithm remax or reinforce"
+                f"the algorithm {self.algorithm!r} compares the responses to one prompt: use num_generations of at "
+                "least 2, or --algorithm remax or reinforce"
             )
         if self.resample_groups and algorithm.group_relative is False:
+            raise ValueError(f"algorithm {self.algorithm!r} also learns from equal rewards: leave resample_groups 0")
+        if algorithm.reads("components") and (
+            self.missing_eos_penalty or self.overlong_share or algorithm.kl_in == "reward"
+        ):
             raise ValueError(
-                f"resample_groups replaces groups of equal rewards, and the algorithm {self.algorithm!r} learns from "
-                "them too: leave it 0"
-            )
-        of_functions = (self.missing_eos_penalty, self.overlong_share, algorithm.kl_in == "reward")
-        if algorithm.reads("components") and any(of_functions):
-            raise ValueError(
-                f"the advantage {algorithm.advantage} reads each reward function by itself, and no penalty on their "
-                "sum: leave out missing_eos_penalty, overlong_share and kl_in reward"
+                f"the advantage {algorithm.advantage} reads no penalty on the sum of the reward functions: leave out "
+                "missing_eos_penalty, overlong_share and kl_in reward"
             )
 
     def _give_generation_limits(self) -> None:
@@ -221,9 +212,11 @@ class PolicyConfig(AlgorithmSettings, PackedFields, TRLGRPOConfig):
             given["min_tokens" if self.use_vllm else "min_new_tokens"] = self.min_new_tokens
         if self.stop:
             self.stop = list(check_stop(self.stop))
-            for name in ("mask_truncated_completions", "use_transformers_continuous_batching"):
-                if getattr(self, name):
-                    raise ValueError(f"{name} does not go with stop: it knows of no responses that a text ends")
+            if self.mask_truncated_completions or self.use_transformers_continuous_batching:
+                raise ValueError(
+                    "stop does not go with mask_truncated_completions and use_transformers_continuous_batching, which "
+                    "do not know of it"
+                )
             if self.use_vllm:
                 given |= {"stop": self.stop, "include_stop_str_in_output": True}
         self.generation_kwargs = parse_json_option("generation_kwargs", self.generation_kwargs)
@@ -231,23 +224,17 @@ class PolicyConfig(AlgorithmSettings, PackedFields, TRLGRPOConfig):
             self.generation_kwargs = (self.generation_kwargs or {}) | given
 
     def _post_init_of_any_group_size(self) -> None:
-        """Run TRL's checks, which reject groups of 1, and suggest a batch size where none would divide."""
-        group, global_batch = self.num_generations, self.per_device_train_batch_size * world_size()
-        passes = self.steps_per_generation or self.gradient_accumulation_steps
-        batch = self.generation_batch_size or global_batch * passes
-        if batch % group or batch % global_batch:
-            raise ValueError(
-                f"a rollout of {batch} responses does not divide into groups of num_generations {group} and forward "
-                f"passes of {global_batch} responses (per_device_train_batch_size x processes): set "
-                f"generation_batch_size {_nearest_multiple(batch, math.lcm(global_batch, group))}, the nearest that "
-                "does, or change per_device_train_batch_size"
-            )
+        """Run TRL's checks, which reject groups of 1."""
+        group = self.num_generations
         if group == 1:
-            if batch == 1:
-                raise ValueError("a rollout of one response: set generation_batch_size to at least 2")
+            passes = self.steps_per_generation or self.gradient_accumulation_steps
             self.num_generations_eval = self.num_generations_eval or 1
             # Temporary: any size that passes TRL's checks.
-            self.num_generations = batch
+            self.num_generations = self.generation_batch_size or (
+                self.per_device_train_batch_size * world_size() * passes
+            )
+            if self.num_generations == 1:
+                raise ValueError("a rollout of one response: set generation_batch_size to at least 2")
         super().__post_init__()
         self.num_generations = group
 
@@ -257,32 +244,20 @@ class PolicyConfig(AlgorithmSettings, PackedFields, TRLGRPOConfig):
         if self.save_strategy != "steps" or period == 1 or asked % period == 0:
             return
         if asked < 1 or self.load_best_model_at_end:
-            raise ValueError(
-                f"save_steps {asked} must be a multiple of {period}, the updates that a rollout serves: a rollout is "
-                "not part of a checkpoint"
-            )
+            raise ValueError(f"save_steps {asked} must be a multiple of {period}, the updates that a rollout serves")
         self.save_steps = math.ceil(asked / period) * period
-        if self.max_steps < 0 or asked <= self.max_steps:
-            warn_once_per_run(
-                f"saving every {self.save_steps} steps instead of every {asked:g}: a rollout serves {period} updates "
-                "and is not part of a checkpoint"
-            )
+        warn_once_per_run(
+            f"saving every {self.save_steps} steps, not {asked:g}: a checkpoint has no rollout, which serves {period}"
+        )
 
 
 def check_whole_groups(args: PolicyConfig, why: str) -> None:
     """Raise ValueError, with the reason `why`, if processes would share a prompt's responses, also in evaluation."""
-    local = args.per_device_train_batch_size * args.steps_per_generation
-    sizes = [(local, args.num_generations, "per_device_train_batch_size or generation_batch_size")]
+    sizes = [(args.per_device_train_batch_size * args.steps_per_generation, args.num_generations)]
     if args.eval_strategy != "no":
-        group = args.num_generations_eval or args.num_generations
-        sizes.append((args.per_device_eval_batch_size, group, "per_device_eval_batch_size"))
-    for count, group, change in sizes:
+        sizes.append((args.per_device_eval_batch_size, args.num_generations_eval or args.num_generations))
+    for count, group in sizes:
         if count % group:
             raise ValueError(
-                f"{why}, and {count} responses per process do not divide into groups of {group}: change {change}; "
-                f"the nearest that does is {_nearest_multiple(count, group)}"
+                f"{why}, and {count} responses per process do not divide into groups of {group}: change the batch size"
             )
-
-
-def _nearest_multiple(number: int, of: int) -> int:
-    return max(round(number / of), 1) * of

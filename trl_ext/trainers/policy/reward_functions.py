@@ -124,27 +124,26 @@ def place_reward_models(trainer, models: list[RewardModel]) -> None:
 def reward_columns(
     trainer, rows: list[dict], responses: list[str], finished: list[bool], completion_ids: list[list[int]]
 ) -> dict[str, list[float | None]]:
-    """Rewards of responses before shaping, by function name; None where there is none.
+    """Rewards of responses before shaping, by function and by member of an ensemble; None where there is none.
 
-    Modules, which TRL scores itself, and functions that score groups are left out. `rows` have a `prompt`, and their
-    other columns reach the functions as in training, as do the faults of the functions.
+    Modules, which TRL scores itself, and functions that score groups are left out. `rows` have a `prompt`; their other
+    columns reach the functions as in training.
     """
-    prompts, reported = [row["prompt"] for row in rows], {}
+    prompts, columns, reported = [row["prompt"] for row in rows], {}, {}
     messages = isinstance(prompts[0], list)
-    arguments = {key: [row[key] for row in rows] for key in rows[0] if key not in ("prompt", "completion")}
+    arguments = {name: [row[name] for row in rows] for name in rows[0] if name not in ("prompt", "completion")}
     arguments |= {"prompts": prompts, "completion_ids": completion_ids, "finished": finished}
     arguments["completions"] = [[{"role": "assistant", "content": t}] for t in responses] if messages else responses
     arguments |= {"trainer_state": trainer.state, "log_extra": reported.__setitem__, "log_metric": ignore}
-    columns = {}
     for unique, given in trainer.plain_reward_functions.items():
         function, name = innermost(given), getattr(given, "inner_name", unique)
-        name = unique if name in columns else name
         if getattr(function, "scores_groups", False):
             continue
-        columns[name] = trainer.reward_guard.wrap(function)(**arguments)
-        if inspect.isawaitable(columns[name]):
+        rewards = trainer.reward_guard.wrap(function)(**arguments)
+        if inspect.isawaitable(rewards):
             # TRL's event loop, since a notebook already runs one in this thread.
-            columns[name] = asyncio.run_coroutine_threadsafe(columns[name], trainer.async_loop).result()
-        for member in function.names if isinstance(function, RewardEnsemble) else []:
+            rewards = asyncio.run_coroutine_threadsafe(rewards, trainer.async_loop).result()
+        columns[unique if name in columns else name] = rewards
+        for member in function.names if isinstance(function, RewardEnsemble) else ():
             columns[member] = reported.get(f"reward/{member}", [None] * len(rows))
     return columns
