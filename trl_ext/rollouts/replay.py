@@ -70,9 +70,7 @@ class ReplayBuffer:
     """
 
     def __init__(self, capacity: int, max_age: int, seed: int = 0):
-        self.capacity = capacity
-        self.max_age = max_age
-        self.seed = seed
+        self.capacity, self.max_age, self.seed = capacity, max_age, seed
         self.pairs: list[SampledPair] = []
 
     def __len__(self) -> int:
@@ -127,18 +125,11 @@ def importance_weights(
             has lower variance but is biased (as GSPO's ratio, arXiv 2507.18071); `none` for 1.
         lengths: number of summed tokens, [P]; for `length_normalized`.
         cap: maximum weight; None for no cap.
-
-    Raises:
-        ValueError: the kind is unknown, or required lengths are missing.
     """
-    if kind not in WEIGHT_CHOICES:
-        raise ValueError(f"replay_weights must be one of {', '.join(WEIGHT_CHOICES)}, got {kind!r}")
     if kind == "none":
         return torch.ones_like(log_ratio)
     log_weights = log_ratio.detach()
     if kind == "length_normalized":
-        if lengths is None:
-            raise ValueError("length_normalized weights need the numbers of tokens")
         log_weights = log_weights / lengths.clamp(min=1)
     # Cap before exponentiating, which could overflow.
     return log_weights.clamp(max=math.inf if cap is None else math.log(cap)).exp()

@@ -20,8 +20,7 @@ from trl_ext.rollouts.stopping import StopInResponse
 _OF_EVALUATION = "_trl_ext_evaluation_sampler"
 # Largest difference of the canary's log-probabilities, in float32 and relative to their spread in half precision.
 FLOAT32_TOLERANCE, HALF_TOLERANCE = 1e-4, 0.1
-# Settings that return something else, or whose logits processors depend on a row's place in the batch, with the value
-# at which they change nothing.
+# Settings that return something else, or whose processors depend on a row's place in the batch, and their off values.
 _OTHER_SETTINGS = {"return_dict_in_generate": False, "guidance_scale": 1, "watermarking_config": None}
 _OTHER_SETTINGS |= {"encoder_repetition_penalty": 1, "encoder_no_repeat_ngram_size": 0}
 
@@ -68,14 +67,12 @@ class Sampler:
         """Leave a call to transformers whose arguments do not reach the loop or depend on a row's place."""
         if self.reason is not None:
             raise CannotSample(self.reason)
-        settings, known = GenerationConfig(), ("input_ids", "attention_mask")
-        given = (name for name, value in kwargs.items() if value is not None and value is not False)
-        other = [name for name in given if name not in known and not hasattr(settings, name)]
-        other += ["further arguments"] if others else []
+        known = {"input_ids", "attention_mask", *vars(GenerationConfig())}
+        other = [name for name in kwargs.keys() - known if kwargs[name] is not None and kwargs[name] is not False]
         if any(not isinstance(criterion, StopInResponse) for criterion in stopping_criteria or ()):
             other.append("stopping_criteria")
-        if other:
-            raise CannotSample(f"the call takes {', '.join(sorted(other))}")
+        if other or others:
+            raise CannotSample(f"the call takes {', '.join(other) or 'further arguments'}")
 
     def _loop(
         self,
@@ -89,8 +86,8 @@ class Sampler:
         mode = generation_config.get_generation_mode()
         if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
             raise CannotSample(f"the call asks for {mode.value}")
-        for name, neutral in _OTHER_SETTINGS.items():
-            if getattr(generation_config, name, None) not in (None, neutral):
+        for name, off in _OTHER_SETTINGS.items():
+            if getattr(generation_config, name, None) not in (None, off):
                 raise CannotSample(f"the call sets {name}")
         if input_ids.device.type != "cpu":
             raise CannotSample("the model is not on a CPU")
@@ -177,18 +174,15 @@ def fast_rollouts(model, *, dtype: torch.dtype | None = None) -> Sampler:
         The sampler: the `reason` if it is not used, the last call's `log_probs`, and `remove()`.
 
     Raises:
-        TypeError: the argument is neither a model nor a trainer, or `dtype` is no floating-point dtype of torch.
+        TypeError: the argument is neither a model nor a trainer.
     """
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise TypeError(f"dtype must be a floating-point dtype such as torch.bfloat16, got {dtype!r}")
-    given = type(model).__name__
-    model = model if isinstance(model, nn.Module) else getattr(model, "model", None)
-    inner = unwrapped(model)
+    found = model if isinstance(model, nn.Module) else getattr(model, "model", None)
+    inner = unwrapped(found)
     if not hasattr(inner, "generate"):
-        raise TypeError(f"fast_rollouts takes a causal language model or a trainer, got {given}")
+        raise TypeError(f"fast_rollouts takes a causal language model or a trainer, got {type(model).__name__}")
     if (previous := sampler_of(inner)) is not None:
         previous.remove()
-    sampler = Sampler(inner, dtype, _obstacle(model))
+    sampler = Sampler(inner, dtype, _obstacle(found))
     if not _is_replaced(inner):
         inner.generate = sampler.generate
     return sampler
@@ -229,12 +223,12 @@ def _learns_prompts(model: nn.Module) -> bool:
 def _obstacle(model: nn.Module) -> str | None:
     """Why the responses of a model are left to transformers, as far as its class and configuration show."""
     inner = unwrapped(model)
-    reasons = {
-        "its generate method has been replaced": _is_replaced(inner),
-        "its adapter learns a prompt": _learns_prompts(model),
-        "the model is not on a CPU; vLLM is the way there": inner.device.type != "cpu",
-        "its weights are sharded": any(
-            hasattr(one, "ds_id") or hasattr(one, "device_mesh") for one in inner.parameters()
-        ),
-    }
-    return packing_obstacle(inner) or next((reason for reason, holds in reasons.items() if holds), None)
+    if _is_replaced(inner):
+        return "its generate method has been replaced"
+    if _learns_prompts(model):
+        return "its adapter learns a prompt"
+    if inner.device.type != "cpu":
+        return "the model is not on a CPU; vLLM is the way there"
+    if any(hasattr(weight, "ds_id") or hasattr(weight, "device_mesh") for weight in inner.parameters()):
+        return "its weights are sharded"
+    return packing_obstacle(inner)

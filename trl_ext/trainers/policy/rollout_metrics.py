@@ -42,7 +42,6 @@ def log_rollout(trainer, rewards: Tensor, shaped: Tensor, rollout: dict) -> None
         trainer.processing_class.batch_decode(ids, skip_special_tokens=True),
         token_ids=ids,
         finished=gather(trainer.rewards.finished).tolist(),
-        max_new_tokens=trainer.max_completion_length,
     )
     if diagnostics.distinct_2 is not None:
         metrics["distinct_2"].append(diagnostics.distinct_2)
