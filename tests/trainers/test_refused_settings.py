@@ -14,7 +14,6 @@ from tests.support.files import write_rows
 from tests.support.refusals import assert_refused
 from tests.support.rollout_once import DEFAULTS, OWN_RECIPES
 from trl_ext.models import resolve_model_path
-from trl_ext.runs.finish import _show_comparison
 from trl_ext.runs.loading import ResponseArguments, load_rows
 from trl_ext.trainers.context import (
     PAIRS,
@@ -23,7 +22,6 @@ from trl_ext.trainers.context import (
     check_inputs,
     check_rows,
     check_template,
-    quiet_about_length,
 )
 from trl_ext.trainers.policy.reward_functions import as_reward_functions
 
@@ -236,11 +234,6 @@ def test_wrong_inputs_to_a_trainer(name, tmp_path):
         check_template(tokenizer, right)
 
 
-def test_plain_prompts_are_pointed_out_and_not_rejected(tokenizer, caplog):
-    check_template(tokenizer, Dataset.from_dict({"prompt": ["Name a fruit."]}))
-    assert "the model's chat template is not applied" in caplog.text
-
-
 def test_what_a_trainer_does_not_read_is_not_checked():
     pair = {"prompt": "p", "chosen": "c", "rejected": "r"}
     check_dataset("train_dataset", Dataset.from_list([{**pair, "completion": 3}]), PAIRS, one_kind=True)
@@ -262,21 +255,6 @@ def test_wrong_reward_functions():
         with pytest.raises((ValueError, TypeError), match=message):
             as_reward_functions(given)
     assert as_reward_functions("math:sqrt") == [math.sqrt]
-
-
-def test_identical_responses_are_said(capsys):
-    parts = ("win_rate", "score", "rewards", "preferences", "kl", "generations")
-    for response, told in (("a", True), ("b", False)):
-        row = {"prompt_text": "p", "response_text": response, "base_response_text": "a"}
-        _show_comparison(dict.fromkeys(parts), [row] * 12)
-        assert ("responses are identical, all 12 of them" in capsys.readouterr().out) == told
-
-
-def test_an_alarm_without_a_cause_is_turned_off(tokenizer, caplog):
-    tokenizer.model_max_length = 4
-    quiet_about_length(tokenizer)
-    tokenizer("one two three four five six")
-    assert "indexing errors" not in caplog.text
 
 
 def rows_of(path, *, train_split: str = "train_gen", **splits: str) -> SimpleNamespace:

@@ -74,18 +74,16 @@ class OnlinePreferenceTrainer(PolicyTrainer):
     Ties are dropped. The batch sizes set how many updates use a rollout, and recent pairs can be replayed.
 
     The gradient of an update is that of the mean over its pairs (with importance weights, the self-normalised mean),
-    however they are divided into micro-batches and processes. A batch-coupled loss sees the whole optimizer batch, as
-    do importance weights. With accumulated micro-batches, either one costs a second forward pass without gradients.
-    Whatever the sampling temperature, the loss, the reference and the logged pair metrics use log-probabilities at
-    temperature 1, as in offline training. Importance weights use the sampling distribution, which costs one more pass
-    if its temperature is not 1.
+    however they are divided into micro-batches and processes. For a batch-coupled loss and for importance weights,
+    accumulated micro-batches cost a second forward pass without gradients. The loss, the reference and the logged pair
+    metrics use log-probabilities at temperature 1, as in offline training, and importance weights those of the
+    sampling distribution, which costs one more pass if its temperature is not 1.
 
-    Logged in addition to TRL's rollout metrics: `rewards/chosen`, `rewards/rejected`, `rewards/margins`,
-    `rewards/accuracies`, `logps/chosen` and `logps/rejected` as in TRL's `DPOTrainer`; `kl`, the mean log-ratio to the
-    reference per token of new pairs; `pairs/count`, `pairs/ties_dropped`, `pairs/unscored` and `pairs/reward_margin`
-    (the mean lead of the chosen response's reward); and with a replay `replay/size` and `replay/age_mean` of the
-    stored pairs, `replay/fraction` and `replay/staleness` (mean age) of the training pairs, and `replay/ess`
-    (effective sample size over number of pairs) and `replay/weight_max`.
+    Logged in addition to TRL's rollout metrics: those of TRL's `DPOTrainer`; `kl`, the mean log-ratio to the reference
+    per token of new pairs; `pairs/count`, `pairs/ties_dropped`, `pairs/unscored` and `pairs/reward_margin` (the mean
+    lead of the chosen response's reward); and with a replay `replay/size` and `replay/age_mean` of the stored pairs,
+    `replay/fraction` and `replay/staleness` (mean age) of the training pairs, and `replay/ess` (effective sample size
+    over number of pairs) and `replay/weight_max`.
 
     Args:
         judge: a `trl_ext.evaluation.PairwiseJudge` or a function of that kind; None for no judge.
@@ -144,11 +142,10 @@ class OnlinePreferenceTrainer(PolicyTrainer):
         if checkpoint is None or self.replay is None:
             return
         self.replay.load(Path(checkpoint) / REPLAY_FILE)
-        known = [pair for pair in self.replay.pairs if pair.reward_version == self._reward_version]
-        if len(known) < len(self.replay):
-            labelled = f"{len(self.replay) - len(known)} of {len(self.replay)} replayed pairs were labelled"
-            warn_once_per_run(f"{labelled} by other rewards than {self._reward_version}, and are left out")
-            self.replay.pairs = known
+        stored = len(self.replay)
+        self.replay.pairs = [pair for pair in self.replay.pairs if pair.reward_version == self._reward_version]
+        if left_out := stored - len(self.replay):
+            warn_once_per_run(f"{left_out} of {stored} replayed pairs were labelled by other rewards and are left out")
 
     def _with_replayed(self, fresh: list[SampledPair]) -> list[SampledPair]:
         """The pairs to train on: new ones, and as many replayed ones as the configuration asks for and are stored."""
@@ -221,10 +218,9 @@ class OnlinePreferenceTrainer(PolicyTrainer):
         sums = []
         for log_probs in (sampler, rollout.get("ref_per_token_logps")):
             sums.append([math.nan] * len(mask) if log_probs is None else (log_probs * mask).sum(dim=1).tolist())
-        prompts, ids = (
-            token_ids(rollout[f"{part}_ids"], rollout[f"{part}_mask"]) for part in ("prompt", "completion")
-        )
-        return list(zip(prompts, map(Response, ids, *sums), strict=True))
+        prompts = token_ids(rollout["prompt_ids"], rollout["prompt_mask"])
+        responses = token_ids(rollout["completion_ids"], rollout["completion_mask"])
+        return list(zip(prompts, map(Response, responses, *sums), strict=True))
 
     # ---- From log-probabilities to the loss ----
 

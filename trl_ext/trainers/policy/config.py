@@ -247,7 +247,7 @@ class PolicyConfig(AlgorithmSettings, PackedFields, TRLGRPOConfig):
             raise ValueError(f"save_steps {asked} must be a multiple of {period}, the updates that a rollout serves")
         self.save_steps = math.ceil(asked / period) * period
         warn_once_per_run(
-            f"saving every {self.save_steps} steps, not {asked:g}: a checkpoint has no rollout, which serves {period}"
+            f"saving every {self.save_steps} steps instead of every {asked:g}: a rollout is not part of a checkpoint"
         )
 
 

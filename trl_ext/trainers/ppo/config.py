@@ -41,11 +41,10 @@ _NOT_USED = {
         ("advantage", "std_ddof", "advantage_eps", "scale_rewards", "multi_objective_aggregation"),
         "PPO's advantages are those of its value function; use whiten_advantages, gamma and lam",
     ),
-    "resample_groups": "a value function learns from groups of equal rewards too: leave it out",
-    "use_vllm": "the value head would be sent to vLLM with the policy's weights",
-    "torch_compile": "the value head reads the hidden states inside the forward pass",
+    "resample_groups": "a value function learns from groups of equal rewards too",
+    **dict.fromkeys(("use_vllm", "torch_compile"), "the value head is in the policy's own pass"),
     "ddp_find_unused_parameters": "parameters that both losses reach would be marked ready twice",
-    "off_policy_mask_threshold": "it masks whole responses by one advantage, and here each token has its own",
+    "off_policy_mask_threshold": "it masks responses by one advantage, and here each token has its own",
 }
 
 

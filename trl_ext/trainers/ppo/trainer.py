@@ -28,10 +28,9 @@ class PPOTrainer(PolicyTrainer):
     and from the loss, which averages over the tokens of the others.
 
     Logged in addition to the metrics of `PolicyTrainer` (whose `advantages/` describe each response's mean):
-    `policy_loss`, `value_loss`, `value_clip_ratio` (share of tokens whose value is clipped), `approx_kl` (k3 of the
-    rollout's policy against the current one, per token), and for each rollout `value/mean`, `returns/mean`,
-    `explained_variance`, and with a reference `kl_coef` and `kl/sequence` (the sum of k1 over a response). With
-    `num_generations` 1 there is no `frac_reward_zero_std`.
+    `policy_loss`, `value_loss`, `value_clip_ratio`, `approx_kl` (k3 of the rollout's policy against the current one,
+    per token), and for each rollout `value/mean`, `returns/mean`, `explained_variance`, and with a reference `kl_coef`
+    and `kl/sequence` (the sum of k1 over a response).
 
     A checkpoint stores the value function in `value_head.safetensors`. Its model files contain only the policy.
 
