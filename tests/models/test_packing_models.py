@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -27,6 +28,7 @@ from tests.support.packing import (
     values_and_gradient,
     varlen_by_contract,
 )
+from tests.support.train_once import in_processes
 from trl_ext.models.packing import attention as packed_attention
 from trl_ext.models.packing import packed_inputs, share_prefixes, wrap
 from trl_ext.models.packing.plan import plan_batch
@@ -371,3 +373,15 @@ def test_dropout_of_attention_weights_goes_to_sdpa(monkeypatch):
     assert largest(kept, packed_attention.attend(plan, layer(), *given)) < 1e-5
     torch.manual_seed(0)
     assert largest(packed_attention.attend(plan, layer(), *given, dropout=0.5), kept) > 0.1
+
+
+# ---- FSDP2 ----
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, 4])
+def test_under_fsdp2_gradients_are_those_of_padded_passes(processes, tmp_path):
+    """Each process has its own batches, packed rows of its own lengths, and a part of the parameters."""
+    in_processes(processes, "-m", "tests.support.fsdp_once", str(tmp_path / "largest.json"))
+    largest = json.loads((tmp_path / "largest.json").read_text())
+    assert len(largest) == 6 and all(0 < apart < 1e-5 for apart in largest.values()), largest

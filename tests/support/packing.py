@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import transformers
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
@@ -93,7 +94,10 @@ def forward(model, batch: dict[str, Tensor], **options):
 def gradient(model) -> Tensor:
     """The gradients of all trained parameters, [P]; a parameter that took no part has a zero gradient."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in trained]).double()
+    parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
+    # Under FSDP2, a process has a part of each.
+    parts = [part.full_tensor() if isinstance(part, DTensor) else part for part in parts]
+    return torch.cat([part.flatten() for part in parts]).double()
 
 
 def values_and_gradient(model, batch: dict[str, Tensor], **options):
