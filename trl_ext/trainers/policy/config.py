@@ -192,8 +192,8 @@ class PolicyConfig(AlgorithmSettings, PackedFields, TRLGRPOConfig):
     def _check_group(self, algorithm: Algorithm) -> None:
         if self.num_generations == 1 and algorithm.group_relative:
             raise ValueError(
-                f"the algorithm {self.algorithm!r} compares the responses to one prompt: use num_generations of at "
-                "least 2, or --algorithm remax or reinforce"
+                f"the algorithm {self.algorithm!r} compares the responses to one prompt, not num_generations 1: "
+                "use at least 2, or --algorithm remax or reinforce"
             )
         if self.resample_groups and algorithm.group_relative is False:
             raise ValueError(f"algorithm {self.algorithm!r} also learns from equal rewards: leave resample_groups 0")
