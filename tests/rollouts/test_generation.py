@@ -316,24 +316,14 @@ def test_entropies_are_those_of_each_response_by_itself(toy, additions):
 # 259 tokens; the run's own settings are temperature 1, the whole vocabulary and 8 tokens a response.
 SAVED = {
     "bad_words_ids": [[token] for token in range(3, 200)],
-    "begin_suppress_tokens": list(range(3, 250)),
-    "epsilon_cutoff": 0.02,
-    "eta_cutoff": 0.2,
-    "exponential_decay_length_penalty": [1, 50.0],
     "forced_eos_token_id": 2,
     "guidance_scale": 8.0,
     "min_length": 200,
-    "min_new_tokens": 8,
     "min_p": 0.5,
-    "no_repeat_ngram_size": 1,
     "num_beams": 2,
     "num_return_sequences": 2,
-    "return_dict_in_generate": True,
-    "sequence_bias": [[[9], 20.0]],
     "stop_strings": ["a"],
     "suppress_tokens": list(range(3, 250)),
-    "top_h": 0.1,
-    "typical_p": 0.1,
 }
 # TRL itself gives these neutral values.
 GIVEN_BY_TRL = {"repetition_penalty": 3.0, "temperature": 0.01, "top_k": 1, "top_p": 0.01}
