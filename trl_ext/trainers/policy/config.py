@@ -15,13 +15,12 @@ from trl_ext.processes import warn_once_per_run, world_size
 from trl_ext.rollouts.stopping import check_stop
 from trl_ext.trainers.defaults import (
     PackedFields,
-    check_positive,
-    check_shares,
+    check_at_least,
     check_training,
     parse_json_option,
     resolve_device_defaults,
 )
-from trl_ext.trainers.trl_settings import POLICY_SETTINGS, explain, merge, refuse_given, translate
+from trl_ext.trainers.trl_settings import POLICY_SETTINGS, merge, refuse_given, translate
 
 # TRL's settings that act inside its own loss: setting -> what to use.
 _NOT_CARRIED = {
@@ -159,7 +158,8 @@ class PolicyConfig(AlgorithmSettings, PackedFields, TRLGRPOConfig):
         try:
             algorithm = row.replace(surrogate_options=self.algorithm_kwargs, **given)
         except ValueError as error:
-            error.args = (explain(error, translated),)
+            # The error has our names of the settings.
+            error.args = (", ".join([*translated, str(error)]),)
             raise
         if self.scale_rewards == "batch" and algorithm.advantage_options:
             raise ValueError(f"{algorithm.name} divides by the deviation of the advantages: leave scale_rewards out")
@@ -177,8 +177,7 @@ class PolicyConfig(AlgorithmSettings, PackedFields, TRLGRPOConfig):
         least = {"num_generations": 1, "num_iterations": 1, "max_completion_length": 1}
         least |= dict.fromkeys(("reward_timeout", "missing_eos_penalty", "resample_groups"), 0)
         check_training(self, **least)
-        check_shares(self, "overlong_share", "top_p")
-        check_positive(self, "temperature", "top_p")
+        check_at_least(self, {}, positive=("temperature", "top_p"), shares=("overlong_share", "top_p"))
         limit = self.max_completion_length
         if limit is None or self.min_new_tokens > limit:
             raise ValueError(
