@@ -46,10 +46,10 @@ def test_padding_leaves_the_update_as_it_is(objective, policy_path, tmp_path):
 
 @pytest.mark.parametrize(
     ("asked", "saved", "said"),
-    [(4, 4, False), (8, 8, False), (3, 4, True), (5, 8, True), (9, 12, False)],
+    [(4, 4, False), (8, 8, False), (3, 4, True), (5, 8, True), (9, 12, True)],
 )
 def test_checkpoints_fall_between_rollouts(asked, saved, said, tmp_path, caplog):
-    """A rollout serves 4 updates; where the first checkpoint would come after the end, nothing is said."""
+    """A rollout serves 4 updates."""
     caplog.set_level(logging.WARNING)
     rollouts = {"per_device_train_batch_size": 4, "steps_per_generation": 2, "num_iterations": 2, "max_steps": 8}
     saving = {"save_strategy": "steps", "save_steps": asked}

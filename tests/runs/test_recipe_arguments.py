@@ -72,7 +72,7 @@ REFUSED = {
         (["--reward_function", "nothing.py:f"], "nothing.py"),
         (["--reward_function", "my_rewards.py:unknown"], "no reward function 'unknown'"),
         ([KNOWN, "--num_generations", "1"], "num_generations 1"),
-        ([KNOWN, "--num_generations", "7"], "generation_batch_size 448"),
+        ([KNOWN, "--num_generations", "7"], "must be divisible by num_generations (7)"),
         ([KNOWN, "--max_completion_length", "4000"], "--max_completion_length"),
         ([KNOWN, "--calibrate_rewards", "true"], "several --reward_model"),
         ([KNOWN, "--reward_shaping", "["], "reward_shaping: bad JSON"),

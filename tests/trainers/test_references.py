@@ -48,7 +48,7 @@ def in_memory(path: str, folder, change: str):
         return model
     # An earlier trainer replaces the forward pass, and fast rollouts replace `generate`.
     trainer = build("PreferenceTrainer", model, path, folder / "earlier", {"loss": "simpo"})
-    fast_rollouts(model, quiet=True)
+    fast_rollouts(model)
     trainer.train()
     return trainer.model
 

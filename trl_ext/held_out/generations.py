@@ -91,7 +91,6 @@ class GenerationEvaluation:
             self.prompts[:count],
             own,
             self._base_generations[:count],
-            max_new_tokens=self.settings.max_new_tokens,
             judge=self.judge,
             score_function=self.score_function,
             rewards=self._rewards(own, count),

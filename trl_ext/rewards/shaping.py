@@ -179,7 +179,6 @@ class ShapedReward:
 
     Attributes:
         scores_groups: whether a response's reward depends on other responses scored with it or before it.
-        unshaped: the inner rewards of the latest call, [N], NaN where there is none; None after a call that failed.
 
     Raises:
         ValueError: there are no steps, settings are invalid, or the reward is shaped already.
@@ -195,7 +194,6 @@ class ShapedReward:
         self.scores_groups = any(step.of_batch for step in self.steps)
         self.inner_name = getattr(reward, "__name__", type(reward).__name__)
         self.__name__ = "+".join([self.inner_name, *(step.kind for step in self.steps)])
-        self.unshaped: Tensor | None = None
 
     @property
     def needs_calibration(self) -> bool:
@@ -211,13 +209,11 @@ class ShapedReward:
     ) -> list[float | None]:
         """Shaped rewards; TRL's reward signature."""
         columns = kwargs if log_metric is None else {"log_metric": log_metric, **kwargs}
-        self.unshaped = None
         try:
             raw = self._score(prompts, completions, columns)
         except Exception:
             self._shape(torch.empty(0), Batch([]))
             raise
-        self.unshaped = raw
         known = raw[raw.isfinite()]
         if log_metric is not None and len(known):
             log_metric(f"rewards/{self.inner_name}/mean", known.mean().item())
