@@ -31,7 +31,6 @@ _NOT_CARRIED = {
     "sapo_temperature_pos": "use --algorithm_kwargs '{\"temperature_pos\": 1.0}'",
     "sapo_temperature_neg": "use --algorithm_kwargs '{\"temperature_neg\": 1.05}'",
     "label_smoothing_factor": "it belongs to the loss of transformers.Trainer",
-    "use_adaptive_entropy": "entropy_coef is fixed",
 }
 
 
