@@ -15,7 +15,7 @@ from torch.nn import Module
 
 from trl_ext.names import load_function, nearest
 from trl_ext.processes import warn_once_per_run
-from trl_ext.resilience.reward_guard import RewardGuard, function_name, ignore
+from trl_ext.resilience.reward_guard import RewardGuard, function_name
 from trl_ext.rewards import RewardEnsemble, RewardModel, share_or_load
 from trl_ext.rewards.shaping import innermost
 from trl_ext.trainers.policies import is_zero3
@@ -177,7 +177,7 @@ def reward_columns(
         "finished": finished,
         "trainer_state": trainer.state,
         "log_extra": reported.__setitem__,
-        "log_metric": ignore,
+        "log_metric": lambda name, value: None,
         **{key: [row[key] for row in rows] for key in rows[0] if key not in ("prompt", "completion")},
     }
     guard = RewardGuard(trainer.args.reward_errors, trainer.args.reward_timeout)
