@@ -216,7 +216,7 @@ def test_the_split_of_an_optimizer_batch_may_change_and_the_batch_may_not(rows, 
     if rows * accumulation == 2:
         trainer.train(resume_from_checkpoint=True)
         return
-    expected = f"checkpoint-3 is of a run with 2 examples to an update, and now it is {rows * accumulation}: "
+    expected = f"checkpoint-3 is of a run with 2 examples to an update, and now it is {rows * accumulation}"
     for wanted in (True, str(run / "checkpoint-3")):
         with pytest.raises(ValueError, match=expected):
             trainer.train(resume_from_checkpoint=wanted)
