@@ -396,8 +396,8 @@ def test_options_of_an_advantage_belong_to_it():
 
 
 def test_the_decorator_refuses():
-    with pytest.raises(ValueError, match="'mine' has no setting 'advantages'.*did you mean 'advantage'"):
-        policy_algorithm("mine", advantages="group_rank")
+    with pytest.raises(TypeError, match="unexpected keyword argument 'advantages'"):
+        policy_algorithm("mine", advantages="group_rank")(lambda scores: scores.log_ratio)
     with pytest.raises(ValueError, match="--epsilon 0.2 and --surrogate own contradict.*give your function an option"):
         policy_algorithm("mine", epsilon=0.2)(lambda scores: scores.log_ratio)
     with pytest.raises(ValueError, match="--surrogate clip contradict.*a surrogate of its own"):

@@ -20,7 +20,7 @@ from tests.support.train_once import DEFAULTS, largest_difference, parameters
 from trl_ext import ExpertIterationConfig, ExpertIterationTrainer, SFTConfig, SFTTrainer
 from trl_ext.data.math import load_math, math_prompt
 from trl_ext.models import packing_of
-from trl_ext.rewards.verified import grader
+from trl_ext.rewards.verified import VerifiedGrader
 from trl_ext.rollouts import SamplingSettings, responses
 from trl_ext.toy import MODEL_DIR
 from trl_ext.trainers.expert_iteration import NoCorrectResponseError, keep_correct
@@ -125,7 +125,7 @@ def build(folder: Path, *, grade=None, rows=None, ask=None, limit=48, **settings
         ExpertIterationConfig(output_dir=str(folder), **{**COMMON, **own, **settings}),
         rows=rows,
         prompts=[math_prompt(row, ask) for row in rows],
-        grade=grade or grader("r1_zero"),
+        grade=grade or VerifiedGrader("r1_zero"),
         settings=SamplingSettings(max_new_tokens=limit, batch_size=128),
     )
 

@@ -29,7 +29,7 @@ class ReasoningEvaluation:
         trainer: any trainer of a language model from this library or TRL.
         rows: problems, as `trl_ext.data.math.load_math` returns them.
         template: prompt template; None for the chat template.
-        grade: grader from `trl_ext.rewards.verified.grader`.
+        grade: such as a `trl_ext.rewards.verified.VerifiedGrader`.
         settings: settings of sampled decoding; greedy decoding differs only in temperature.
     """
 

@@ -92,7 +92,7 @@ class ExpertIterationTrainer(SFTTrainer):
         args: an `ExpertIterationConfig`.
         rows: problems, with `row_id`, `prompt_text`, `answer` and the columns that the grader reads.
         prompts: the model's input for each problem, messages or text.
-        grade: as `trl_ext.rewards.verified.grader` makes it.
+        grade: such as a `trl_ext.rewards.verified.VerifiedGrader`.
         settings: how responses are sampled.
         validate: called before the first round and after each round's fine-tuning.
 

@@ -15,7 +15,7 @@ from torch.nn import Module
 
 from trl_ext.names import load_function
 from trl_ext.processes import warn_once_per_run
-from trl_ext.resilience.reward_guard import RewardGuard, ignore
+from trl_ext.resilience.reward_guard import RewardGuard
 from trl_ext.rewards import RewardEnsemble, RewardModel, share_or_load
 from trl_ext.rewards.shaping import innermost
 from trl_ext.trainers.policies import is_zero3
@@ -134,7 +134,11 @@ def reward_columns(
     arguments = {name: [row[name] for row in rows] for name in rows[0] if name not in ("prompt", "completion")}
     arguments |= {"prompts": prompts, "completion_ids": completion_ids, "finished": finished}
     arguments["completions"] = [[{"role": "assistant", "content": t}] for t in responses] if messages else responses
-    arguments |= {"trainer_state": trainer.state, "log_extra": reported.__setitem__, "log_metric": ignore}
+    arguments |= {
+        "trainer_state": trainer.state,
+        "log_extra": reported.__setitem__,
+        "log_metric": lambda name, value: None,
+    }
     for unique, given in trainer.plain_reward_functions.items():
         function, name = innermost(given), getattr(given, "inner_name", unique)
         if getattr(function, "scores_groups", False):
