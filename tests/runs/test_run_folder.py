@@ -125,13 +125,6 @@ def test_a_longer_run_is_said(check, capsys, caplog):
     assert "max_steps 60, and the run was begun with 30" in capsys.readouterr().out + caplog.text
 
 
-def test_without_a_configuration_nothing_is_refused_and_a_damaged_one_is_named(tmp_path):
-    check_same_settings(tmp_path / "config.yaml", "seed: 1")
-    (tmp_path / "config.yaml").write_text("- seed")
-    with pytest.raises(ValueError, match="does not hold the settings of a run: choose another --output_dir"):
-        check_same_settings(tmp_path / "config.yaml", "seed: 1")
-
-
 # ---- Lines ----
 
 # A row as each kind of trainer logs it, what else it logs left out, and its line. 3 of 10 steps took 6 seconds.

@@ -106,11 +106,7 @@ class Pipeline:
     reward_models: dict[str, str]
 
     def asked_for(self, stages: str) -> list[Run]:
-        """The runs of these stages.
-
-        Raises:
-            ValueError: a run of another stage is not finished.
-        """
+        """The runs of these stages; those of the others must be finished."""
         stage_of = {SFT: "sft", REWARD_MODEL: "reward_models", WEAK_REWARD_MODEL: "reward_models"}
         asked = [run for run in self.runs if stage_of.get(run.name, "policies") in stages.split(",")]
         missing = [run.name for run in self.runs if run not in asked and not run.finished]
@@ -166,12 +162,7 @@ def _check_names(names: Sequence[str], given: RLHFArguments) -> None:
         if recipe not in known:
             raise ValueError(f"no method {brief(recipe)!r}{nearest(recipe, known)} Known: {', '.join(known)}")
         if colon and (which != "weak" or recipe in PAIR_RECIPES or not given.weak_reward_model):
-            raise ValueError(
-                f"policy_methods: {name!r}: only :weak may follow, only a method with rewards, and only beside "
-                "weak_reward_model, the arguments that make it weak"
-            )
-    if not names or len(set(names)) < len(names):
-        raise ValueError(f"policy_methods: name one or more of {', '.join(known)}, each once")
+            raise ValueError(f"policy_methods: {name!r}: only :weak may follow, a method with rewards")
     for name, arguments in given.methods.items():
         read_arguments(f"methods: {name}", arguments)
 
@@ -180,12 +171,7 @@ def _check_names(names: Sequence[str], given: RLHFArguments) -> None:
 
 
 def check_evaluation(given: RLHFArguments) -> None:
-    """Check, before anything is trained, that the evaluation's data exists; nothing is sampled.
-
-    Raises:
-        FileNotFoundError: data or prompts do not exist.
-        ValueError: the split does not exist, or prompts are malformed or have no family.
-    """
+    """Check, before anything is trained, that the evaluation's data exists; nothing is sampled."""
     load_benchmark(given.dataset_name, splits=given.prompt_split)
     optional_split(load_benchmark(given.dataset_name), "eval_split", given, "no held-out pairs")
     if given.adversarial_prompts:
@@ -202,11 +188,10 @@ def find_adversarial(path: str) -> Path:
 
 
 def evaluate_pipeline(given: RLHFArguments, pipeline: Pipeline) -> dict[str, Any]:
-    """Sample, score and measure; write the samples and evaluation.json.
+    """Sample, score and measure; write the samples and evaluation.json, which holds what is returned.
 
-    Returns:
-        `prompts`: for each set of prompts, its `models` and, for the adversarial set, its `families`; and `mistakes`,
-        the worst of each reward model on held-out pairs.
+    `prompts` has for each set of prompts its `models` and, for the adversarial set, its `families`; `mistakes` are the
+    worst of each reward model on held-out pairs.
     """
     folder = Path(given.output_dir) / "evaluation"
     # Some datasets have no file of prompts.

@@ -133,13 +133,9 @@ def read_study(given) -> Study:
         what = f"--methods {given.methods}: a method is named twice" if names else "no methods"
         raise ValueError(f"{what}: name some with --methods dpo,ipo, or in a file with --config")
     methods = {name: _method(name, known, common, where, to_run=not given.runs) for name in names}
-    kinds = {recipe in REASONING_RECIPES: name for name, (recipe, _) in methods.items()}
     # Finished runs are checked by the prompts that they answered.
-    if len(kinds) > 1 and not given.runs:
-        raise ValueError(
-            f"{kinds[True]} is evaluated on problems with known answers and {kinds[False]} on prompts: compare them "
-            "apart"
-        )
+    if len({recipe in REASONING_RECIPES for recipe, _ in methods.values()}) > 1 and not given.runs:
+        raise ValueError("problems with known answers and prompts are compared apart: name methods of one kind")
     baseline = given.baseline or content.get("baseline") or names[0]
     # A file's baseline may be none of those that --methods chose.
     if baseline not in names and (given.baseline or baseline not in known):
@@ -202,10 +198,10 @@ def read_arguments(where: str, value: Any) -> dict[str, Any]:
 
 def find_shipped(name: str | Path, missing: str) -> Path:
     """Find a file relative to the working directory, or to the parent of the recipes' folder."""
-    found = next((place for place in (Path(name), SCRIPTS / name) if place.is_file()), None)
-    if found is None:
-        raise FileNotFoundError(missing)
-    return found
+    for place in (Path(name), SCRIPTS / name):
+        if place.is_file():
+            return place
+    raise FileNotFoundError(missing)
 
 
 # ---- Running and reporting ----
@@ -235,9 +231,8 @@ def _check_metric(study: Study) -> None:
         named = settings_of(arguments).get("dataset_name", "toy")
         if study.metric is None and recipe not in REASONING_RECIPES and named not in EMBEDDED:
             raise ValueError(
-                f"{named} comes with no judge, so that runs on it leave no score to compare: name a number in their "
-                "generations.jsonl with --metric, or run each seed alone with --array_index and judge the responses "
-                "with python -m public_eval.judge"
+                f"{named} comes with no judge: name a number in generations.jsonl with --metric, or run each seed "
+                "alone with --array_index and judge the responses with python -m public_eval.judge"
             )
 
 
