@@ -294,11 +294,10 @@ def test_a_folder_without_a_whole_checkpoint_says_how_to_begin_anew(left, monkey
     for name in left:
         (tmp_path / "run" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "run" / name).write_text("{}\n")
-    names = ", ".join(Path(name).parts[0] for name in left)
     said = refused(monkeypatch, capsys, "sft_math", "--output_dir=run")
-    assert f"({names})" in said and "--overwrite_output_dir" in said and "--resume_from_checkpoint" not in said
+    assert "--overwrite_output_dir" in said and "--resume_from_checkpoint" not in said
     said = refused(monkeypatch, capsys, "sft_math", "--output_dir=run", "--resume_from_checkpoint")
-    assert f"no checkpoint to resume, only {names}" in said and "--overwrite_output_dir" in said
+    assert "no checkpoint to resume" in said and "--overwrite_output_dir" in said
     # With a complete checkpoint, resuming is one of the ways.
     (tmp_path / "run" / "checkpoint-1").mkdir()
     (tmp_path / "run" / "checkpoint-1" / MARKER).touch()

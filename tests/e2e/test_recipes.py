@@ -30,8 +30,6 @@ from tests.support.recipes import (
     write_rewards,
 )
 from trl_ext import load_benchmark, toy
-from trl_ext.evaluation.reporting.curves import panels
-from trl_ext.evaluation.reporting.runs import find_runs
 from trl_ext.resilience.checkpoints import MARKER
 from trl_ext.rewards import RewardModel
 from trl_ext.runs.configs import toy_config
@@ -57,10 +55,9 @@ def test_a_launched_run_shows_its_steps_and_its_table(tmp_path):
     metrics = read_rows(run / "metrics.jsonl")
     assert [row["step"] for row in metrics if "eval_loss" in row] == [2, 4]
     assert [row["step"] for row in metrics if "kl" in row] == [0, 2, 4]
-    samples = sorted((run / "samples").iterdir())
+    first, *_ = samples = sorted((run / "samples").iterdir())
     assert [path.name for path in samples] == [f"step_{step:06}.jsonl" for step in (0, 2, 4)]
-    first = read_rows(samples[0])
-    assert len(first) == 3 and all(row["response_text"] == row["base_response_text"] for row in first)
+    assert all(row["response_text"] == row["base_response_text"] for row in read_rows(first))
 
 
 @pytest.mark.long
@@ -283,14 +280,10 @@ def test_run_on_a_folder_of_labelled_responses(tmp_path, monkeypatch):
     # No log-ratio differs from 0 before the first update: every response has a loss of one half.
     assert [row["loss"] for row in metrics if "loss" in row][0] == pytest.approx(0.5, abs=1e-5)
     assert any("eval_loss" in row for row in metrics)
-    # TRL's own `kl` is the estimate of the loss; that of the responses has another name, and is drawn.
+    # TRL's own `kl` is the estimate of the loss; that of the responses has another name.
     of_responses = [row for row in metrics if "sampled_kl" in row]
     assert [row["step"] for row in of_responses] == [0, 2]
     assert not any("kl" in row or "eval_kl" in row for row in of_responses)
-    runs, _ = find_runs([tmp_path])
-    [panel] = [panel for panel in panels(runs) if panel.title.startswith("KL")]
-    expected = [(row["step"], row["sampled_kl"]) for row in of_responses]
-    assert panel.curves == {"run": expected}
 
 
 # ---- Pretrained models ----

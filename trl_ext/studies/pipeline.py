@@ -21,7 +21,7 @@ from trl_ext.evaluation.reporting.tables import Table
 from trl_ext.evaluation.stages import compare_stages, mean_and_std
 from trl_ext.evaluation.statistics.intervals import Estimate
 from trl_ext.evaluation.submissions.assets import load_prompts
-from trl_ext.files import brief, read_json, write_json, write_json_lines
+from trl_ext.files import brief, write_json, write_json_lines
 from trl_ext.names import nearest
 from trl_ext.rewards import RewardModel
 from trl_ext.runs.finish import drawing
@@ -292,7 +292,7 @@ def write_pipeline_report(given: RLHFArguments, pipeline: Pipeline, summary: Map
     with drawing(PICTURE_NAME):
         plot_pareto(summary, folder / PICTURE_NAME)
         pictures["Reward against KL from the SFT model, held-out prompts"] = (folder / PICTURE_NAME).read_bytes()
-    tables = [*_model_tables(summary), _mistake_table(summary), *_sample_tables(summary), _run_table(pipeline)]
+    tables = [*_model_tables(summary), _mistake_table(summary), *_sample_tables(summary)]
     folders = [run.folder for run in pipeline.runs]
     write_report(folders, folder / "report.html", stages=tables, pictures=pictures)
     return ["report.html", "report.md", *([PICTURE_NAME] if pictures else []), "evaluation/"]
@@ -361,16 +361,6 @@ def _sample_tables(summary: Mapping[str, Any]) -> list[Table]:
         note = f"All of them are in evaluation/samples_{name}_*.jsonl."
         tables.append(Table(f"stages-samples-{name}", f"Samples, {TITLES[name].lower()}", note, rows))
     return tables
-
-
-def _run_table(pipeline: Pipeline) -> Table:
-    rows = []
-    for one in pipeline.runs:
-        run = read_json(one.folder / "results.json")["run"]
-        about = {"stage": one.name, "objective": str(run.get("objective")), "steps": run.get("optimizer_steps")}
-        seconds = {"training (s)": run.get("training_seconds"), "in all (s)": run.get("total_seconds")}
-        rows.append(about | seconds)
-    return Table("stages-runs", "Runs of the stages", "Each is a run of one recipe in its own folder.", rows)
 
 
 def pareto_points(models: Sequence[Mapping[str, Any]], what: str) -> list[dict[str, Any]]:
