@@ -80,10 +80,10 @@ class TestBadRows:
         ("name", "lines", "expected"),
         [
             ("train_prefs", [GOOD, '{"row_id": x}'], "1 bad row: line 2: bad JSON: Expecting value at column 12 ("),
-            ("train_prefs", [GOOD, pair("x", chosen_text="")], "1 bad row: line 2, row_id x: chosen_text: empty ("),
+            ("train_prefs", [GOOD, pair("x", chosen_text="")], "1 bad row: line 2: row_id x: chosen_text: empty ("),
             ("train_prefs", [GOOD, {"prompt_text": "p"}], "1 bad row: line 2: chosen: missing (or chosen_text) ("),
             ("train_prefs", [GOOD, pair("x", avg_confidence=2)], "avg_confidence: Input should be less than or equal"),
-            ("train_prefs", [GOOD, GOOD], "1 bad row: line 2, row_id a: row_id: already used on line 1 ("),
+            ("train_prefs", [GOOD, GOOD], "1 bad row: line 2: row_id a: row_id: already used on line 1 ("),
             ("train_prefs", [GOOD, PLAIN], "some prompts are plain strings and others messages"),
             ("train_prefs", ["[1]"], "1 bad row: line 1: bad JSON: expected an object, got list"),
             ("mine", [{}], "1 bad row: line 1: prompt: missing (or prompt_text or prompt_messages)"),
@@ -115,7 +115,7 @@ class TestBadRows:
         assert benchmark["train_prefs"][0]["prompt"] == [user("Name a fruit.")]
         [record] = caplog.records
         assert record.getMessage().startswith(f"{path}: 4 bad rows: line 2: bad JSON: ")
-        assert "; line 5, row_id a: row_id: already used on line 1 (dropped of 6)" in record.getMessage()
+        assert "; line 5: row_id a: row_id: already used on line 1 (dropped of 6)" in record.getMessage()
 
     def test_nothing_remains(self, tmp_path):
         write_rows(tmp_path / "train_prefs.jsonl", [pair("a", chosen_text=""), "{"])

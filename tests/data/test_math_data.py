@@ -105,14 +105,14 @@ def test_a_folder_holds_splits(tmp_path):
 
 GOOD = {"row_id": "g", "question": "q", "answer": "1"}
 BAD = {
-    "no answer": ({"row_id": "x", "question": "q"}, "line 2, row_id x: answer: missing"),
+    "no answer": ({"row_id": "x", "question": "q"}, "line 2: row_id x: answer: missing"),
     "empty question": ({"question": " ", "answer": "1"}, "line 2: question: empty"),
     "no number": ({"question": "q", "answer": "so\n#### $"}, "line 2: answer: empty"),
     "unknown": ({"text": "q"}, "line 2: no problem with an answer"),
     "no box": ({"problem": "p", "solution": "it is \\boxed{3"}, "line 2: answer: missing"),
     "nums": ({"nums": ["3"], "target": 3}, "line 2: nums, target"),
     "not finite": ({"question": "q", "answer": float("inf")}, "line 2: answer: must be text"),
-    "twice": (GOOD, "line 2, row_id g: row_id: already used on line 1"),
+    "twice": (GOOD, "line 2: row_id g: row_id: already used on line 1"),
     "response": ({"question": "q", "answer": "1", "response": 3}, "line 2: response: must be text"),
 }
 

@@ -26,7 +26,7 @@ DATA = {"not_boolean": labelled(9, label="yes"), "all_good": labelled(8, label=T
 DATA["kept"] = [{"row_id": "a", "prompt": "p", "completion": "c"}]
 REFUSED = {
     "kto": [
-        (["--dataset_name=not_boolean.jsonl"], "9 bad rows: line 1, row_id r0: label: Input should be a"),
+        (["--dataset_name=not_boolean.jsonl"], "9 bad rows: line 1: row_id r0: label: Input should be a"),
         (["--dataset_name=all_good.jsonl"], "no undesirable response among its 8: KTO weighs"),
     ],
     "sft": [(["--dataset_name=kept.jsonl"], "holds prompts and completions: give it as --demonstrations")],

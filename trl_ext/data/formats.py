@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trl_ext.data.rows import Problem, RawSplit, build_split, read_jsonl, text_field
+from trl_ext.data.rows import RawSplit, build_split, read_jsonl, text_field
 from trl_ext.files import write_json_lines
 
 Row = dict[str, Any]
@@ -52,7 +52,7 @@ def convert_file(
         try:
             split.rows.append((line, FORMATS[form](record, plain)))
         except ValueError as error:
-            split.problems.append(Problem(line, str(error)))
+            split.problems.append((line, str(error)))
     rows = list(build_split(split, pairs=form == "hh_rlhf", skip_bad_rows=skip_bad_rows))
     return _only_prompts(rows) if prompts and form == "hh_rlhf" else rows
 

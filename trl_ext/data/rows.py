@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
@@ -30,23 +30,15 @@ UNPAIRED_COLUMNS = ("row_id", "prompt", "completion", "label")
 TRL_FORMAT_COLUMNS = {"prompt", "chosen", "rejected", "completion", "messages"}
 
 
-class Problem(NamedTuple):
-    """An error in a row, and the number of its line or row."""
-
-    position: int
-    message: str
-    row_id: Any = None
-
-
 @dataclass
 class RawSplit:
-    """The rows of one file or hub split as (position, fields) pairs, and the rows that are bad."""
+    """The rows of one file or hub split as (position, fields) pairs, and what is wrong with others, likewise."""
 
     source: str
     stem: str
     unit: str = "line"
     rows: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
-    problems: list[Problem] = field(default_factory=list)
+    problems: list[tuple[int, str]] = field(default_factory=list)
 
     @property
     def row_type(self) -> type[PreferenceRow] | type[UnpairedRow] | type[PromptRow]:
@@ -68,18 +60,15 @@ class RawSplit:
                     raise ValueError(f"row_id: already used on {self.unit} {position_of_row_id[row_id]}")
             except ValueError as error:
                 message = first_error(error) if isinstance(error, ValidationError) else str(error)
-                self.problems.append(Problem(position, message, raw.get("row_id")))
+                given = "" if raw.get("row_id") is None else f"row_id {brief(row_id)}: "
+                self.problems.append((position, f"{given}{message}"))
             else:
                 checked.append({**row, "row_id": row_id})
-        self.problems.sort(key=lambda problem: problem.position)
         return checked
 
     def describe(self) -> str:
         """One line with the source, the number of problems and the first few of them."""
-        lines = []
-        for position, message, row_id in self.problems:
-            place = f"{self.unit} {position}" + (f", row_id {brief(row_id)}" if row_id is not None else "")
-            lines.append(f"{place}: {message}")
+        lines = [f"{self.unit} {position}: {message}" for position, message in sorted(self.problems)]
         return f"{self.source}: {len(lines)} bad row{'s' * (len(lines) > 1)}: {first_few(lines)}"
 
 
@@ -104,7 +93,7 @@ def read_jsonl(path: str | Path) -> RawSplit:
                         raise ValueError(f"bad JSON: expected an object, got {type(row).__name__}")
                     split.rows.append((number, row))
                 except ValueError as error:
-                    split.problems.append(Problem(number, str(error)))
+                    split.problems.append((number, str(error)))
         except UnicodeDecodeError as error:
             raise ValueError(f"{path}: {error}") from None
     return split
@@ -181,10 +170,7 @@ def build_split(split: RawSplit, *, pairs: bool, skip_bad_rows: bool) -> dataset
     Args:
         split: the raw rows.
         pairs: True if rows must be preference pairs, or labelled responses if the first row is one; False for prompts.
-        skip_bad_rows: drop bad rows instead of raising.
-
-    Raises:
-        ValueError: the split is empty, a row is bad and `skip_bad_rows` is False, or no good row remains.
+        skip_bad_rows: drop bad rows instead of raising ValueError; at least one good row must remain.
     """
     total = len(split.rows) + len(split.problems)
     if total == 0:

@@ -139,7 +139,6 @@ class TestCommand:
         "rows, words",
         [
             ([], ["l.jsonl", "empty"]),
-            ([{"row_id": 0, "label": "win"}], ["row-axe", "outcome", "required"]),
             ([{"row_id": 0, "outcome": "win"}], ["row-axe", "outcome", "'candidate', 'base' or 'tie'", "'win'"]),
             ([{"row_id": "elsewhere", "outcome": C}], ["row_id elsewhere", "line 1", "10 rows"]),
             ([{"row_id": 0, "outcome": C}] * 2, ["row-axe", "lines 1 and 2"]),
