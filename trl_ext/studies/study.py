@@ -32,9 +32,10 @@ from trl_ext.evaluation.command_line import CommandParser, at_least_one, format_
 from trl_ext.evaluation.comparing.report import compare_runs, difference_table, method_table, write_comparison
 from trl_ext.evaluation.comparing.runs import read_method_run
 from trl_ext.evaluation.report import write_report
-from trl_ext.files import brief, read_yaml
+from trl_ext.files import brief
 from trl_ext.names import nearest
 from trl_ext.runs import RECIPES, SCRIPTS
+from trl_ext.runs.configs import read_config
 from trl_ext.studies.processes import Run, check_runs, launcher_options, print_commands, run_all, settings_of
 
 PAIR_RECIPES = ("aot", "dpo", "ipo", "kto", "preference")
@@ -174,9 +175,7 @@ def read_seeds(text: str) -> list[int]:
 
 def read_keys(path: str | Path, keys: Sequence[str]) -> dict[str, Any]:
     """The mapping in a YAML file."""
-    content = read_yaml(path)
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} must hold `key: value` lines")
+    content = read_config(path)
     for key in content:
         if key not in keys:
             raise ValueError(f"{path}: unknown key {brief(key)!r}{nearest(brief(key), keys)} Known: {', '.join(keys)}")
@@ -186,7 +185,7 @@ def read_keys(path: str | Path, keys: Sequence[str]) -> dict[str, Any]:
 def read_arguments(where: str, value: Any) -> dict[str, Any]:
     """A mapping of a recipe's arguments, whose configuration file is found by `find_shipped`."""
     if not isinstance(value, dict):
-        raise ValueError(f"{where} must hold `argument: value` lines, got {brief(repr(value), 100)}")
+        raise ValueError(f"{where} must hold `argument: value` lines")
     for name in ("output_dir", "overwrite_output_dir", "resume_from_checkpoint"):
         if name in value:
             raise ValueError(f"{where}: {name} is set by the study: leave it out")

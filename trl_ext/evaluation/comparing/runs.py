@@ -118,10 +118,8 @@ def mean_by_method(runs: Iterable[MethodRun], name: str) -> dict[str, float | No
 def inequalities(runs: Sequence[MethodRun]) -> list[str]:
     """Sentences on differences between the runs in steps, training time, decoding and devices."""
     notes = []
-    for what, name, factor in (
-        ("optimizer steps", "optimizer_steps", 1.01),
-        ("seconds of training", "training_seconds", 1.25),
-    ):
+    of_runs = ("optimizer steps", "optimizer_steps", 1.01), ("seconds of training", "training_seconds", 1.25)
+    for what, name, factor in of_runs:
         known = {method: mean for method, mean in mean_by_method(runs, name).items() if mean is not None}
         least, most = (pick(known, key=known.__getitem__, default=None) for pick in (min, max))
         if known and known[most] > factor * known[least]:
