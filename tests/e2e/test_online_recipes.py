@@ -78,7 +78,7 @@ BATCHES = {
 }
 
 
-@pytest.mark.parametrize(("method", "batch"), zip(("grpo", "grpo", "gspo", "remax"), BATCHES, strict=True))
+@pytest.mark.parametrize(("method", "batch"), [*zip(("grpo", "grpo", "gspo", "remax"), BATCHES, strict=True)])
 def test_a_saved_configuration_reads_back(method, batch, monkeypatch, tmp_path):
     """Every argument, and what is saved again; sizes that follow from one another are not given twice."""
     arguments = ["--reward_function", "my_rewards.py:known", "--min_new_tokens", "3", "--save_steps", "7"]
