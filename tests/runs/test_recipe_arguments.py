@@ -27,11 +27,11 @@ DATA["kept"] = [{"row_id": "a", "prompt": "p", "completion": "c"}]
 REFUSED = {
     "kto": [
         (["--dataset_name=not_boolean.jsonl"], "9 bad rows: line 1: row_id r0: label: Input should be a"),
-        (["--dataset_name=all_good.jsonl"], "no undesirable response among its 8: KTO weighs"),
+        (["--dataset_name=all_good.jsonl"], "KTO needs responses of both labels"),
     ],
     "sft": [(["--dataset_name=kept.jsonl"], "holds prompts and completions: give it as --demonstrations")],
     "dpo": [
-        (["--dataset_name=labelled.jsonl"], "holds labelled responses and no pairs ... recipes/kto.py"),
+        (["--dataset_name=labelled.jsonl"], "train_dataset has no column 'chosen'"),
         *(([f"--{name}=nope"], f"no split 'nope' ... --{name}") for name in ("train_split", "eval_split")),
     ],
     "preference": [(["--loss=simpo", '--loss_kwargs={"gama": 1}'], "no option 'gama' ... did you mean 'gamma'?")],
@@ -41,12 +41,11 @@ REFUSED = {
         (["--model_name_or_path=nobody/no-model"], "'nobody/no-model' could not be loaded"),
         (["--config=no.yaml"], "no configuration file 'no.yaml'"),
         (["--resume_from_checkpoint", "--output_dir=empty"], "empty has no checkpoint to resume"),
-        (["--train_split=test_gen"], "train_dataset has no column 'chosen' ... name another --train_split"),
-        (["--learning_rate", "-1e-3"], "learning_rate must be a number from 0 up, got -0.001"),
+        (["--train_split=test_gen"], "train_dataset has no column 'chosen' ... name another split"),
     ],
     "reward_model": [
         (["--max_length=64"], "max_length is not used by RewardConfig"),
-        (["--margin_column=strength"], "margin_column 'strength' needs margins: name a margin_column of the train"),
+        (["--margin_column=strength"], "the margin_column 'strength' is not in the train"),
         (["--selection_split=test_gen"], "selection_split has no column 'chosen'"),
     ],
     "grpo": [
