@@ -4,15 +4,13 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from trl_ext.held_out.reasoning import log_reasoning
 from trl_ext.runs.arguments import MENDABLE_IN_TRAINING, one_line_errors
 from trl_ext.runs.finish import write_reasoning_results
 from trl_ext.runs.loading import can_be_resumed
 from trl_ext.runs.reasoning import (
     ValidatedProblems,
-    answers_after_rounds,
-    evaluate_on,
     load_problem_sets,
-    require_base,
     sampling_settings,
 )
 from trl_ext.runs.training_run import begin_run
@@ -54,12 +52,13 @@ def main() -> None:
 
         sampled = {"rows": train.rows, "prompts": train.prompts(), "grade": train.grade, "settings": settings}
         trainer = run.load_trainer(partial(ExpertIterationTrainer, **sampled))
-        evaluation = evaluate_on(trainer, final, settings)
-        require_base(evaluation, run)
+        evaluation = final.evaluation(trainer, settings)
+        if run.checkpoint is not None:
+            evaluation.require_base()
 
     run.open(trainer, metrics=trainer.metrics_file)
     evaluation.base(progress=True)
-    trainer.validate = answers_after_rounds(trainer, validation, settings)
+    trainer.validate = partial(log_reasoning, validation.evaluation(trainer, settings))
     if budget := run.time_budget(trainer):
         trainer.stops = budget.is_spent
 

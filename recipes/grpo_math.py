@@ -3,17 +3,16 @@
 from dataclasses import dataclass
 from functools import partial
 
+from trl_ext.held_out.reasoning import ReasoningCallback
+from trl_ext.rewards import VerifiedReward
 from trl_ext.runs.arguments import HfArg, one_line_errors
 from trl_ext.runs.course_config import CourseConfig
 from trl_ext.runs.finish import write_reasoning_results
 from trl_ext.runs.loading import can_be_resumed
 from trl_ext.runs.reasoning import (
     ValidatedProblems,
-    evaluate_on,
     load_problem_sets,
-    require_base,
     rollout_settings,
-    show_answers,
 )
 from trl_ext.runs.training_run import begin_run
 from trl_ext.trainers import PolicyTrainer
@@ -47,16 +46,18 @@ def main() -> None:
         # The problems with their prompt template and grader; the reward is any function with TRL's signature.
         arguments.sample_as(training)
         train, validation, final = load_problem_sets(arguments)
-        reward = train.reward_function(fast=not arguments.use_math_verify)
+        reward = VerifiedReward(train.reward, fast=not arguments.use_math_verify)
         # Do this before the trainer is created, which reads the stop strings.
         settings = rollout_settings(arguments, training, train.reward)
 
         trainer = run.load_trainer(partial(PolicyTrainer, reward_funcs=reward), train_dataset=train.dataset())
-        evaluation = evaluate_on(trainer, final, settings)
-        require_base(evaluation, run)
+        evaluation = final.evaluation(trainer, settings)
+        if run.checkpoint is not None:
+            evaluation.require_base()
 
     run.open(trainer)
-    show_answers(trainer, evaluate_on(trainer, validation, settings), every=arguments.eval_every, final=evaluation)
+    validations = validation.evaluation(trainer, settings)
+    trainer.add_callback(ReasoningCallback(validations, every=arguments.eval_every, final=evaluation))
     run.limit_hours(trainer, period=training.updates_per_rollout)
 
     run.train(trainer)

@@ -2,17 +2,15 @@
 
 from dataclasses import dataclass
 
+from trl_ext.held_out.reasoning import ReasoningCallback
 from trl_ext.runs.arguments import HfArg, one_line_errors
 from trl_ext.runs.finish import write_reasoning_results
 from trl_ext.runs.loading import can_be_resumed
 from trl_ext.runs.reasoning import (
     TrainingProblems,
     choose_demonstrations,
-    evaluate_on,
     load_problems,
-    require_base,
     sampling_settings,
-    show_answers,
 )
 from trl_ext.runs.training_run import begin_run
 from trl_ext.trainers import SFTConfig, SFTTrainer
@@ -51,11 +49,13 @@ def main() -> None:
         demonstrations, kept = choose_demonstrations(arguments, train)
 
         trainer = run.load_trainer(SFTTrainer, train_dataset=demonstrations)
-        evaluation = evaluate_on(trainer, held_out, sampling_settings(arguments, reward=held_out.reward))
-        require_base(evaluation, run)
+        evaluation = held_out.evaluation(trainer, sampling_settings(arguments, reward=held_out.reward))
+        if run.checkpoint is not None:
+            evaluation.require_base()
 
     run.open(trainer)
-    show_answers(trainer, evaluation, every=arguments.generation_eval_every, prompts=arguments.num_generation_prompts)
+    every, prompts = arguments.generation_eval_every, arguments.num_generation_prompts
+    trainer.add_callback(ReasoningCallback(evaluation, every=every, prompts=prompts))
     run.limit_hours(trainer)
 
     run.train(trainer)

@@ -16,7 +16,6 @@ from trl_ext.data.formats import convert_file, main
 
 GOOD = pair("a")
 PLAIN = {"row_id": "x", "prompt": "p", "chosen": "c", "rejected": "r"}
-COLUMNS = "expected the columns prompt, chosen, rejected"
 
 
 class TestFolder:
@@ -60,60 +59,36 @@ class TestFolder:
         (tmp_path / "test_gen.jsonl").write_bytes(b"\xef\xbb\xbf" + (line + "\r\n\r\n").encode())
         assert load_benchmark(tmp_path)["test_gen"][0]["prompt"] == [user(text)]
 
-    def test_keys_of_messages_that_are_dropped_are_named(self, tmp_path, caplog):
-        turn = {"role": "user", "content": "Name a fruit.", "name": "Ann", "turn": 1, "tool_calls": None}
-        path = write_rows(tmp_path / "mine.jsonl", [{"prompt": [turn]}, {"prompt": [{**turn, "name": None}]}])
-        (rows,) = load_benchmark(path).values()
-        assert rows["prompt"][0] == [{"role": "user", "content": "Name a fruit."}]
-        assert f"{path}: dropped from messages: name, turn; role and content are used" in caplog.text
-
     def test_columns_that_are_dropped(self, tmp_path, caplog):
-        rows = [pair(name, tags=["x"], mixed=1, messages="m", hash=2**63) for name in "abc"]
+        rows = [pair(name, tags=["x"], mixed=1, messages="m") for name in "abc"]
         rows[0] |= {"score": 1.0}
         rows[1] |= {"score": None, "mixed": "1"}
         write_rows(tmp_path / "train_prefs.jsonl", rows)
         with caplog.at_level(logging.WARNING):
             benchmark = load_benchmark(tmp_path)
         assert benchmark["train_prefs"].column_names == ["row_id", "prompt", "chosen", "rejected"]
-        warnings = sorted(record.getMessage().split(": ", 1)[1] for record in caplog.records)
-        unsuitable = "only the column rubric may hold lists; others hold strings, booleans or numbers"
-        assert warnings == [
-            "dropped column 'hash': its numbers need more than 64 bits",
-            "dropped column 'messages': TRL would mistake the format of the data set by it",
-            f"dropped column 'mixed': {unsuitable}",
-            "dropped column 'score': only 1 of 3 rows have it",
-            f"dropped column 'tags': {unsuitable}",
-        ]
+        assert "dropped columns: tags, mixed, messages, score" in caplog.text
 
 
 class TestBadRows:
     def error(self, path, **arguments):
         with pytest.raises(ValueError) as error:
             load_benchmark(path, **arguments)
-        assert "\n" not in str(error.value)
         return str(error.value)
 
     @pytest.mark.parametrize(
         ("name", "lines", "expected"),
         [
             ("train_prefs", [GOOD, '{"row_id": x}'], "1 bad row: line 2: bad JSON: Expecting value at column 12 ("),
-            ("train_prefs", [GOOD, pair("x", chosen_text="")], "1 bad row: line 2, row_id x: chosen_text: empty ("),
+            ("train_prefs", [GOOD, pair("x", chosen_text="")], "1 bad row: line 2: row_id x: chosen_text: empty ("),
             ("train_prefs", [GOOD, {"prompt_text": "p"}], "1 bad row: line 2: chosen: missing (or chosen_text) ("),
             ("train_prefs", [GOOD, pair("x", avg_confidence=2)], "avg_confidence: Input should be less than or equal"),
-            ("train_prefs", [GOOD, GOOD], "1 bad row: line 2, row_id a: row_id: already used on line 1 ("),
+            ("train_prefs", [GOOD, GOOD], "1 bad row: line 2: row_id a: row_id: already used on line 1 ("),
             ("train_prefs", [GOOD, PLAIN], "some prompts are plain strings and others messages"),
             ("train_prefs", ["[1]"], "1 bad row: line 1: bad JSON: expected an object, got list"),
             ("mine", [{}], "1 bad row: line 1: prompt: missing (or prompt_text or prompt_messages)"),
             ("train_prefs", [], "empty"),
-            # Wrong columns are told once.
-            (
-                "train_prefs",
-                [{"question": "q", "best": "a"}] * 8,
-                COLUMNS + "; found question, best: rename them (8 b",
-            ),
-            ("train_gen", [{"question": "q"}] * 8, "expected the columns prompt; found question: rename them (8 bad"),
-            ("mine", [{"question": "q"}] * 8, COLUMNS + " for pairs, or prompt alone; found question: rename them (8"),
-            ("mine", [{"prompt": "q", "choosen": "a", "rejected": "b"}], "rename 'choosen' to 'chosen' (1 bad row)"),
+            ("train_prefs", [{"question": "q", "best": "a"}] * 8, "8 bad rows: line 1: chosen: missing"),
         ],
     )
     def test_the_place_and_the_field_are_named(self, tmp_path, name, lines, expected):
@@ -121,40 +96,15 @@ class TestBadRows:
         message = self.error(path if name == "mine" else tmp_path)
         assert message.startswith(f"{path}: ") and expected in message, message
 
-    def test_five_are_shown_and_the_rest_counted(self, tmp_path):
-        rows = [pair(str(number), chosen_text=" " if number < 8 else "An apple.") for number in range(9)]
-        path = write_rows(tmp_path / "train_prefs.jsonl", rows)
-        message = self.error(path)
-        assert "8 bad rows: line 1, row_id 0: " in message
-        assert "line 5, row_id 4: chosen_text: empty; and 3 more (" in message
-        assert "line 6" not in message
-
-    def test_an_array_and_compressed_rows(self, tmp_path):
-        path = tmp_path / "rows.json"
-        path.write_text(json.dumps([{"prompt": "p"}, {"prompt": "q"}], indent=2))
-        assert f"{path}: a JSON array; give JSON lines" in self.error(path)
+    def test_compressed_rows(self, tmp_path):
         packed = gzip.compress(b'{"prompt": "p"}\n{"prompt": "q"}\n', mtime=0)
         (tmp_path / "rows.jsonl.gz").write_bytes(packed)
         assert load_benchmark(tmp_path / "rows.jsonl.gz")["train_gen"]["prompt"][:] == ["p", "q"]
 
-    @pytest.mark.parametrize(
-        ("name", "content"),
-        [
-            ("latin.jsonl", b'{"prompt_text": "a"}\n{"prompt_text": "\xff"}\n'),
-            ("cut.jsonl.gz", gzip.compress(b'{"prompt": "p"}\n', mtime=0)[:-9]),
-        ],
-    )
-    def test_files_that_are_no_text(self, tmp_path, name, content):
-        (tmp_path / name).write_bytes(content)
-        assert f"{name}: cannot be read as JSON lines in UTF-8: " in self.error(tmp_path / name)
-
-    def test_half_an_emoji(self, tmp_path):
-        path = tmp_path / "train.jsonl"
-        row = '{"prompt_text": "a", "chosen_text": "b", "rejected_text": "%s"}\n'
-        path.write_text(row % "c" + row % "\\ud83d")
-        with pytest.raises(ValueError, match="1 bad row: line 2: rejected_text: holds an unpaired surrogate"):
-            load_benchmark(str(path))
-        assert len(load_benchmark(str(path), skip_bad_rows=True)["train_prefs"]) == 1
+    def test_a_file_that_is_not_utf_8(self, tmp_path):
+        path = tmp_path / "latin.jsonl"
+        path.write_bytes(b'{"prompt_text": "a"}\n{"prompt_text": "\xff"}\n')
+        assert str(path) in self.error(path)
 
     def test_skipped_rows_are_named(self, tmp_path, caplog):
         bad = ["{", pair("b", chosen_text=""), pair("c", rejected_text=" "), pair("a", prompt_text="another")]
@@ -165,12 +115,11 @@ class TestBadRows:
         assert benchmark["train_prefs"][0]["prompt"] == [user("Name a fruit.")]
         [record] = caplog.records
         assert record.getMessage().startswith(f"{path}: 4 bad rows: line 2: bad JSON: ")
-        assert "; line 5, row_id a: row_id: already used on line 1 (dropped of 6)" in record.getMessage()
+        assert "; line 5: row_id a: row_id: already used on line 1 (dropped of 6)" in record.getMessage()
 
     def test_nothing_remains(self, tmp_path):
         write_rows(tmp_path / "train_prefs.jsonl", [pair("a", chosen_text=""), "{"])
-        message = self.error(tmp_path, skip_bad_rows=True)
-        assert "2 bad rows: line 1, row_id a: chosen_text: empty; line 2: bad JSON" in message
+        assert "2 bad rows: line 1" in self.error(tmp_path, skip_bad_rows=True)
 
 
 class TestSources:
@@ -188,24 +137,15 @@ class TestSources:
             load_benchmark(tmp_path / "train.jsonl")
         with pytest.raises(FileNotFoundError, match=r"no file test_gen\.jsonl .* holds train_prefs\.jsonl"):
             load_benchmark(tmp_path, splits=["test_gen"])
-
-    def test_folder_without_known_splits(self, tmp_path):
-        write_rows(tmp_path / "mine.jsonl", [pair("a")])
-        with pytest.raises(FileNotFoundError, match=r"choose others with splits=\[\.\.\.\]; .* holds mine\.jsonl"):
+        (tmp_path / "train_prefs.jsonl").rename(tmp_path / "mine.jsonl")
+        with pytest.raises(FileNotFoundError, match=r"holds mine\.jsonl"):
             load_benchmark(tmp_path)
 
-    @pytest.mark.parametrize(
-        "name", ["no_such.jsonl", "./no_such", "../no_such", "/no/such", "a/b/c", "~/no_such_folder"]
-    )
+    @pytest.mark.parametrize("name", ["no_such.jsonl", "./no_such", "/no/such", "a/b/c", "~/no_such_folder"])
     def test_path_like_names_do_not_go_to_the_hub(self, name, monkeypatch):
         monkeypatch.setattr(datasets, "load_dataset", lambda *_: pytest.fail("asked the hub"))
         with pytest.raises(FileNotFoundError, match="no such benchmark file or folder: .*such|a/b/c"):
             load_benchmark(name)
-
-    def test_problems_are_no_benchmark(self, monkeypatch):
-        monkeypatch.setattr(datasets, "load_dataset", lambda *_: pytest.fail("asked the hub"))
-        with pytest.raises(ValueError, match="use sft_math.py, expert_iteration.py or grpo_math.py"):
-            load_benchmark("word_problems")
 
 
 class TestHub:
@@ -299,10 +239,7 @@ def test_prompt_and_completion_become_a_prompt_with_its_response(tmp_path):
     [
         ("prompt_completion", {"prompt": "q"}, "completion: must be text, got None"),
         ("hh_rlhf", {**TRANSCRIPTS, "chosen": "\n\nHuman: Hi"}, "chosen: the last turn must be the Assistant's"),
-        ("hh_rlhf", {**TRANSCRIPTS, "chosen": "\n\nHuman: Hi\n\nAssistant:  "}, "chosen: the last turn must be the A"),
         ("hh_rlhf", {**TRANSCRIPTS, "chosen": HH["chosen"]}, "chosen and rejected differ before the last turn"),
-        ("hh_rlhf", {**TRANSCRIPTS, "rejected": TRANSCRIPTS["chosen"]}, "chosen: equal to rejected"),
-        ("hh_rlhf", {**TRANSCRIPTS, "chosen": "Human: Hi"}, "chosen: must begin with a blank line and Human:"),
         ("hh_rlhf", {"chosen": TRANSCRIPTS["chosen"]}, "rejected: missing; the row has chosen"),
         ("dolly", {**DOLLY, "response": " \n"}, "response: empty"),
     ],
@@ -339,11 +276,3 @@ def test_what_the_command_writes_is_a_benchmark(tmp_path):
     assert benchmark["train_prefs"]["row_id"] == ["hh:1", "hh:2", "hh:3", "hh:4"]
     assert benchmark["test_gen"]["prompt"] == ["\n\nHuman: Hi\n\nAssistant:", "\n\nHuman: Ho\n\nAssistant:"]
     assert benchmark["test_gen"]["reference_response_text"] == [" Good", " Good"]
-
-
-@pytest.mark.parametrize(("form", "expected"), [("dolly", "no file nope.jsonl"), ("doly", "invalid choice: 'doly'")])
-def test_a_wrong_command_is_refused(form, expected, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        main(["nope.jsonl", "out.jsonl", "--format", form])
-    said = capsys.readouterr().err
-    assert stopped.value.code == 2 and "error: " in said and expected in said

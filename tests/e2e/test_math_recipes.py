@@ -14,12 +14,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.support import recipes
-from tests.support.recipes import check_figures, read, refused
+from tests.support.recipes import check_figures, read
 from tests.support.train_once import in_processes
 from tests.support.trl_private import logged_metrics, score_rollout
 from trl_ext import PolicyConfig, PolicyTrainer
 from trl_ext.data.math import load_math
-from trl_ext.resilience.checkpoints import MARKER, is_complete
+from trl_ext.resilience.checkpoints import is_complete
 from trl_ext.rewards import VerifiedReward
 from trl_ext.rewards.verified import VerifiedGrader, category_of
 from trl_ext.runs import reasoning
@@ -186,14 +186,6 @@ def test_a_run_out_of_time_ends_with_a_checkpoint_and_its_table(tmp_path, monkey
     assert sorted(set(steps[0])) == sorted(set(steps[1]))
 
 
-@pytest.mark.long
-def test_the_default_run_improves(tmp_path):
-    """The recipe without arguments, as a user starts it: the interval of the gain lies above 0.2."""
-    recipes.launch("grpo_math", folder=tmp_path, timeout=600)
-    results = json.loads((tmp_path / "runs" / "grpo-math-toy" / "results.json").read_text())
-    assert results["score"]["gain"]["low"] > 0.2
-
-
 # ---- SFT ----
 
 
@@ -235,13 +227,13 @@ def test_rows_are_graded_and_beside_the_base(finished):
 
 
 @pytest.mark.long
-def test_a_run_of_the_defaults_learns_to_add(tmp_path):
-    """Sampled accuracy from about 0.17 to at least 0.6, and an interval of the paired difference clear of zero."""
-    recipes.launch("sft_math", folder=tmp_path)
-    results = read(tmp_path / "runs" / "sft-toy", "results.json")
-    assert results["score"]["base"] < 0.25 and results["score"]["policy"] > 0.6
-    assert results["score"]["gain"]["low"] > 0.4
-    assert results["reasoning"]["gain"]["greedy"]["low"] > 0
+@pytest.mark.parametrize(
+    ("recipe", "folder", "least"), [("sft_math", "sft-toy", 0.4), ("grpo_math", "grpo-math-toy", 0.2)]
+)
+def test_a_run_of_the_defaults_learns_to_add(recipe, folder, least, tmp_path):
+    """As a user starts it: the interval of the gain in sampled accuracy lies above these."""
+    recipes.launch(recipe, folder=tmp_path, timeout=600)
+    assert read(tmp_path / "runs" / folder, "results.json")["score"]["gain"]["low"] > least
 
 
 @pytest.mark.slow
@@ -285,21 +277,3 @@ class TestChoosingDemonstrations:
         assert row["completion"] == " 2+2=4. </think> <answer> 4 </answer>"
         (row,), _ = self.choose(monkeypatch, f"--dataset_name={tmp_path}", "--prompt_template=question_only")
         assert (row["prompt"], row["completion"]) == ("Sum?", "2+2=4.\n\\boxed{4}")
-
-
-@pytest.mark.parametrize("left", [["metrics.jsonl"], ["metrics.jsonl", "checkpoint-2/model.safetensors"]])
-def test_a_folder_without_a_whole_checkpoint_says_how_to_begin_anew(left, monkeypatch, capsys, tmp_path):
-    """Without a flag and with --resume_from_checkpoint, in one line each; neither sends the user to the other."""
-    monkeypatch.chdir(tmp_path)
-    for name in left:
-        (tmp_path / "run" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "run" / name).write_text("{}\n")
-    names = ", ".join(Path(name).parts[0] for name in left)
-    said = refused(monkeypatch, capsys, "sft_math", "--output_dir=run")
-    assert f"({names})" in said and "--overwrite_output_dir" in said and "--resume_from_checkpoint" not in said
-    said = refused(monkeypatch, capsys, "sft_math", "--output_dir=run", "--resume_from_checkpoint")
-    assert f"no checkpoint to resume, only {names}" in said and "--overwrite_output_dir" in said
-    # With a complete checkpoint, resuming is one of the ways.
-    (tmp_path / "run" / "checkpoint-1").mkdir()
-    (tmp_path / "run" / "checkpoint-1" / MARKER).touch()
-    assert "resume it with --resume_from_checkpoint" in refused(monkeypatch, capsys, "sft_math", "--output_dir=run")

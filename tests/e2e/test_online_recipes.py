@@ -78,11 +78,7 @@ BATCHES = {
 }
 
 
-@pytest.mark.parametrize(
-    "method, batch",
-    # Groups of one are for baselines without a group.
-    [(m, b) for m in ("grpo", "gspo", "remax") for b in BATCHES if m == "remax" or b != "one response"],
-)
+@pytest.mark.parametrize(("method", "batch"), [*zip(("grpo", "grpo", "gspo", "remax"), BATCHES, strict=True)])
 def test_a_saved_configuration_reads_back(method, batch, monkeypatch, tmp_path):
     """Every argument, and what is saved again; sizes that follow from one another are not given twice."""
     arguments = ["--reward_function", "my_rewards.py:known", "--min_new_tokens", "3", "--save_steps", "7"]
@@ -291,7 +287,7 @@ def test_the_configuration_of_part_two(monkeypatch):
     path = recipes.RECIPES / "configs" / "wildchat" / "part2" / "best_of_n.yaml"
     flags = ["--n", "1", "--temperature", "0.5", "--top_p", "0.9", "--repetition_penalty", "1.1"]
     (arguments,) = recipes.parse(monkeypatch, "best_of_n", "--config", str(path), *flags)
-    assert arguments.judge == "none" and arguments.model_name_or_path == "Qwen/Qwen2.5-1.5B-Instruct"
+    assert arguments.score_function is None and arguments.model_name_or_path == "Qwen/Qwen2.5-1.5B-Instruct"
     settings = arguments.settings()
     assert (settings.max_prompt_tokens, settings.max_new_tokens) == (700, 256)
     assert (settings.temperature, settings.top_p, settings.repetition_penalty) == (0.5, 0.9, 1.1)

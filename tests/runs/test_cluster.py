@@ -123,19 +123,6 @@ def test_the_last_node_serves_vllm(given, parallel, cluster, monkeypatch):
     assert (training.vllm_server_timeout, training.vllm_group_port) == (1200, 41007)
 
 
-@pytest.mark.parametrize(
-    ("script", "arguments", "message"),
-    [
-        ("train.sbatch", ["aot"], "usage: sbatch"),
-        ("train_with_vllm_server.sbatch", ["aot"], "usage: sbatch"),
-        ("train_with_vllm_server.sbatch", ["grpo", "runs/x", "org/model"], "--nodes 2 or more"),
-    ],
-)
-def test_what_a_job_is_refused_for(script, arguments, message, cluster):
-    done, calls = cluster(script, *arguments, SLURM_JOB_NODELIST="a")
-    assert done.returncode == 2 and message in done.stderr and "accelerate" not in calls
-
-
 @pytest.mark.parametrize("script", SCRIPTS[1:])
 @pytest.mark.parametrize(("code", "requeued"), [("0", False), ("1", False), ("143", True)])
 def test_only_a_notice_requeues(script, code, requeued, cluster):

@@ -273,11 +273,11 @@ def test_sizes_of_the_course_become_those_of_trl(build):
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({"rollout_batch_size": 60, "group_size": 8}, "rollout_batch_size 60 .* group_size 8"),
-        ({"rollout_batch_size": 96, "train_batch_size": 64}, "rollout_batch_size 96 .* train_batch_size 64"),
-        ({"train_batch_size": 24, "per_device_train_batch_size": 16}, "train_batch_size 24 .* 16 responses"),
-        ({"train_batch_size": 32, "gradient_accumulation_steps": 2}, "train_batch_size 32 means gradient_accumul"),
-        ({"group_size": 4, "num_generations": 8}, "group_size 4 means num_generations 4, and num_generations is 8"),
+        ({"rollout_batch_size": 60, "group_size": 8}, "60 .* num_generations 8"),
+        ({"rollout_batch_size": 96, "train_batch_size": 64}, "train_batch_size 64 .* rollout_batch_size 96"),
+        ({"train_batch_size": 24, "per_device_train_batch_size": 16}, "train_batch_size 24 .* 16"),
+        ({"train_batch_size": 32, "gradient_accumulation_steps": 2}, "--train_batch_size means gradient_accumul"),
+        ({"group_size": 4, "num_generations": 8}, "group_size means num_generations 4, and num_generations is 8"),
         ({"group_size": 0}, "group_size must be at least 1, got 0"),
         (
             {"length_normalization": "mean"},

@@ -214,40 +214,24 @@ def is_alive(process: psutil.Process) -> bool:
     return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_notice_to_the_pipeline_alone_lets_the_stage_save(tmp_path, number):
-    stage = Stage(tmp_path)
-    stage.driver.send_signal(number)
-    assert stage.end() == (128 + number, "SIGTERM")
+# Who is told what, what the worker does by then, how the driver ends, and what the worker has saved.
+NOTICES = {
+    "TERM to the pipeline alone": (("driver",), signal.SIGTERM, "listening", (143, "SIGTERM")),
+    "HUP to the pipeline alone": (("driver",), signal.SIGHUP, "listening", (129, "SIGTERM")),
+    # The launcher ends by it at once, and the training process is waited for all the same.
+    "TERM to every process": (("driver", "launcher", "worker"), signal.SIGTERM, "listening", (143, "SIGTERM")),
+    # It has nothing to save, and no handler: the signal ends it.
+    "TERM before it trains": (("driver",), signal.SIGTERM, "loading", (143, None)),
+    "INT, as from a terminal": (("driver",), signal.SIGINT, "listening", ("interrupted", "SIGINT")),
+    "QUIT ends all at once": (("driver",), signal.SIGQUIT, "listening", (131, None)),
+}
 
 
 @pytest.mark.slow
-def test_a_notice_to_every_process_lets_the_stage_save(tmp_path):
-    """The launcher ends by it at once, and the training process is waited for all the same."""
-    stage = Stage(tmp_path)
-    for process in (stage.driver, stage.launcher, stage.worker):
-        process.send_signal(signal.SIGTERM)
-    assert stage.end() == (143, "SIGTERM")
-
-
-@pytest.mark.slow
-def test_a_stage_that_does_not_train_yet_ends_at_once(tmp_path):
-    """It has nothing to save, and no handler: the signal ends it."""
-    stage = Stage(tmp_path, "loading")
-    stage.driver.send_signal(signal.SIGTERM)
-    assert stage.end() == (143, None)
-
-
-@pytest.mark.slow
-def test_an_interrupt_reaches_the_stage_as_from_a_terminal(tmp_path):
-    stage = Stage(tmp_path)
-    stage.driver.send_signal(signal.SIGINT)
-    assert stage.end() == ("interrupted", "SIGINT")
-
-
-@pytest.mark.slow
-def test_ctrl_backslash_ends_the_stage_at_once(tmp_path):
-    stage = Stage(tmp_path)
-    stage.driver.send_signal(signal.SIGQUIT)
-    assert stage.end() == (131, None)
+@pytest.mark.parametrize("name", NOTICES)
+def test_a_notice_lets_the_stage_save(name, tmp_path):
+    told, number, worker, expected = NOTICES[name]
+    stage = Stage(tmp_path, worker)
+    for process in told:
+        getattr(stage, process).send_signal(number)
+    assert stage.end() == expected

@@ -109,7 +109,6 @@ def test_each_field_of_each_recipe(tmp_path, check):
     ("settings", "message"),
     [
         ({"algorithm": "dr_grpo"}, "begun with algorithm 'grpo', and now it is 'dr_grpo': resume it with its own"),
-        ({"seed": 9, "learning_rate": 1e-5}, r"learning_rate 0.0005, and now it is 1e-05 \(and seed\)"),
         ({"beta": 0.1}, "begun with beta None, and now it is 0.1"),
         # Of pairs, packing leaves out padding; of demonstrations, it puts several into one row.
         ({"packing": True, "packing_strategy": "bfd"}, "begun with packing None, and now it is True"),
@@ -118,18 +117,6 @@ def test_each_field_of_each_recipe(tmp_path, check):
 def test_what_changes_it_is_refused(check, settings, message):
     with pytest.raises(ValueError, match=message):
         check(**settings)
-
-
-def test_a_longer_run_is_said(check, capsys, caplog):
-    check(max_steps=60)
-    assert "max_steps 60, and the run was begun with 30" in capsys.readouterr().out + caplog.text
-
-
-def test_without_a_configuration_nothing_is_refused_and_a_damaged_one_is_named(tmp_path):
-    check_same_settings(tmp_path / "config.yaml", "seed: 1")
-    (tmp_path / "config.yaml").write_text("- seed")
-    with pytest.raises(ValueError, match="does not hold the settings of a run: choose another --output_dir"):
-        check_same_settings(tmp_path / "config.yaml", "seed: 1")
 
 
 # ---- Lines ----

@@ -256,9 +256,7 @@ def test_one_file_is_the_split_to_train_on(tmp_path):
     rows = load_rows(rows_of(path), 42)
     assert list(rows) == ["train_gen"] and rows["train_gen"]["prompt"][:] == ["p"]
     path.rename(tmp_path / "test_gen.jsonl")
-    with pytest.raises(
-        ValueError, match=r"only test_gen. Name one .*, call the file of prompts \(prompt\) train_gen.jsonl"
-    ):
+    with pytest.raises(ValueError, match="only test_gen.*--train_split"):
         load_rows(rows_of(tmp_path), 42)
 
 

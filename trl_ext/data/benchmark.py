@@ -39,7 +39,7 @@ def load_benchmark(
     `row_id`, `prompt`, `completion`, `label`. Prompt splits have `row_id` and `prompt`. Texts are messages, or strings
     if the source is in TRL's plain format (`PreferenceRow`, `UnpairedRow`, `PromptRow`). Other columns of strings,
     numbers or booleans are kept if every row has them, and so are the criteria in `rubric`; others are dropped with a
-    warning. The data sets are held in memory.
+    warning.
 
     Args:
         name_or_path: the source.
@@ -79,12 +79,7 @@ def _read(name_or_path: str | os.PathLike, wanted: list[str] | None) -> dict[str
         return _read_file(path, wanted)
     if _looks_like_path(name_or_path):
         there = list_folder(path.parent) if path.parent.is_dir() else f"there is no folder {path.parent} either"
-        raise FileNotFoundError(
-            f"no such benchmark file or folder: {path}; put files such as train_prefs.jsonl and test_gen.jsonl into a "
-            f"folder, and name it; {there}"
-        )
-    if name_or_path == "word_problems":
-        raise ValueError("word_problems holds problems: use sft_math.py, expert_iteration.py or grpo_math.py")
+        raise FileNotFoundError(f"no such benchmark file or folder: {path}; {there}")
     return _read_hub(str(name_or_path), wanted)
 
 
@@ -98,10 +93,7 @@ def _read_folder(folder: Path, wanted: list[str] | None) -> dict[str, RawSplit]:
     names = [name for name in KNOWN_SPLITS if (folder / f"{name}.jsonl").is_file()] if wanted is None else wanted
     if not names:
         known = ", ".join(f"{name}.jsonl" for name in KNOWN_SPLITS)
-        raise FileNotFoundError(
-            f"none of {known} is there: give a file of these names or alone, or choose others with splits=[...]; "
-            f"{list_folder(folder)}"
-        )
+        raise FileNotFoundError(f"none of {known} is there: choose others with splits=[...]; {list_folder(folder)}")
     return {name: read_jsonl(split_file(folder, name)) for name in names}
 
 

@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trl_ext.data.rows import Problem, RawSplit, build_split, read_jsonl, text_field
-from trl_ext.files import brief, write_json_lines
+from trl_ext.data.rows import RawSplit, build_split, read_jsonl, text_field
+from trl_ext.files import write_json_lines
 
 Row = dict[str, Any]
 Messages = list[dict[str, str]]
@@ -44,11 +44,7 @@ def convert_file(
         form: `dolly`, `hh_rlhf` or `prompt_completion`.
         plain: prompts as text rather than messages; `prompt_completion` leaves them as they are.
         prompts: turn pairs into prompts, each once, with the chosen response as `reference_response_text`.
-        skip_bad_rows: leave bad records out, with a count of the reasons in the log, instead of raising.
-
-    Raises:
-        FileNotFoundError: the file does not exist.
-        ValueError: there are bad records; the message gives the file, and line and field of up to five.
+        skip_bad_rows: leave bad records out instead of raising ValueError.
     """
     source = read_jsonl(path)
     split = RawSplit(source.source, source.stem, problems=source.problems)
@@ -56,18 +52,18 @@ def convert_file(
         try:
             split.rows.append((line, FORMATS[form](record, plain)))
         except ValueError as error:
-            split.problems.append(Problem(line, str(error)))
+            split.problems.append((line, str(error)))
     rows = list(build_split(split, pairs=form == "hh_rlhf", skip_bad_rows=skip_bad_rows))
     return _only_prompts(rows) if prompts and form == "hh_rlhf" else rows
 
 
 def _prompt_completion_row(record: Mapping[str, Any], plain: bool) -> Row:
     """TRL's row of prompt and completion as a prompt with its response."""
-    completion = record.get("completion")
-    if isinstance(completion, list) and len(completion) == 1 and isinstance(completion[0], Mapping):
-        completion = completion[0].get("content")
-    text = text_field({**record, "completion": completion}, "completion")
-    return {name: value for name, value in record.items() if name != "completion"} | {"reference_response_text": text}
+    row = dict(record)
+    completion = row.pop("completion", None)
+    if isinstance(completion, list) and len(completion) == 1:
+        (completion,) = (message.get("content") for message in completion)
+    return {**row, "reference_response_text": text_field({"completion": completion}, "completion")}
 
 
 def _dolly_row(record: Mapping[str, Any], plain: bool) -> Row:
@@ -99,15 +95,11 @@ def _hh_rlhf_row(record: Mapping[str, Any], plain: bool) -> Row:
 def _prompt_and_response(record: Mapping[str, Any], side: str) -> tuple[Messages, str]:
     transcript = text_field(record, side)
     if not transcript.startswith("\n\nHuman:"):
-        begins = brief(repr(transcript[:20]))
-        raise ValueError(f"{side}: must begin with a blank line and Human:, begins with {begins}")
+        raise ValueError(f"{side}: must begin with a blank line and Human:")
     # The split returns an empty first part, then speaker, text, speaker, text, ...
     parts = _TURN.split(transcript)[1:]
-    turns = [
-        {"role": SPEAKERS[speaker], "content": text.strip()}
-        for speaker, text in zip(parts[::2], parts[1::2], strict=True)
-    ]
-    *prompt, last = turns
+    turns = zip(parts[::2], parts[1::2], strict=True)
+    *prompt, last = [{"role": SPEAKERS[speaker], "content": text.strip()} for speaker, text in turns]
     if last["role"] != "assistant" or not last["content"]:
         raise ValueError(f"{side}: the last turn must be the Assistant's, and not empty")
     return prompt, last["content"]
@@ -131,12 +123,7 @@ FORMATS: dict[str, Callable[[Mapping[str, Any], bool], Row]] = {
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Convert a file; ends with code 2 and one line where that cannot be done."""
-    parser = argparse.ArgumentParser(
-        prog="python -m trl_ext.data.formats",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = argparse.ArgumentParser(prog="python -m trl_ext.data.formats", description=__doc__)
     parser.add_argument("source", metavar="IN", help="JSON lines as the data set has them; .gz is decompressed")
     parser.add_argument("out", metavar="OUT", help="such as my_benchmark/train_prefs.jsonl; replaced")
     parser.add_argument("--format", required=True, choices=sorted(FORMATS), help="of IN")
@@ -145,8 +132,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--skip_bad_rows", action="store_true", help="leave bad rows out, and say how many and why")
     given = parser.parse_args(arguments)
     try:
-        options = {"plain": given.plain, "prompts": given.prompts, "skip_bad_rows": given.skip_bad_rows}
-        rows = convert_file(given.source, given.format, **options)
+        rows = convert_file(
+            given.source, given.format, plain=given.plain, prompts=given.prompts, skip_bad_rows=given.skip_bad_rows
+        )
         write_json_lines(given.out, rows)
     except (ValueError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)

@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from trl_ext.data.rows import RawSplit, read_jsonl, split_file, text_field
+from trl_ext.data.rows import read_jsonl, split_file, text_field
 from trl_ext.files import brief
 from trl_ext.names import nearest
 
 Row = dict[str, Any]
-SPLITS = ("train", "validation", "test")
-_UNKNOWN = "no problem with an answer"
-_LAYOUTS = (
-    "prompt_text and answer; question and answer (GSM8K); problem with answer or solution (MATH); "
-    "nums and target (Countdown); or prompt and ground_truth"
-)
+# The problems that come with the library, each a package with a `DATA_DIR`, and the file and the source of each split.
+EMBEDDED_PROBLEMS = {
+    "toy": {split: (f"{split}_math", "") for split in ("train", "validation", "test")},
+    "word_problems": {split: (split, "") for split in ("train", "validation", "test")}
+    | {f"train_{source}": ("train", source) for source in ("mawps", "svamp")},
+}
 # GSM8K's calculator notes, as in `48/2 = <<48/2=24>>24`.
 _CALCULATION = re.compile(r"<<[^<>]*>>")
 _ESCAPE_OR_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _SPACED_BOX = re.compile(r"\\boxed\s+\{")
 # Without braces, TeX boxes a single token, but authors mean the whole formula that follows.
 _BARE_BOX = re.compile(r"\\boxed(?![A-Za-z{])\s*([^\s$]+)")
-_FINAL_NUMBER = re.compile(r"-?[0-9]+(?:\.[0-9]+)?")
 # Templates are text files with a placeholder for the question.
 TEMPLATES = Path(__file__).parent / "prompt_templates"
 PLACEHOLDER = "{question}"
@@ -46,17 +46,32 @@ def load_math(name_or_path: str | Path = "toy", split: str = "train") -> list[Ro
     demonstration that is used verbatim after the prompt.
 
     Returns:
-        Rows with `row_id`, `prompt_text` (the question) and `answer` (text), and, if present, `response`, `solution`
-        (worked, without the tags that a prompt asks for), `numbers` (for Countdown, whose answer is the target) and
-        `prompt` (a whole prompt).
+        Rows with `row_id`, `prompt_text` (the question), `answer` (text), and, if present, `response`, `solution`,
+        `numbers` (for Countdown, whose answer is the target) and `prompt` (a whole prompt).
 
     Raises:
         FileNotFoundError: the file, folder or split does not exist.
         ValueError: a file has no rows or bad ones; the message gives file, line, row_id and field of up to five.
     """
+    path, source = Path(name_or_path).expanduser(), ""
     if name_or_path in EMBEDDED_PROBLEMS:
-        return EMBEDDED_PROBLEMS[name_or_path](split)
-    return _checked(read_jsonl(_path_of(Path(name_or_path).expanduser(), split)))
+        splits = EMBEDDED_PROBLEMS[name_or_path]
+        if split not in splits:
+            raise FileNotFoundError(f"{name_or_path} has no split {split!r} of problems: it has {', '.join(splits)}")
+        file, source = splits[split]
+        path = import_module(f"trl_ext.{name_or_path}").DATA_DIR / f"{file}.jsonl"
+    elif path.is_dir():
+        path = split_file(path, split)
+    elif not path.is_file():
+        raise FileNotFoundError(
+            f"no problems at {brief(path, 200)!r}: give {', '.join(EMBEDDED_PROBLEMS)}, a folder of {{split}}.jsonl, "
+            "or a .jsonl file"
+        )
+    found = read_jsonl(path)
+    rows = found.check(_row)
+    if found.problems or not rows:
+        raise ValueError(found.describe() if found.problems else f"{path}: empty")
+    return [row for row in rows if row["row_id"].startswith(source)]
 
 
 def math_prompt(row: Mapping[str, Any], template: str | None) -> list[dict[str, str]] | str:
@@ -95,52 +110,6 @@ def demonstration(row: Mapping[str, Any], template: str | None, *, boxed: bool =
     return f"{opening} {row['solution']} </think> <answer> {row['answer']} </answer>"
 
 
-def _load_toy(split: str) -> list[Row]:
-    from trl_ext.toy import DATA_DIR
-
-    split = split.removesuffix("_math")
-    _check_split("toy", split)
-    return _checked(read_jsonl(DATA_DIR / f"{split}_math.jsonl"))
-
-
-def _load_word_problems(split: str) -> list[Row]:
-    from trl_ext.word_problems import DATA_DIR
-
-    _check_split("word_problems", split, (*SPLITS, "train_mawps", "train_svamp"))
-    name, _, source = split.partition("_")
-    return [row for row in _checked(read_jsonl(DATA_DIR / f"{name}.jsonl")) if row["row_id"].startswith(source)]
-
-
-def _check_split(name: str, split: str, splits: Sequence[str] = SPLITS) -> None:
-    if split not in splits:
-        raise FileNotFoundError(f"{name} has no split {split!r} of problems: it has {', '.join(splits)}")
-
-
-# The problems that come with the library, by name.
-EMBEDDED_PROBLEMS = {"toy": _load_toy, "word_problems": _load_word_problems}
-
-
-def _path_of(path: Path, split: str) -> Path:
-    if path.is_file():
-        return path
-    if not path.is_dir():
-        raise FileNotFoundError(
-            f"no problems at {brief(path, 200)!r}: give {', '.join(EMBEDDED_PROBLEMS)}, a folder of {{split}}.jsonl, "
-            "or a .jsonl file"
-        )
-    return split_file(path, split)
-
-
-def _checked(split: RawSplit) -> list[Row]:
-    rows = split.check(_row)
-    if split.problems:
-        unknown = any(problem.message.startswith(_UNKNOWN) for problem in split.problems)
-        raise ValueError(split.describe() + f"; a row holds {_LAYOUTS}" * unknown)
-    if not rows:
-        raise ValueError(f"{split.source}: empty; expected at least one problem")
-    return rows
-
-
 def _row(raw: Mapping[str, Any]) -> Row:
     """Convert a row of a file to the library's fields; a ValueError names the bad field."""
     if "target" in raw:
@@ -155,7 +124,7 @@ def _row(raw: Mapping[str, Any]) -> Row:
     elif "prompt_text" in raw:
         row = {"prompt_text": text_field(raw, "prompt_text"), "answer": _answer(raw, "answer"), **_solution(raw)}
     else:
-        raise ValueError(f"{_UNKNOWN}; this one has {brief(', '.join(raw) or 'nothing', 80)}")
+        raise ValueError(f"no problem with an answer; the row has {brief(', '.join(raw), 80)}")
     return row | ({"response": text_field(raw, "response")} if raw.get("response") is not None else {})
 
 
@@ -165,10 +134,8 @@ def _gsm8k(raw: Mapping[str, Any]) -> Row:
     row = {"prompt_text": text_field(raw, "question")}
     if not marker:
         return {**row, "answer": answer}
-    number = final.strip().removeprefix("$").replace(",", "")
-    if not _FINAL_NUMBER.fullmatch(number):
-        raise ValueError(f"answer: no number after ####, but {brief(final.strip(), 40)!r}")
-    return {**row, "answer": number, "solution": _CALCULATION.sub("", solution).strip()}
+    row["answer"] = text_field({"answer": final.strip().removeprefix("$").replace(",", "")}, "answer")
+    return {**row, "solution": _CALCULATION.sub("", solution).strip()}
 
 
 def _math(raw: Mapping[str, Any]) -> Row:
@@ -178,7 +145,7 @@ def _math(raw: Mapping[str, Any]) -> Row:
         return {**row, "answer": _answer(raw, "answer"), **solution}
     boxed = boxed_answer(solution.get("solution", ""))
     if boxed is None:
-        raise ValueError("answer: missing, and there is no solution with a closed \\boxed{} to take it from")
+        raise ValueError("answer: missing, and the solution has no closed \\boxed{}")
     return {**row, "answer": boxed, **solution}
 
 
@@ -187,11 +154,9 @@ def _solution(raw: Mapping[str, Any]) -> Row:
 
 
 def _countdown(raw: Mapping[str, Any]) -> Row:
-    field = "nums" if "nums" in raw else "numbers"
-    numbers, target = raw.get(field), raw["target"]
+    numbers, target = raw.get("nums", raw.get("numbers")), raw["target"]
     if not isinstance(numbers, list) or not numbers or not all(map(_is_whole, [target, *numbers])):
-        got = f"{brief(repr(numbers), 60)} and {brief(repr(target), 40)}"
-        raise ValueError(f"{field}, target: must be a list of whole numbers and one, got {got}")
+        raise ValueError("nums, target: must be a list of whole numbers and one")
     question = (
         f"Make {target} from the numbers {', '.join(map(str, numbers))}: write one expression with +, -, *, / and "
         "brackets that uses each of the numbers exactly once."
@@ -214,22 +179,17 @@ def _answer(raw: Mapping[str, Any], field: str) -> str:
 # ---- Prompt templates and boxes ----
 
 
-def template_names() -> list[str]:
-    """The names of the library's templates."""
-    return sorted(path.stem for path in TEMPLATES.glob("*.txt"))
-
-
 def load_prompt_template(name_or_path: str | Path) -> str:
     """A template's text, without the newline that ends its file.
 
     Args:
-        name_or_path: a name in `template_names()`, or the path of a text file that contains `{question}`.
+        name_or_path: the name of one of the library's templates, or a text file that contains `{question}`.
 
     Raises:
         FileNotFoundError: it is neither a known name nor a file.
         ValueError: the file has no `{question}`.
     """
-    names = template_names()
+    names = sorted(path.stem for path in TEMPLATES.glob("*.txt"))
     path = TEMPLATES / f"{name_or_path}.txt" if str(name_or_path) in names else Path(name_or_path)
     if not path.is_file():
         raise FileNotFoundError(

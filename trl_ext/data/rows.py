@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import gzip
-import json
 import logging
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from trl_ext.data.schemas import FIELDS_OF_COLUMN, NOT_PLAIN, PreferenceRow, PromptRow, UnpairedRow, row_type
+from trl_ext.data.schemas import PreferenceRow, PromptRow, UnpairedRow, row_type
 from trl_ext.files import brief, existing_file, parse_json, read_json
 
 if TYPE_CHECKING:
@@ -33,23 +30,15 @@ UNPAIRED_COLUMNS = ("row_id", "prompt", "completion", "label")
 TRL_FORMAT_COLUMNS = {"prompt", "chosen", "rejected", "completion", "messages"}
 
 
-class Problem(NamedTuple):
-    """An error in a row, and the number of its line or row."""
-
-    position: int
-    message: str
-    row_id: Any = None
-
-
 @dataclass
 class RawSplit:
-    """The rows of one file or hub split as (position, fields) pairs, and the rows that are bad."""
+    """The rows of one file or hub split as (position, fields) pairs, and what is wrong with others, likewise."""
 
     source: str
     stem: str
     unit: str = "line"
     rows: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
-    problems: list[Problem] = field(default_factory=list)
+    problems: list[tuple[int, str]] = field(default_factory=list)
 
     @property
     def row_type(self) -> type[PreferenceRow] | type[UnpairedRow] | type[PromptRow]:
@@ -67,23 +56,19 @@ class RawSplit:
             row_id = f"{self.stem}:{position}" if raw.get("row_id") is None else str(raw["row_id"])
             try:
                 row = convert(raw)
-                _check_encodable(raw)
                 if position_of_row_id.setdefault(row_id, position) != position:
                     raise ValueError(f"row_id: already used on {self.unit} {position_of_row_id[row_id]}")
             except ValueError as error:
                 message = first_error(error) if isinstance(error, ValidationError) else str(error)
-                self.problems.append(Problem(position, message, raw.get("row_id")))
+                given = "" if raw.get("row_id") is None else f"row_id {brief(row_id)}: "
+                self.problems.append((position, f"{given}{message}"))
             else:
                 checked.append({**row, "row_id": row_id})
-        self.problems.sort(key=lambda problem: problem.position)
         return checked
 
     def describe(self) -> str:
         """One line with the source, the number of problems and the first few of them."""
-        lines = []
-        for position, message, row_id in self.problems:
-            place = f"{self.unit} {position}" + (f", row_id {brief(row_id)}" if row_id is not None else "")
-            lines.append(f"{place}: {message}")
+        lines = [f"{self.unit} {position}: {message}" for position, message in sorted(self.problems)]
         return f"{self.source}: {len(lines)} bad row{'s' * (len(lines) > 1)}: {first_few(lines)}"
 
 
@@ -92,7 +77,7 @@ def read_jsonl(path: str | Path) -> RawSplit:
 
     Raises:
         FileNotFoundError: the file does not exist.
-        ValueError: the file is not text in UTF-8, holds a JSON array, or its compressed data is damaged.
+        ValueError: the file is not text in UTF-8.
     """
     path = existing_file(path)
     split = RawSplit(source=str(path), stem=path.stem)
@@ -100,8 +85,6 @@ def read_jsonl(path: str | Path) -> RawSplit:
     with open_file(path, "rt", encoding="utf-8-sig", newline="\n") as file:
         try:
             for number, line in enumerate(file, start=1):
-                if not split.rows and not split.problems and line.strip() in ("[", "[{"):
-                    raise ValueError(f"{path}: a JSON array; give JSON lines, one object per line without commas")
                 if not line.strip():
                     continue
                 try:
@@ -110,9 +93,9 @@ def read_jsonl(path: str | Path) -> RawSplit:
                         raise ValueError(f"bad JSON: expected an object, got {type(row).__name__}")
                     split.rows.append((number, row))
                 except ValueError as error:
-                    split.problems.append(Problem(number, str(error)))
-        except (UnicodeDecodeError, gzip.BadGzipFile, EOFError) as error:
-            raise ValueError(f"{path}: cannot be read as JSON lines in UTF-8: {error}") from None
+                    split.problems.append((number, str(error)))
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path}: {error}") from None
     return split
 
 
@@ -187,10 +170,7 @@ def build_split(split: RawSplit, *, pairs: bool, skip_bad_rows: bool) -> dataset
     Args:
         split: the raw rows.
         pairs: True if rows must be preference pairs, or labelled responses if the first row is one; False for prompts.
-        skip_bad_rows: drop bad rows instead of raising.
-
-    Raises:
-        ValueError: the split is empty, a row is bad and `skip_bad_rows` is False, or no good row remains.
+        skip_bad_rows: drop bad rows instead of raising ValueError; at least one good row must remain.
     """
     total = len(split.rows) + len(split.problems)
     if total == 0:
@@ -199,15 +179,11 @@ def build_split(split: RawSplit, *, pairs: bool, skip_bad_rows: bool) -> dataset
     if pairs and split.row_type is UnpairedRow:
         model, columns = UnpairedRow, UNPAIRED_COLUMNS
     rows = split.check(lambda raw: model.model_validate(raw).model_dump(exclude_none=True))
-    if not rows and (message := _wrong_columns(split, columns)):
-        raise ValueError(message)
     if split.problems and not (rows and skip_bad_rows):
         advice = "fix the data" if skip_bad_rows else "fix the data, or drop such rows with skip_bad_rows"
         raise ValueError(f"{split.describe()} ({advice})")
     if split.problems:
         logger.warning("%s (dropped of %d)", split.describe(), total)
-    if dropped := _other_keys(split):
-        logger.warning("%s: dropped from messages: %s; role and content are used", split.source, brief(dropped, 160))
     if len({type(row["prompt"]) for row in rows}) > 1:
         raise ValueError(f"{split.source}: some prompts are plain strings and others messages; give one kind")
     return _to_dataset(split.source, rows, columns)
@@ -220,67 +196,24 @@ def first_error(error: ValidationError) -> str:
     return brief(": ".join([".".join(map(str, first["loc"]))] * bool(first["loc"]) + [message]), 160)
 
 
-def _other_keys(split: RawSplit) -> str:
-    """The names of what messages hold besides a role and a content."""
-    turns = (turn for _, row in split.rows for value in row.values() if isinstance(value, list) for turn in value)
-    messages = (turn for turn in turns if isinstance(turn, dict) and {"role", "content"} <= turn.keys())
-    keys = dict.fromkeys(key for message in messages for key, value in message.items() if value is not None)
-    return ", ".join(key for key in keys if key not in ("role", "content", *NOT_PLAIN))
-
-
-def _check_encodable(row: Mapping[str, Any]) -> None:
-    """Refuse half a surrogate pair, which is what an emoji cut in two leaves in JSON."""
-    for name, value in row.items():
-        try:
-            json.dumps(value, ensure_ascii=False, default=str).encode()
-        except UnicodeEncodeError:
-            raise ValueError(f"{name}: holds an unpaired surrogate, such as half an emoji") from None
-
-
-def _wrong_columns(split: RawSplit, columns: tuple[str, ...]) -> str | None:
-    """A message if no row of a file has a required column; None for any other problem."""
-    found = {name: None for _, row in split.rows for name in row}
-    missing = [name for name in columns[1:] if found.keys().isdisjoint(FIELDS_OF_COLUMN[name])]
-    if not missing or not found:
-        return None
-    expected = ", ".join(columns[1:])
-    if columns == PROMPT_COLUMNS and not split.stem.endswith("_gen"):
-        # A single file: its first row decides between pairs and prompts.
-        expected = "prompt, chosen, rejected for pairs, or prompt alone"
-    known = {field for fields in FIELDS_OF_COLUMN.values() for field in fields}
-    near = [(get_close_matches(name, found.keys() - known, n=1), name) for name in missing]
-    renamed = " and ".join(f"{match[0]!r} to {name!r}" for match, name in near if match)
-    count = len(split.problems)
-    return (
-        f"{split.source}: expected the columns {expected}; found {brief(', '.join(found), 160) or 'none'}: rename "
-        f"{renamed or 'them'} ({count} bad row{'s' * (count > 1)})"
-    )
-
-
 def _to_dataset(source: str, rows: list[dict[str, Any]], format_columns: tuple[str, ...]) -> datasets.Dataset:
-    """Keep the columns that every row has with a single scalar type, and warn about each of the others."""
+    """Keep the columns that have a value of a single scalar type in every row, and warn about the others."""
     from datasets import Dataset
 
     columns = {name: [row[name] for row in rows] for name in format_columns}
-    counts = Counter(name for row in rows for name in row if name not in columns)
-    for name, count in counts.items():
+    dropped = []
+    for name in dict.fromkeys(name for row in rows for name in row if name not in columns):
         values = [row.get(name) for row in rows]
         types = {type(value) for value in values}
-        if name in TRL_FORMAT_COLUMNS:
-            reason = "TRL would mistake the format of the data set by it"
-        elif count < len(rows):
-            reason = f"only {count} of {len(rows)} rows have it"
-        elif name == "rubric" and types == {list}:
+        if name == "rubric" and types == {list}:
             columns[name] = [[_criterion(one) for one in value] for value in values]
-            continue
-        elif types not in ({str}, {bool}, {int}, {float}, {int, float}):
-            reason = "only the column rubric may hold lists; others hold strings, booleans or numbers"
-        elif types == {int} and not -(2**63) <= min(values) <= max(values) < 2**63:
-            reason = "its numbers need more than 64 bits"
+        elif name in TRL_FORMAT_COLUMNS or types not in ({str}, {bool}, {int}, {float}, {int, float}):
+            dropped.append(name)
         else:
             columns[name] = [float(value) for value in values] if float in types else values
-            continue
-        logger.warning("%s: dropped column %r: %s", source, brief(name), reason)
+    if dropped:
+        names = brief(", ".join(dropped), 160)
+        logger.warning("%s: dropped columns: %s (without a text, boolean or number in every row)", source, names)
     return Dataset.from_dict(columns)
 
 

@@ -2,7 +2,7 @@
 
 They normalise a row to TRL's columns. `PreferenceRow` holds `prompt`, `chosen` and `rejected`: lists of messages, or
 strings throughout when the source is TRL's plain (non-chat) format. `UnpairedRow` holds `prompt`, `completion` and
-`label`, and `PromptRow` holds `prompt`.
+`label`, and `PromptRow` holds `prompt`. Extra fields are kept.
 """
 
 from __future__ import annotations
@@ -17,21 +17,12 @@ PROMPT_FIELDS = ("prompt_messages", "prompt", "prompt_text")
 CHOSEN_FIELDS = ("chosen_text", "chosen")
 REJECTED_FIELDS = ("rejected_text", "rejected")
 LABEL_FIELDS = ("completion", "label")
-# The fields that a column of TRL is made from.
-FIELDS_OF_COLUMN = {
-    "prompt": PROMPT_FIELDS,
-    "chosen": CHOSEN_FIELDS,
-    "rejected": REJECTED_FIELDS,
-    **{name: (name,) for name in LABEL_FIELDS},
-}
-
-
 # What chat templates render of a message besides its role and content.
 NOT_PLAIN = ("tool_calls", "tool_call_id", "function_call", "reasoning_content", "reasoning", "thinking")
 
 
 class Message(TypedDict):
-    """One turn of a conversation. Those of `NOT_PLAIN` are refused, and other keys are dropped with a warning."""
+    """One turn of a conversation. Those of `NOT_PLAIN` are refused, and other keys are dropped."""
 
     role: str
     content: str
@@ -53,22 +44,27 @@ class _Row(BaseModel):
         if not isinstance(row, Mapping):
             return row
         # JSON and the hub write a missing field as null.
-        return cls._columns({name: value for name, value in row.items() if value is not None})
+        fields = {name: value for name, value in row.items() if value is not None}
+        return {**cls._columns(fields), **fields}
+
+    @classmethod
+    def _columns(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        """The columns of TRL, whose fields are taken out of `fields`."""
+        raise NotImplementedError
 
 
 class PromptRow(_Row):
     """A prompt to generate from.
 
     The prompt is given as `prompt_messages`, TRL's `prompt` (messages, or a string that stays plain) or
-    `prompt_text` (one user message); the first of these in the row is used. Extra fields are kept.
+    `prompt_text` (one user message); the first of these in the row is used.
     """
 
     @classmethod
     def _columns(cls, fields: dict[str, Any]) -> dict[str, Any]:
         name, prompt = _take(fields, PROMPT_FIELDS)
-        if name == "prompt" and isinstance(prompt, str):
-            return {"prompt": _not_empty(name, prompt), **fields}
-        return {"prompt": _prompt_messages(name, prompt), **fields}
+        plain = name == "prompt" and isinstance(prompt, str)
+        return {"prompt": _not_empty(name, prompt) if plain else _prompt_messages(name, prompt)}
 
 
 class PreferenceRow(_Row):
@@ -76,7 +72,7 @@ class PreferenceRow(_Row):
 
     The prompt is given as in `PromptRow`, or left out if `chosen` and `rejected` are conversations that share their
     first turns. The responses are `chosen_text` and `rejected_text`, or TRL's `chosen` and `rejected` as strings
-    or messages. `prompt`, `chosen` and `rejected` that are all strings stay strings. Extra fields are kept.
+    or messages. `prompt`, `chosen` and `rejected` that are all strings stay strings.
     """
 
     chosen: list[Message] | str
@@ -101,14 +97,14 @@ class PreferenceRow(_Row):
             responses = _response_text(chosen_name, chosen), _response_text(rejected_name, rejected)
         if responses[0] == responses[1]:
             raise ValueError(f"{chosen_name}: equal to {rejected_name}")
-        return {"prompt": prompt, "chosen": chosen, "rejected": rejected, **fields}
+        return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
 
 
 class UnpairedRow(_Row):
     """A prompt with one response and a label that says whether it is desirable, as used by KTO.
 
     The prompt is given as in `PromptRow`, the response as `completion`, a string or one assistant message. `prompt`
-    and `completion` that are both strings stay strings. Extra fields are kept.
+    and `completion` that are both strings stay strings.
     """
 
     completion: list[Message] | str
@@ -119,11 +115,10 @@ class UnpairedRow(_Row):
         name, prompt = _take(fields, PROMPT_FIELDS)
         _, completion = _take(fields, ("completion",))
         if name == "prompt" and isinstance(prompt, str) and isinstance(completion, str):
-            _not_empty(name, prompt), _not_empty("completion", completion)
-        else:
-            prompt, completion = _prompt_messages(name, prompt), _messages("completion", completion)
-            _response_text("completion", completion)
-        return {**fields, "prompt": prompt, "completion": completion}
+            return {"prompt": _not_empty(name, prompt), "completion": _not_empty("completion", completion)}
+        prompt, completion = _prompt_messages(name, prompt), _messages("completion", completion)
+        _response_text("completion", completion)
+        return {"prompt": prompt, "completion": completion}
 
 
 def row_type(names: Iterable[str]) -> type[_Row]:
@@ -146,30 +141,13 @@ def _take(fields: dict[str, Any], names: tuple[str, ...], *, required: bool = Tr
 
 def _messages(name: str, value: Any, role: str = "assistant") -> list[Message]:
     """The messages; a text becomes one message with this role."""
-    value = [{"role": role, "content": value}] if isinstance(value, str) else value
-    if isinstance(value, list):
-        value = [_plain_message(name, message) for message in value]
     try:
-        return MESSAGES.validate_python(value)
+        messages = MESSAGES.validate_python([{"role": role, "content": value}] if isinstance(value, str) else value)
     except ValidationError:
         raise ValueError(f"{name}: must be text or a non-empty list of messages with a role and a content") from None
-
-
-def _plain_message(name: str, message: Any) -> Any:
-    """The message, with parts of text joined; raises ValueError if it carries more than a role and a text."""
-    if not isinstance(message, Mapping):
-        return message
-    if carried := [key for key in NOT_PLAIN if message.get(key)]:
-        raise ValueError(
-            f"{name}: a message has {carried[0]}, and only role and content are used: write it into the content, "
-            "as the chat template renders it, or remove it"
-        )
-    parts = message.get("content")
-    if not isinstance(parts, list) or not all(isinstance(part, Mapping) for part in parts):
-        return message
-    if other := [part.get("type") for part in parts if not isinstance(part.get("text"), str)]:
-        raise ValueError(f"{name}: a message has content of the type {other[0]!r}, and only text is used")
-    return {**message, "content": "".join(part["text"] for part in parts)}
+    if isinstance(value, list) and (carried := [key for one in value for key in NOT_PLAIN if one.get(key)]):
+        raise ValueError(f"{name}: a message has {carried[0]}, and only role and content are used")
+    return messages
 
 
 def _prompt_messages(name: str, value: Any) -> list[Message]:

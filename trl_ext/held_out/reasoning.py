@@ -91,10 +91,14 @@ class ReasoningEvaluation:
             for name in DECODINGS
         }
 
-    def base_is_known(self) -> bool:
-        """Whether the run folder holds the base's responses to all problems."""
-        paths = [self._base_path(decoding) for decoding in DECODINGS]
-        return all(path.is_file() and path.read_bytes().count(b"\n") == len(self.rows) for path in paths)
+    def require_base(self) -> None:
+        """Check that a resumed run has the base's responses to all problems, whose weights are no longer there."""
+        for path in map(self._base_path, DECODINGS):
+            if not path.is_file() or path.read_bytes().count(b"\n") != len(self.rows):
+                raise ValueError(
+                    f"{path} does not hold the base's responses to the {len(self.rows)} held-out problems: begin anew "
+                    "with --overwrite_output_dir"
+                )
 
     def _base_path(self, decoding: str) -> Path:
         return Path(self.trainer.args.output_dir) / "samples" / f"base_{decoding}.jsonl"

@@ -121,13 +121,11 @@ class _Parser(TrlParser):
         words: list[str] = []
         for key, value in read_config(path).items():
             action = self.flags.get(key)
-            if action is None or key != action.dest or key in ("config", "help"):
+            if action is None or key != action.dest:
                 raise ValueError(f"{path}: unknown key {brief(key, 80)!r}{nearest(brief(key, 80), list(self.flags))}")
             # transformers declares `report_to` as one value, and takes several.
             if value is None or value == [] or (key == "report_to" and isinstance(value, list)):
                 self.set_defaults(**{key: value})
-            elif isinstance(value, list) and action.nargs not in ("+", "*"):
-                raise ValueError(f"{path}: {key} takes one value, got {brief(repr(value), 100)}")
             else:
                 words += as_flag(key, value)
         try:

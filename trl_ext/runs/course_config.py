@@ -94,11 +94,7 @@ class CourseConfig(PolicyConfig):
             return
         given, default = getattr(self, name), type(self).__dataclass_fields__[name].default
         if given not in (default, value):
-            asked = self.responses_per_update if word == "train_batch_size" else getattr(self, word)
-            raise ValueError(
-                f"--{word} {asked} means {name} {value}, and {name} is {given}, as a flag or in the "
-                f"configuration: give one of the two{' (--max_steps -1 takes that back)' * (name == 'max_steps')}"
-            )
+            raise ValueError(f"--{word} means {name} {value}, and {name} is {given}: give one of the two")
         setattr(self, name, value)
 
     def _take_defaults_of_the_course(self) -> None:
@@ -111,27 +107,16 @@ class CourseConfig(PolicyConfig):
 
     def _split_updates(self) -> None:
         """Split the responses of an update into passes of `per_device_train_batch_size`."""
-        update, rollout = self.responses_per_update, self.generation_batch_size
-        if rollout is not None and self.num_generations is not None and rollout % self.num_generations:
-            raise ValueError(
-                f"rollout_batch_size {rollout} does not divide into groups of group_size {self.num_generations}"
-            )
+        update = self.responses_per_update
         if update is None:
             return
-        if update < 1:
-            raise ValueError(f"train_batch_size must be at least 1, got {update}")
-        if rollout is None:
-            self.generation_batch_size = rollout = update
-        if rollout % update:
-            raise ValueError(
-                f"rollout_batch_size {rollout} does not divide into updates of train_batch_size {update}: "
-                "the one must be a multiple of the other"
-            )
+        if self.generation_batch_size is None:
+            self.generation_batch_size = update
         one_pass = self.per_device_train_batch_size * world_size()
-        if update % one_pass:
+        if update < 1 or self.generation_batch_size % update or update % one_pass:
             raise ValueError(
-                f"train_batch_size {update} does not divide into passes of {one_pass} responses "
-                f"(per_device_train_batch_size {self.per_device_train_batch_size} x {world_size()} processes)"
+                f"train_batch_size {update} must divide rollout_batch_size {self.generation_batch_size}, and be a "
+                f"multiple of per_device_train_batch_size x processes, {one_pass}"
             )
         self._same("train_batch_size", "gradient_accumulation_steps", update // one_pass)
 

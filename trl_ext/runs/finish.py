@@ -85,7 +85,7 @@ def write_results(
     """Write and print a comparison of the policy with its base, and shut the processes down.
 
     Args:
-        run: the run; its folder gets generations.jsonl, results.json, report.png and the model card.
+        run: the run, in whose folder the files are written.
         trainer: the trainer at the end of training.
         comparison: what `compare_with_base` returned.
         preferences: metrics of held-out pairs.
@@ -112,8 +112,7 @@ def finish(
 ) -> None:
     """Write `results.json`, the model card and `report.png`, print the results, and shut the processes down.
 
-    `show` prints the tables of `results`, to which the description of the run is added; `margins` are those of a
-    reward model's held-out pairs.
+    `show` prints the tables of `results`; `margins` are those of a reward model's held-out pairs.
     """
     if trainer.accelerator.is_main_process:
         results = {"run": describe_run(run, trainer, described), **results}
@@ -194,8 +193,6 @@ def _show_comparison(results: dict[str, Any], generations: list[dict[str, Any]])
         print(f"  policy: {shorten(row['response_text'], 400) or '(empty)'}")
     if generations and all(row["response_text"] == row["base_response_text"] for row in generations):
         print(f"\nthe policy's and the base's responses are identical, all {len(generations)} of them")
-    if results["win_rate"] is None and generations:
-        print("\nno win rate: only the embedded benchmark comes with a judge; generations.jsonl holds both responses")
 
 
 def _comparison_rows(results: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
@@ -250,10 +247,7 @@ def write_reasoning_results(
     def show(results: dict[str, Any]) -> None:
         _show_reasoning(results["reasoning"], after["sampled"])
         if stopped:
-            print(
-                f"stopped by --max_hours {hours:g} after {done} of {of} {unit}; with more hours, "
-                "--resume_from_checkpoint goes on"
-            )
+            print(f"stopped by --max_hours {hours:g} after {done} of {of} {unit}: resume with more hours")
 
     results = reasoning_results(before, after)
     finish(run, trainer, results, panels=REASONING_PANELS, show=show, stopped_by_max_hours=stopped, **described)
@@ -316,17 +310,7 @@ def _show_reasoning(found: Mapping[str, Any], rows: Sequence[Mapping[str, Any]])
         for key, label in LENGTHS.items():
             lines.append((f"  {label}", *(figure(one[key]) for one in pair)))
     print(f"\n{format_table(('', 'before', 'after'), lines)}")
-    print(examples(rows))
+    for category, row in {row["category"]: row for row in reversed(rows)}.items():
+        print(f"\n{TITLES[category]}: {shorten(row['prompt_text'], 100)}  (answer {row['answer']})")
+        print(f"  {shorten(row['response_text'], 200) or '(empty)'}")
     print(f"n {after['sampled']['n_prompts']} problems, 95% intervals")
-
-
-def examples(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The first response of each category."""
-    lines = []
-    for category in CATEGORIES:
-        row = next((row for row in rows if row["category"] == category), None)
-        if row is not None:
-            prompt = shorten(row["prompt_text"], 100)
-            lines.append(f"\n{TITLES[category]}: {prompt}  (answer {row['answer']})")
-            lines.append(f"  {shorten(row['response_text'], 200) or '(empty)'}")
-    return "\n".join(lines)

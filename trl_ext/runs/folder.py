@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Collection
 from pathlib import Path
@@ -38,7 +37,6 @@ def open_run_folder(output_dir: str, *, overwrite: bool, resume_from_checkpoint:
         raise ValueError("give --overwrite_output_dir or --resume_from_checkpoint, not both")
     if resume_from_checkpoint and resume_from_checkpoint.lower() != "false":
         return _checkpoint_to_resume(folder, resume_from_checkpoint)
-    _check_writable(folder)
     earlier = _earlier_run(folder)
     if earlier and not overwrite:
         resume = "" if last_checkpoint(folder) is None else " resume it with --resume_from_checkpoint,"
@@ -58,20 +56,15 @@ def _checkpoint_to_resume(folder: Path, wanted: str) -> str | None:
         check_checkpoint(wanted)
         return wanted
     last = last_checkpoint(folder)
-    if last is None:
-        earlier = _earlier_run(folder)
-        if (folder / "config.yaml").is_file() and set(earlier) <= {"metrics.jsonl"}:
-            if is_main_process():
-                print(f"{folder} has no checkpoint yet: its run begins anew")
-            return None
-        holds = f", only {', '.join(earlier[:3])}" if earlier else ""
+    begun = (folder / "config.yaml").is_file() and set(_earlier_run(folder)) <= {"metrics.jsonl"}
+    if last is None and not begun:
         raise FileNotFoundError(
-            f"{folder} has no checkpoint to resume{holds}: leave out --resume_from_checkpoint, or give "
+            f"{folder} has no checkpoint to resume: leave out --resume_from_checkpoint, or give "
             "--overwrite_output_dir in its place"
         )
     if is_main_process():
-        print(f"going on from {last}")
-    return str(last)
+        print(f"{folder} has no checkpoint yet: its run begins anew" if last is None else f"resuming from {last}")
+    return last and str(last)
 
 
 def _earlier_run(folder: Path) -> list[str]:
@@ -79,14 +72,6 @@ def _earlier_run(folder: Path) -> list[str]:
     files = [folder / name for name in RESULT_FILES if name != "config.yaml"]
     names = [path.name for path in files if path.exists() and path.stat().st_size]
     return names + [path.name for path in sorted(folder.glob("checkpoint-*"))]
-
-
-def _check_writable(folder: Path) -> None:
-    if folder.exists() and not folder.is_dir():
-        raise FileExistsError(f"--output_dir {folder} is a file: name a folder")
-    parent = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not os.access(parent, os.W_OK | os.X_OK):
-        raise PermissionError(f"--output_dir {folder} cannot be written to: no permission in {parent}")
 
 
 def clear_run_folder(output_dir: str) -> None:
@@ -179,11 +164,6 @@ def changed_settings(config: Path, resolved: str, may_change: Collection[str]) -
     `resolved` are the present ones, as `config_text` returns them; names in `may_change` are not compared.
     """
     earlier, now = read_yaml(config), yaml.safe_load(resolved)
-    if not isinstance(earlier, dict):
-        raise ValueError(
-            f"{config} does not hold the settings of a run: choose another --output_dir, or give "
-            "--overwrite_output_dir"
-        )
     names = [name for name in sorted({*earlier, *now}) if name not in may_change]
     return {name: (earlier.get(name), now.get(name)) for name in names if earlier.get(name) != now.get(name)}
 
@@ -198,8 +178,8 @@ def check_same_settings(config: Path, resolved: str) -> None:
     for name in [name for name in changed if name in _LENGTHS]:
         begun, now = changed.pop(name)
         warn_once_per_run(
-            f"going on with {name} {now}, and the run was begun with {begun}: a learning rate that falls towards the "
-            "end falls by the new one"
+            f"resuming with {name} {now}, and the run was begun with {begun}: the learning-rate schedule follows the "
+            "new one"
         )
     if changed:
         (name, (begun, now)), *others = changed.items()

@@ -98,10 +98,7 @@ def can_be_resumed() -> Iterator[None]:
             yield
     except KeyboardInterrupt:
         if is_main_process():
-            print(
-                "\ninterrupted: steps after the last checkpoint are lost. The same command goes on from it with "
-                "--resume_from_checkpoint; where there is none yet, --overwrite_output_dir begins anew"
-            )
+            print("\ninterrupted: the same command with --resume_from_checkpoint resumes from the last checkpoint")
         raise SystemExit(130) from None
 
 
@@ -117,12 +114,7 @@ def load_rows(arguments, seed: int):
         (only,) = benchmark
         benchmark[split] = benchmark.pop(only)
     if split not in benchmark:
-        fields = "pairs (prompt, chosen, rejected)" if split.endswith("_prefs") else "prompts (prompt)"
-        raise ValueError(
-            f"{name} has no split {split!r} to train on, only {', '.join(benchmark)}{nearest(split, list(benchmark))} "
-            f"Name one with --train_split, call the file of {fields} {split}.jsonl, or give it alone as "
-            "--dataset_name FILE.jsonl"
-        )
+        raise _missing_split(benchmark, "train_split", arguments)
     if arguments.eval_fraction is not None:
         _hold_out(benchmark, arguments, seed)
     return benchmark
@@ -166,8 +158,7 @@ def load_trainer(trainer_class, model: ModelArguments, training, **datasets: Any
             "run would replace it: choose another --output_dir"
         )
     dtype = model.dtype
-    if training.use_cpu and not training.bf16 and dtype not in (None, "float32"):
-        warn_once_per_run(f"dtype {dtype} was asked for: the weights are loaded in float32, which this CPU trains in")
+    if training.use_cpu and not training.bf16 and dtype is not None:
         dtype = "float32"
     # Pass the name, not an instance: ZeRO-3 must see the model being built.
     training.model_init_kwargs = {
@@ -185,14 +176,7 @@ def load_trainer(trainer_class, model: ModelArguments, training, **datasets: Any
             **datasets,
         )
     except (OSError, HTTPError) as error:
-        if isinstance(error, HTTPError) and training.push_to_hub:
-            raise ValueError(
-                f"the hub cannot be reached or refuses --push_to_hub: run `hf auth login`, or leave it out. ({error})"
-            ) from error
-        raise ValueError(
-            f"the model {model.model_name_or_path!r} could not be loaded; without a network, give a copy's "
-            f"folder with --model_name_or_path. ({error})"
-        ) from error
+        raise ValueError(f"the model {model.model_name_or_path!r} could not be loaded: {error}") from error
     names = ("max_length",) if isinstance(training, SFTConfig) else ("max_response_tokens", "max_prompt_tokens")
     limits = {name: getattr(training, name, None) for name in names}
     for dataset in (trainer.train_dataset, trainer.eval_dataset):
@@ -212,11 +196,16 @@ def optional_split(benchmark, field_name: str, arguments: EvaluatedArguments, co
     if name == getattr(type(arguments), field_name):
         warn_once_per_run(f"{arguments.dataset_name} has no split {name!r}: {consequence}")
     elif name != "none":
-        raise ValueError(
-            f"{arguments.dataset_name} has no split {name!r}, only {', '.join(benchmark)}"
-            f"{nearest(name, list(benchmark))} Name one of these with --{field_name}, or none"
-        )
+        raise _missing_split(benchmark, field_name, arguments)
     return None
+
+
+def _missing_split(benchmark, field_name: str, arguments: BenchmarkArguments) -> ValueError:
+    name = getattr(arguments, field_name)
+    return ValueError(
+        f"{arguments.dataset_name} has no split {name!r}, only {', '.join(benchmark)}{nearest(name, list(benchmark))} "
+        f"Name one with --{field_name}"
+    )
 
 
 def evaluate_generations(

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from datasets import Dataset
 from transformers.hf_argparser import HfArg
 
 from trl_ext.data.math import demonstration, load_math, load_prompt_template, math_prompt, render
-from trl_ext.held_out.reasoning import ReasoningCallback, ReasoningEvaluation, log_reasoning
+from trl_ext.held_out.reasoning import ReasoningEvaluation
 from trl_ext.processes import is_main_process
-from trl_ext.rewards import VerifiedReward
 from trl_ext.rewards.verified import VerifiedGrader
 from trl_ext.rollouts import SamplingSettings
 from trl_ext.rollouts.generation import ANSWER_END
-from trl_ext.runs.training_run import TrainingRun
 from trl_ext.trainers.defaults import check_at_least
 
 CHAT = "chat"
@@ -77,8 +73,7 @@ class TrainingProblems(ProblemArguments):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.max_hours is not None and not self.max_hours > 0:
-            raise ValueError(f"max_hours must be positive, got {self.max_hours}")
+        check_at_least(self, {"max_hours": 0})
 
 
 @dataclass
@@ -99,10 +94,7 @@ class ValidatedProblems(TrainingProblems):
         """Make evaluations sample as many tokens as rollouts do."""
         default, length = type(self).__dataclass_fields__["max_new_tokens"].default, training.max_completion_length
         if self.max_new_tokens not in (default, length):
-            raise ValueError(
-                f"max_new_tokens {self.max_new_tokens} is not max_completion_length {length}: evaluations sample as "
-                "the rollouts do; give the second alone"
-            )
+            raise ValueError("evaluations sample as the rollouts do: give max_completion_length, not max_new_tokens")
         self.max_new_tokens = length
 
 
@@ -120,9 +112,9 @@ class Problems:
         """The rows with the model's prompts."""
         return [math_prompt(row, self.template) for row in self.rows]
 
-    def reward_function(self, *, fast: bool):
-        """The grader as a reward function of TRL; `fast` leaves math-verify out."""
-        return VerifiedReward(self.reward, fast=fast)
+    def evaluation(self, trainer, settings: SamplingSettings) -> ReasoningEvaluation:
+        """An evaluation that samples a trainer's policy on the problems and grades it."""
+        return ReasoningEvaluation(trainer, self.rows, self.template, self.grade, settings)
 
     def dataset(self) -> Dataset:
         """The rows in TRL's format: prompts, and the columns that the reward reads."""
@@ -199,9 +191,7 @@ def choose_demonstrations(arguments, problems: Problems) -> tuple[Dataset, dict[
     pairs = [(row, demonstration(row, problems.template, boxed=boxed)) for row in problems.rows]
     pairs = [(row, response) for row, response in pairs if response is not None]
     if not pairs:
-        raise ValueError(
-            f"{arguments.dataset_name}, split {arguments.train_split!r}, has no response or solution to train on"
-        )
+        raise ValueError(f"the split {arguments.train_split!r} has no response or solution to train on")
     counts = None
     if arguments.filter_correct:
         right = [(row, response) for row, response in pairs if problems.grade(response, row)["reward"]]
@@ -210,43 +200,14 @@ def choose_demonstrations(arguments, problems: Problems) -> tuple[Dataset, dict[
             print(f"filter_correct: kept {len(right)} of {len(pairs)} responses, whose answers verify")
         if not right:
             raise ValueError(
-                f"filter_correct: no response of {arguments.train_split!r} verifies under {problems.reward}: look at "
-                "--prompt_template and --reward"
+                f"filter_correct: no response of {arguments.train_split!r} verifies under the reward {problems.reward}"
             )
         pairs = right
     pairs = first(pairs, arguments, "num_examples", f"what is left of {arguments.train_split!r} to train on")
-    prompts = [(row, math_prompt(row, problems.template), response) for row, response in pairs]
-    rows = [
+    rows = []
+    for row, response in pairs:
+        prompt = math_prompt(row, problems.template)
         # Prompt and completion must both be messages or both be text.
-        {
-            "row_id": row["row_id"],
-            "prompt": prompt,
-            "completion": response if isinstance(prompt, str) else [{"role": "assistant", "content": response}],
-        }
-        for row, prompt, response in prompts
-    ]
+        completion = response if isinstance(prompt, str) else [{"role": "assistant", "content": response}]
+        rows.append({"row_id": row["row_id"], "prompt": prompt, "completion": completion})
     return Dataset.from_list(rows), counts
-
-
-def evaluate_on(trainer, problems: Problems, settings: SamplingSettings) -> ReasoningEvaluation:
-    """An evaluation that samples a trainer's policy on the problems and grades it."""
-    return ReasoningEvaluation(trainer, problems.rows, problems.template, problems.grade, settings)
-
-
-def require_base(evaluation: ReasoningEvaluation, run: TrainingRun) -> None:
-    """Check that a resumed run can be compared with its base, whose weights are no longer available for sampling."""
-    if run.checkpoint is not None and not evaluation.base_is_known():
-        raise ValueError(
-            f"{run.folder}/samples does not hold the base's responses to the {len(evaluation.rows)} held-out "
-            "problems, which a run leaves there at its start: begin anew with --overwrite_output_dir"
-        )
-
-
-def show_answers(trainer, evaluation: ReasoningEvaluation, **options: Any) -> None:
-    """Evaluate while training; the options go to `ReasoningCallback`."""
-    trainer.add_callback(ReasoningCallback(evaluation, **options))
-
-
-def answers_after_rounds(trainer, problems: Problems, settings: SamplingSettings) -> Callable[[], None]:
-    """What expert iteration calls after each round: evaluates the policy on the problems, and logs the metrics."""
-    return partial(log_reasoning, evaluate_on(trainer, problems, settings))

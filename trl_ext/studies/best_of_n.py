@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -14,16 +14,8 @@ from accelerate import Accelerator
 from transformers.hf_argparser import HfArg
 
 from trl_ext import load_benchmark
-from trl_ext.data.benchmark import EMBEDDED, known_score
-from trl_ext.evaluation import (
-    GroundTruthJudge,
-    PairwiseJudge,
-    WinRate,
-    best_of_n_curve,
-    judge_pairs,
-    plot_best_of_n,
-    win_rate,
-)
+from trl_ext.data.benchmark import known_score
+from trl_ext.evaluation import GroundTruthJudge, best_of_n_curve, plot_best_of_n
 from trl_ext.evaluation.command_line import format_table
 from trl_ext.evaluation.comparing.generations import compare_generations
 from trl_ext.files import write_json, write_json_lines, write_text
@@ -44,17 +36,15 @@ from trl_ext.runs.configs import toy_config
 from trl_ext.runs.finish import describe_machine, drawing, estimate, say_written
 from trl_ext.runs.folder import config_text, settings_digest
 from trl_ext.runs.online import RewardSources, only_reward
-from trl_ext.trainers.defaults import check_at_least, check_choice, runs_on_cpu
+from trl_ext.trainers.defaults import check_at_least, runs_on_cpu
 
 RESPONSES = "responses.jsonl"
-JUDGE_CACHE = "judge_cache.sqlite"
-JUDGES = ("ground_truth", "openai", "none")
-FILES = ("config.yaml", "results.json", "generations.jsonl", RESPONSES, "sft.jsonl", "best_of_n.png", JUDGE_CACHE)
+FILES = ("config.yaml", "results.json", "generations.jsonl", RESPONSES, "sft.jsonl", "best_of_n.png")
 
 
 @dataclass
 class BestOfNArguments(RewardSources):
-    """Prompts, the reward, the judge, how responses are sampled, how many to pick from, and which of them to keep."""
+    """Prompts, the reward, how responses are sampled, how many to pick from, and which of them to keep."""
 
     model_name_or_path: str = HfArg(
         default="toy", help="toy, smollm2, a folder of a model or an adapter, or a hub model."
@@ -72,13 +62,6 @@ class BestOfNArguments(RewardSources):
     num_prompts: int | None = HfArg(default=None, help="Use only the first N prompts. Default: all.")
     skip_bad_rows: bool = HfArg(default=False, help="Drop bad rows and say how many and why.")
     overwrite_output_dir: bool = HfArg(default=False, help="Replace an earlier run in output_dir.")
-    judge: str | None = HfArg(
-        default=None,
-        help="Who compares responses with the base's, which are greedy: ground_truth (embedded data "
-        "only), openai, or none. Default: ground_truth on embedded data, none on everything else.",
-    )
-    judge_model: str = HfArg(default="gpt-5.4", help="For the judge openai; key in OPENAI_API_KEY.")
-    judge_base_url: str | None = HfArg(default=None, help="Base URL of an OpenAI-compatible server.")
     max_prompt_tokens: int | None = HfArg(default=None, help="Longer prompts lose their beginning.")
     max_new_tokens: int = HfArg(default=256, help="Longest response, in tokens.")
     generation_batch_size: int = HfArg(default=32, help="Prompts per batch of generation.")
@@ -101,24 +84,8 @@ class BestOfNArguments(RewardSources):
     keep_threshold: float | None = HfArg(default=None, help="Lowest reward, for --keep threshold.")
 
     def __post_init__(self):
-        counts = (
-            "num_prompts",
-            "save_every",
-            "reward_batch_size",
-            "max_new_tokens",
-            "generation_batch_size",
-            "keep_count",
-        )
-        check_at_least(self, dict.fromkeys(counts, 1) | {"missing_eos_penalty": 0})
-        if self.judge is None:
-            self.judge = "ground_truth" if self.score_function else "none"
-        check_choice("judge", self.judge, JUDGES)
-        if self.judge == "ground_truth" and self.score_function is None:
-            known = " and ".join(EMBEDDED)
-            raise ValueError(f"judge ground_truth is for {known}, the benchmarks whose responses have a known score")
+        check_at_least(self, {"num_prompts": 1, "save_every": 1, "reward_batch_size": 1, "missing_eos_penalty": 0})
         self.n = sorted({1, 2, 4, 8, 16} if self.n is None else {*self.n})
-        if self.n[0] < 1:
-            raise ValueError(f"n must be at least 1, got {self.n[0]}")
         self.num_samples = self.n[-1] if self.num_samples is None else self.num_samples
         if self.num_samples < self.n[-1]:
             raise ValueError(f"num_samples {self.num_samples} is less than the largest n, {self.n[-1]}: sample more")
@@ -162,7 +129,7 @@ def _run(started: float) -> None:
     resolved, sampling, folder = config_text(arguments), arguments.settings(), Path(arguments.output_dir)
     accelerator = Accelerator(cpu=runs_on_cpu(arguments.use_cpu))
     reward = only_reward(arguments, arguments.reward_batch_size)
-    judge, prompts = load_judge(arguments), load_prompts(arguments)
+    prompts = load_prompts(arguments)
     if arguments.use_vllm and accelerator.num_processes > 1:
         raise ValueError("vLLM is for one process here: launch with --num_processes 1")
     settings = yaml.safe_load(resolved) | {"model_sha256": model_sha256(arguments.model_name_or_path)}
@@ -195,7 +162,8 @@ def _run(started: float) -> None:
         lambda rows: engine([row["prompt"] for row in rows], seed=arguments.seed), prompts, accelerator
     )
     if accelerator.is_main_process:
-        results = _compare(arguments, samples, prompts, base, judge, tokenizer, folder)
+        results = _compare(arguments, samples, prompts, base, tokenizer)
+        write_json_lines(folder / "generations.jsonl", results.pop("rows"))
         reward_name, penalty = getattr(reward, "__name__", type(reward).__name__), arguments.missing_eos_penalty
         penalized = f", missing_eos_penalty {penalty:g}" if penalty else ""
         objective = f"best of {arguments.n[-1]} (temperature {sampling.temperature:g}{penalized})"
@@ -204,7 +172,6 @@ def _run(started: float) -> None:
             "model": arguments.model_name_or_path,
             "dataset": arguments.dataset_name,
             "reward": reward_name,
-            "judge": arguments.judge,
             "sampling": asdict(sampling),
             "engine": "vllm" if arguments.use_vllm else "transformers",
             "settings_digest": settings_digest(resolved),
@@ -234,43 +201,33 @@ def _open(arguments: BestOfNArguments, folder: Path, settings: dict[str, Any]) -
 
 
 def _compare(
-    arguments: BestOfNArguments,
-    samples: list[list[Row]],
-    prompts,
-    base: list[Generation],
-    judge,
-    tokenizer,
-    folder: Path,
+    arguments: BestOfNArguments, samples: list[list[Row]], prompts: list[dict], base: list[Generation], tokenizer
 ) -> dict[str, Any]:
-    """The curve over n, and the picks of the largest n beside the base's responses; writes generations.jsonl."""
-    unscorable = sum(row["reward"] is None for row in chain(*samples))
-    found = {**best_of_n_curve(samples, arguments.n), "unscorable": unscorable}
-    outcomes: list[str | None] = []
+    """The curve over n, and as `rows` the picks of the largest n beside the base's greedy responses."""
+    score_function = arguments.score_function
+    judge = None if score_function is None else GroundTruthJudge(score_function)
+    found = best_of_n_curve(samples, arguments.n)
+    found["unscorable"] = sum(row["reward"] is None for row in chain(*samples))
+    # The largest n, of which the rows are kept, is the last.
     for row in found["curve"]:
         picks = [pick_best(group, row["n"]) for group in samples]
         kept = [index for index, pick in enumerate(picks) if pick is not None]
         own, asked, other = ([values[index] for index in kept] for values in (picks, prompts, base))
+        comparison = compare_generations(
+            asked,
+            [Generation([], response_ids(pick, tokenizer), pick["response_text"], pick["finished"]) for pick in own],
+            other,
+            judge=judge,
+            score_function=score_function,
+        )
         row["mean_tokens"] = sum(pick["generated_num_tokens"] for pick in own) / len(own)
-        row["win_rate"] = None
-        if judge is not None:
-            compared, outcomes = judge_against(judge, asked, own, other, folder)
-            row["win_rate"] = compared.to_dict()
-    # Those of the largest n, which is the last.
-    comparison = compare_generations(
-        asked,
-        [Generation([], response_ids(pick, tokenizer), pick["response_text"], pick["finished"]) for pick in own],
-        other,
-        score_function=arguments.score_function,
-    )
+        row["win_rate"] = comparison.summary["win_rate"]
     for row, pick in zip(comparison.rows, own, strict=True):
         row |= {name: pick[name] for name in ("generated_num_tokens", "sample", "reward")}
         row["best_of"] = arguments.n[-1]
-    for row, outcome in zip(comparison.rows, outcomes, strict=bool(outcomes)):
-        row["outcome"] = outcome
-    write_json_lines(folder / "generations.jsonl", comparison.rows)
     results = dict.fromkeys(("run", "rewards", "preferences", "kl"))
-    results |= {name: comparison.summary[name] for name in ("score", "generations")}
-    return {**results, "win_rate": found["curve"][-1]["win_rate"], "best_of_n": found}
+    results |= {name: comparison.summary[name] for name in ("score", "generations", "win_rate")}
+    return {**results, "best_of_n": found, "rows": comparison.rows}
 
 
 def _write_sft(
@@ -313,9 +270,6 @@ def _table(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-# ---- Prompts and judge ----
-
-
 def load_prompts(arguments: BestOfNArguments) -> list[dict[str, Any]]:
     """The prompts to respond to. The only split of a single file need not be named; `prompt_split` is set to it."""
     name, split = arguments.dataset_name, arguments.prompt_split
@@ -324,34 +278,6 @@ def load_prompts(arguments: BestOfNArguments) -> list[dict[str, Any]]:
     if alone:
         (arguments.prompt_split,) = benchmark
     return list(benchmark[arguments.prompt_split])[: arguments.num_prompts]
-
-
-def load_judge(arguments: BestOfNArguments) -> PairwiseJudge | None:
-    """The requested judge; None for none."""
-    if arguments.judge == "none":
-        return None
-    if arguments.judge == "ground_truth":
-        return GroundTruthJudge(arguments.score_function)
-    from trl_ext.evaluation import OpenAIJudge
-
-    return OpenAIJudge(arguments.judge_model, base_url=arguments.judge_base_url)
-
-
-def judge_against(
-    judge: PairwiseJudge, prompts: Sequence[dict], own: Sequence[Row], base: Sequence[Generation], folder: Path
-) -> tuple[WinRate, list[str | None]]:
-    """The win rate of sampled rows against the base's responses, and each row's outcome; None if the judge failed."""
-    result = judge_pairs(
-        judge,
-        prompts,
-        [row["response_text"] for row in own],
-        [generation.text for generation in base],
-        candidate_finished=[row["finished"] for row in own],
-        base_finished=[generation.finished for generation in base],
-        cache=folder / JUDGE_CACHE,
-    )
-    outcomes = [None if one.error else one.first if one.first == one.second else "tie" for one in result.outcomes]
-    return win_rate(result.outcomes), outcomes
 
 
 def response_ids(row: dict[str, Any], tokenizer) -> list[int]:

@@ -21,7 +21,7 @@ from trl_ext.evaluation.reporting.tables import Table
 from trl_ext.evaluation.stages import compare_stages, mean_and_std
 from trl_ext.evaluation.statistics.intervals import Estimate
 from trl_ext.evaluation.submissions.assets import load_prompts
-from trl_ext.files import brief, read_json, write_json, write_json_lines
+from trl_ext.files import brief, write_json, write_json_lines
 from trl_ext.names import nearest
 from trl_ext.rewards import RewardModel
 from trl_ext.runs.finish import drawing
@@ -106,11 +106,7 @@ class Pipeline:
     reward_models: dict[str, str]
 
     def asked_for(self, stages: str) -> list[Run]:
-        """The runs of these stages.
-
-        Raises:
-            ValueError: a run of another stage is not finished.
-        """
+        """The runs of these stages; those of the others must be finished."""
         stage_of = {SFT: "sft", REWARD_MODEL: "reward_models", WEAK_REWARD_MODEL: "reward_models"}
         asked = [run for run in self.runs if stage_of.get(run.name, "policies") in stages.split(",")]
         missing = [run.name for run in self.runs if run not in asked and not run.finished]
@@ -166,12 +162,7 @@ def _check_names(names: Sequence[str], given: RLHFArguments) -> None:
         if recipe not in known:
             raise ValueError(f"no method {brief(recipe)!r}{nearest(recipe, known)} Known: {', '.join(known)}")
         if colon and (which != "weak" or recipe in PAIR_RECIPES or not given.weak_reward_model):
-            raise ValueError(
-                f"policy_methods: {name!r}: only :weak may follow, only a method with rewards, and only beside "
-                "weak_reward_model, the arguments that make it weak"
-            )
-    if not names or len(set(names)) < len(names):
-        raise ValueError(f"policy_methods: name one or more of {', '.join(known)}, each once")
+            raise ValueError(f"policy_methods: {name!r}: only :weak may follow, a method with rewards")
     for name, arguments in given.methods.items():
         read_arguments(f"methods: {name}", arguments)
 
@@ -180,12 +171,7 @@ def _check_names(names: Sequence[str], given: RLHFArguments) -> None:
 
 
 def check_evaluation(given: RLHFArguments) -> None:
-    """Check, before anything is trained, that the evaluation's data exists; nothing is sampled.
-
-    Raises:
-        FileNotFoundError: data or prompts do not exist.
-        ValueError: the split does not exist, or prompts are malformed or have no family.
-    """
+    """Check, before anything is trained, that the evaluation's data exists; nothing is sampled."""
     load_benchmark(given.dataset_name, splits=given.prompt_split)
     optional_split(load_benchmark(given.dataset_name), "eval_split", given, "no held-out pairs")
     if given.adversarial_prompts:
@@ -202,11 +188,10 @@ def find_adversarial(path: str) -> Path:
 
 
 def evaluate_pipeline(given: RLHFArguments, pipeline: Pipeline) -> dict[str, Any]:
-    """Sample, score and measure; write the samples and evaluation.json.
+    """Sample, score and measure; write the samples and evaluation.json, which holds what is returned.
 
-    Returns:
-        `prompts`: for each set of prompts, its `models` and, for the adversarial set, its `families`; and `mistakes`,
-        the worst of each reward model on held-out pairs.
+    `prompts` has for each set of prompts its `models` and, for the adversarial set, its `families`; `mistakes` are the
+    worst of each reward model on held-out pairs.
     """
     folder = Path(given.output_dir) / "evaluation"
     # Some datasets have no file of prompts.
@@ -307,7 +292,7 @@ def write_pipeline_report(given: RLHFArguments, pipeline: Pipeline, summary: Map
     with drawing(PICTURE_NAME):
         plot_pareto(summary, folder / PICTURE_NAME)
         pictures["Reward against KL from the SFT model, held-out prompts"] = (folder / PICTURE_NAME).read_bytes()
-    tables = [*_model_tables(summary), _mistake_table(summary), *_sample_tables(summary), _run_table(pipeline)]
+    tables = [*_model_tables(summary), _mistake_table(summary), *_sample_tables(summary)]
     folders = [run.folder for run in pipeline.runs]
     write_report(folders, folder / "report.html", stages=tables, pictures=pictures)
     return ["report.html", "report.md", *([PICTURE_NAME] if pictures else []), "evaluation/"]
@@ -376,16 +361,6 @@ def _sample_tables(summary: Mapping[str, Any]) -> list[Table]:
         note = f"All of them are in evaluation/samples_{name}_*.jsonl."
         tables.append(Table(f"stages-samples-{name}", f"Samples, {TITLES[name].lower()}", note, rows))
     return tables
-
-
-def _run_table(pipeline: Pipeline) -> Table:
-    rows = []
-    for one in pipeline.runs:
-        run = read_json(one.folder / "results.json")["run"]
-        about = {"stage": one.name, "objective": str(run.get("objective")), "steps": run.get("optimizer_steps")}
-        seconds = {"training (s)": run.get("training_seconds"), "in all (s)": run.get("total_seconds")}
-        rows.append(about | seconds)
-    return Table("stages-runs", "Runs of the stages", "Each is a run of one recipe in its own folder.", rows)
 
 
 def pareto_points(models: Sequence[Mapping[str, Any]], what: str) -> list[dict[str, Any]]:

@@ -32,9 +32,10 @@ from trl_ext.evaluation.command_line import CommandParser, at_least_one, format_
 from trl_ext.evaluation.comparing.report import compare_runs, difference_table, method_table, write_comparison
 from trl_ext.evaluation.comparing.runs import read_method_run
 from trl_ext.evaluation.report import write_report
-from trl_ext.files import brief, read_yaml
+from trl_ext.files import brief
 from trl_ext.names import nearest
 from trl_ext.runs import RECIPES, SCRIPTS
+from trl_ext.runs.configs import read_config
 from trl_ext.studies.processes import Run, check_runs, launcher_options, print_commands, run_all, settings_of
 
 PAIR_RECIPES = ("aot", "dpo", "ipo", "kto", "preference")
@@ -133,13 +134,9 @@ def read_study(given) -> Study:
         what = f"--methods {given.methods}: a method is named twice" if names else "no methods"
         raise ValueError(f"{what}: name some with --methods dpo,ipo, or in a file with --config")
     methods = {name: _method(name, known, common, where, to_run=not given.runs) for name in names}
-    kinds = {recipe in REASONING_RECIPES: name for name, (recipe, _) in methods.items()}
     # Finished runs are checked by the prompts that they answered.
-    if len(kinds) > 1 and not given.runs:
-        raise ValueError(
-            f"{kinds[True]} is evaluated on problems with known answers and {kinds[False]} on prompts: compare them "
-            "apart"
-        )
+    if len({recipe in REASONING_RECIPES for recipe, _ in methods.values()}) > 1 and not given.runs:
+        raise ValueError("problems with known answers and prompts are compared apart: name methods of one kind")
     baseline = given.baseline or content.get("baseline") or names[0]
     # A file's baseline may be none of those that --methods chose.
     if baseline not in names and (given.baseline or baseline not in known):
@@ -178,9 +175,7 @@ def read_seeds(text: str) -> list[int]:
 
 def read_keys(path: str | Path, keys: Sequence[str]) -> dict[str, Any]:
     """The mapping in a YAML file."""
-    content = read_yaml(path)
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} must hold `key: value` lines")
+    content = read_config(path)
     for key in content:
         if key not in keys:
             raise ValueError(f"{path}: unknown key {brief(key)!r}{nearest(brief(key), keys)} Known: {', '.join(keys)}")
@@ -190,7 +185,7 @@ def read_keys(path: str | Path, keys: Sequence[str]) -> dict[str, Any]:
 def read_arguments(where: str, value: Any) -> dict[str, Any]:
     """A mapping of a recipe's arguments, whose configuration file is found by `find_shipped`."""
     if not isinstance(value, dict):
-        raise ValueError(f"{where} must hold `argument: value` lines, got {brief(repr(value), 100)}")
+        raise ValueError(f"{where} must hold `argument: value` lines")
     for name in ("output_dir", "overwrite_output_dir", "resume_from_checkpoint"):
         if name in value:
             raise ValueError(f"{where}: {name} is set by the study: leave it out")
@@ -202,10 +197,10 @@ def read_arguments(where: str, value: Any) -> dict[str, Any]:
 
 def find_shipped(name: str | Path, missing: str) -> Path:
     """Find a file relative to the working directory, or to the parent of the recipes' folder."""
-    found = next((place for place in (Path(name), SCRIPTS / name) if place.is_file()), None)
-    if found is None:
-        raise FileNotFoundError(missing)
-    return found
+    for place in (Path(name), SCRIPTS / name):
+        if place.is_file():
+            return place
+    raise FileNotFoundError(missing)
 
 
 # ---- Running and reporting ----
@@ -235,9 +230,8 @@ def _check_metric(study: Study) -> None:
         named = settings_of(arguments).get("dataset_name", "toy")
         if study.metric is None and recipe not in REASONING_RECIPES and named not in EMBEDDED:
             raise ValueError(
-                f"{named} comes with no judge, so that runs on it leave no score to compare: name a number in their "
-                "generations.jsonl with --metric, or run each seed alone with --array_index and judge the responses "
-                "with python -m public_eval.judge"
+                f"{named} comes with no judge: name a number in generations.jsonl with --metric, or run each seed "
+                "alone with --array_index and judge the responses with python -m public_eval.judge"
             )
 
 

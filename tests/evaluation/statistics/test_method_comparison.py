@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from functools import partial
 from typing import NamedTuple
 
 import numpy
@@ -118,17 +117,6 @@ def test_what_has_no_interval(values):
     assert (found.low, found.high, found.standard_error, found.seed_share) == (None, None, None, None)
     compared = compare_with_baseline({"m": (values, numpy.zeros_like(values))})["m"]
     assert compared.verdict == "cannot tell"
-
-
-@pytest.mark.parametrize(
-    ("refused", "words"),
-    [
-        *((lambda v=v: crossed_mean(v), ["row per prompt", "column per seed"]) for v in ([1.0], [[math.nan]], [[]])),
-        (lambda: compare_with_baseline({"a": (numpy.zeros((3, 2)), numpy.zeros((2, 2)))}), ["baseline", "shape"]),
-    ],
-)
-def test_refusals(refused, words):
-    assert_refused(refused, *words)
 
 
 @pytest.mark.parametrize(
@@ -301,7 +289,6 @@ def test_groups_that_win_all_need_virtual_draws_and_groups_that_never_met_are_re
     """A and B beat C whenever they meet, though both lose too: C cannot reach them."""
     assert bradley_terry([[0, 3, 4], [2, 0, 4], [0, 0, 0]])[1]
     assert_refused(lambda: bradley_terry([[0, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 1], [0, 0, 1, 0]]), "never met")
-    assert_refused(lambda: bradley_terry([[0, 1, 2], [1, 0, 2]]), "square table")
 
 
 def test_intervals_of_two_systems():
@@ -423,12 +410,9 @@ def test_one_policy_in_closed_form(systems):
     result = run_tournament(judge, prompts, {name: responses[name] for name in ("base", "bad")})
     assert result.ratings.virtual_draws
     assert result.table()[1]["rating"] == pytest.approx(1000 - 400 * math.log10(21), abs=1e-6)
-    asked = partial(run_tournament, judge, prompts, {"good": responses["good"]})
-    assert_refused(asked, "needs the system 'base'", "got good")
 
 
 def test_unjudged_rows_are_counted(systems):
-
     prompts, responses = systems
     known = known_score_judge(prompts)
 

@@ -400,19 +400,12 @@ def test_the_edges_of_length_control():
 @pytest.mark.parametrize(
     ("refused", "words"),
     [
-        *((lambda counts=counts: wilson_interval(*counts), ["must"]) for counts in ((-1, 5), (6, 5))),
-        (lambda: PairOutcome("r7", C, "A"), ["row_id r7, second", "candidate, tie, base", "'A'"]),
         (lambda: GroundTruthJudge(lambda *_: math.nan).judge("p", "a", "b"), ["nan", "'p'"]),
         (lambda: GroundTruthJudge(lambda *_: 0.0).judge(USER[:1], "a", "b"), ["no user message"]),
-        (lambda: row_credits([], "third"), ["rule", "agreed, half", "'third'"]),
         (lambda: mean_interval([]), ["no values"]),
-        (lambda: rate_interval([]), ["no values"]),
         (lambda: paired_difference(settled(1, 0), settled(1)), ["row_id 1", "only one"]),
-        (lambda: paired_difference([PairOutcome("a", C, C)] * 2, settled(1)), ["first candidate", "repeat"]),
         (lambda: chance_below(7, 10, 68), ["threshold", "68"]),
         (lambda: chance_below(8, 10, 0.5, ties=3), ["8 wins, 3 ties of 10"]),
-        (lambda: length_controlled_win_rate([1.0, 0.0], [1], [1, 2]), ["lengths", "1 entries for 2"]),
-        (lambda: length_controlled_win_rate([2.0, 0.0], [1, 2], [1, 3]), ["credits", "between 0 and 1"]),
     ],
 )
 def test_refusals(refused, words):

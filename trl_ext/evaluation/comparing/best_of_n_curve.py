@@ -34,11 +34,9 @@ def best_of_n_curve(samples: Sequence[Sequence[Mapping[str, Any]]], ns: Sequence
         same prompts, so an interval of the change below 0 slightly overstates the evidence.
 
     Raises:
-        ValueError: there is no n, an n is below 1, or no prompt has enough rewards.
+        ValueError: no prompt has enough rewards.
     """
     ns = sorted(set(ns))
-    if not ns or ns[0] < 1:
-        raise ValueError(f"every n must be at least 1, got {', '.join(map(str, ns)) or 'none'}")
     scored = [[row for row in group if row["reward"] is not None] for group in samples]
     kept = [group for group in scored if len(group) >= ns[-1]]
     if not kept:
@@ -65,11 +63,7 @@ def best_of_n_curve(samples: Sequence[Sequence[Mapping[str, Any]]], ns: Sequence
 
 
 def plot_best_of_n(curve: Sequence[Mapping[str, Any]], path: str | Path, *, title: str = "") -> None:
-    """Draw reward and, if known, gold and the best possible over n as a PNG, with their intervals.
-
-    Raises:
-        ImportError: matplotlib is missing; the message names the extra to install.
-    """
+    """Draw reward and, if known, gold and the best possible over n as a PNG, with their intervals."""
     shown = [("proxy",), ("gold", "oracle")] if "gold" in curve[0] else [("proxy",)]
     labels = {"proxy": "reward", "gold": "true score", "oracle": "best possible"}
     figure, axes = new_figure(1, len(shown))

@@ -23,13 +23,8 @@ def preference_metrics(scores: PreferenceScores) -> dict[str, Any]:
         `n`, and for each of `summed` (log-probability of the response), `mean` (of a token) and, with a reference,
         `reference_corrected` (log-ratio to the reference): `accuracy` with its Wilson 95% interval `low` and `high`,
         `margin`, the mean difference chosen minus rejected, in nats, and the number of `ties`, which count as wrong.
-
-    Raises:
-        ValueError: there are no pairs.
     """
     size = scores.chosen.numel()
-    if size == 0:
-        raise ValueError("there are no pairs to measure")
     margins = {
         "summed": scores.chosen - scores.rejected,
         "mean": scores.chosen_mean - scores.rejected_mean,
@@ -89,12 +84,7 @@ def approximate_kl(policy: Sequence[Tensor], base: Sequence[Tensor]) -> dict[str
     Returns:
         `mean` per response, its 95% interval `low` and `high`, `per_token`, `n`, and the `estimator` used, k1 or k3.
         A k1 estimate may be negative if the divergence is near 0.
-
-    Raises:
-        ValueError: there are no responses.
     """
-    if not policy:
-        raise ValueError("there are no responses to estimate a divergence from")
     differences = [own.double() - other.double() for own, other in zip(policy, base, strict=True)]
     k1 = torch.stack([difference.sum() for difference in differences])
     k3 = torch.stack([(torch.expm1(-difference) + difference).sum() for difference in differences])

@@ -45,9 +45,6 @@ def compare_runs(
         baseline: the method with which each other method is compared, on the seeds that both have.
         metric: `score`, `win_rate` (ties as half) or a number in generations.jsonl; None for the first available one.
         notes: additional sentences.
-
-    Raises:
-        ValueError: the baseline has no run, the runs are not comparable, or they lack the metric.
     """
     by_method: dict[str, dict[int, MethodRun]] = {}
     for run in runs:

@@ -37,10 +37,8 @@ def reward_metrics(
         `calibration`, each bin's `low`, `high`, `n`, mean `confidence` and `accuracy` (None if empty).
 
     Raises:
-        ValueError: there are no pairs, lists differ in length, a score is not a number, or there are no bins.
+        ValueError: a score is not finite.
     """
-    if bins < 1:
-        raise ValueError(f"bins must be at least 1, got {bins}")
     margins = _margins(chosen_scores, rejected_scores)
     n, correct, ties = len(margins), int((margins > 0).sum()), int((margins == 0).sum())
     low, high = wilson_interval(correct, n)
@@ -83,13 +81,8 @@ def true_order_metrics(
         share of the n pairs that the scores rank in the order of quality (equal scores count as wrong), with its
         Wilson 95% interval `low` and `high`; and `label_agreement`, the same share for the labels, which is the
         ceiling for a model that reproduces them. The rates are None if every pair is a tie.
-
-    Raises:
-        ValueError: as for `reward_metrics`.
     """
     margins, true_margins = _margins(chosen_scores, rejected_scores), _margins(true_chosen, true_rejected)
-    if len(margins) != len(true_margins):
-        raise ValueError(f"{len(margins)} pairs of scores for {len(true_margins)} pairs of true qualities")
     told = true_margins != 0
     n, correct = int(told.sum()), int((margins * numpy.sign(true_margins) > 0).sum())
     low, high = wilson_interval(correct, n)
@@ -120,15 +113,11 @@ def best_of_n(proxy: Sequence, gold: Sequence, n: int) -> dict[str, float]:
         `regret`, oracle minus gold.
 
     Raises:
-        ValueError: shapes differ, there are no samples, or n is out of range.
+        ValueError: n is out of range.
     """
     proxies, golds = _rows(proxy), _rows(gold)
-    if [len(row) for row in proxies] != [len(row) for row in golds] or not proxies:
-        raise ValueError("proxy and gold must hold the same number of samples for each of one or more prompts")
     if not all(1 <= n <= len(row) for row in proxies):
         raise ValueError(f"n must lie between 1 and the number of samples, {min(map(len, proxies))}, got {n}")
-    if not all(math.isfinite(value) for row in (*proxies, *golds) for value in row):
-        raise ValueError("proxy and gold must be finite: no order exists between other numbers")
     picks = {"gold": (proxies, golds), "proxy": (proxies, proxies), "oracle": (golds, golds)}
     figures = {
         name: math.fsum(_expected_best(by, of, n) for by, of in zip(*pair, strict=True)) / len(proxies)
@@ -152,13 +141,8 @@ def reward_mistakes(
 
     Returns:
         JSON-ready rows: `row_id`, `prompt_text`, `chosen_text`, `rejected_text`, both scores and their `margin`, <= 0.
-
-    Raises:
-        ValueError: as for `reward_metrics`, or rows and scores differ in number.
     """
     rows, margins = list(rows), _margins(chosen_scores, rejected_scores)
-    if len(rows) != len(margins):
-        raise ValueError(f"{len(rows)} rows for the scores of {len(margins)} pairs")
     wrong = [i for i in margins.argsort(kind="stable").tolist() if margins[i] <= 0]
     return [
         {
@@ -175,10 +159,6 @@ def reward_mistakes(
 
 
 def _margins(chosen: Sequence[float], rejected: Sequence[float]) -> numpy.ndarray:
-    if len(chosen) != len(rejected):
-        raise ValueError(f"{len(chosen)} scores of chosen responses for {len(rejected)} of rejected ones")
-    if not len(chosen):
-        raise ValueError("there are no pairs to measure")
     own, other = (numpy.array([float(score) for score in scores]) for scores in (chosen, rejected))
     for index in numpy.flatnonzero(~numpy.isfinite(own - other)):
         raise ValueError(f"the scores of pair {index} are {own[index]} and {other[index]}")

@@ -47,31 +47,19 @@ class MethodRun:
 
 
 def read_method_run(folder: str | Path, method: str, seed: int) -> MethodRun:
-    """Read a finished run.
-
-    Raises:
-        FileNotFoundError: there are no results or no responses to held-out prompts.
-        ValueError: the run has another seed.
-    """
+    """Read a finished run; ValueError if it is of another seed."""
     folder = Path(folder)
     config, generations = folder / "config.yaml", folder / "generations.jsonl"
     results = read_results(folder / "results.json")
     if results.run.seed != seed:
         raise ValueError(f"{folder}: results.json is of seed {results.run.seed}, not {seed}")
-    if not generations.is_file():
-        raise FileNotFoundError(f"no file {generations}: the run was not evaluated on held-out prompts")
     rows = map(json.loads, generations.read_text(encoding="utf-8").splitlines())
     settings = read_yaml(config) if config.is_file() else {}
     return MethodRun(method, seed, folder, results, settings or {}, {row["row_id"]: row for row in rows})
 
 
 def check_alike(runs: Sequence[MethodRun]) -> None:
-    """Reject runs that cannot be compared.
-
-    Raises:
-        ValueError: the model, benchmark or prompts differ from the first run's, or seeds of a method have different
-            settings.
-    """
+    """Reject runs of another model, benchmark or prompts, and seeds of a method that have different settings."""
     first, of_method = runs[0], {}
     for run in runs:
         for name in ("model", "dataset"):
@@ -94,11 +82,7 @@ def check_alike(runs: Sequence[MethodRun]) -> None:
 
 
 def choose_metric(runs: Iterable[MethodRun], wanted: str | None = None) -> str:
-    """The requested metric, or the first of `METRICS` that the runs have.
-
-    Raises:
-        ValueError: no run has the metric, or none has any.
-    """
+    """The requested metric, or the first of `METRICS` that the runs have."""
     runs = list(runs)
     for metric in [wanted] if wanted else METRICS:
         if all(any(_value(row, metric) is not None for row in run.rows.values()) for run in runs):
@@ -111,9 +95,6 @@ def metric_values(runs: Sequence[MethodRun], metric: str) -> tuple[dict[tuple[st
     """Values by (method, seed), in the same order of prompts, and how many prompts were left out.
 
     A prompt that lacks a value in any run is left out for all.
-
-    Raises:
-        ValueError: no prompt has a value in every run.
     """
     row_ids = [
         row_id for row_id in runs[0].rows if all(_value(run.rows.get(row_id, {}), metric) is not None for run in runs)
@@ -137,10 +118,8 @@ def mean_by_method(runs: Iterable[MethodRun], name: str) -> dict[str, float | No
 def inequalities(runs: Sequence[MethodRun]) -> list[str]:
     """Sentences on differences between the runs in steps, training time, decoding and devices."""
     notes = []
-    for what, name, factor in (
-        ("optimizer steps", "optimizer_steps", 1.01),
-        ("seconds of training", "training_seconds", 1.25),
-    ):
+    of_runs = ("optimizer steps", "optimizer_steps", 1.01), ("seconds of training", "training_seconds", 1.25)
+    for what, name, factor in of_runs:
         known = {method: mean for method, mean in mean_by_method(runs, name).items() if mean is not None}
         least, most = (pick(known, key=known.__getitem__, default=None) for pick in (min, max))
         if known and known[most] > factor * known[least]:

@@ -74,14 +74,8 @@ def run_tournament(
         prompts: rows with `row_id` and `prompt`.
         systems: responses by name, one for each prompt, in order; one of the names is `base`.
         judging: keyword arguments of `judge_pairs`.
-
-    Raises:
-        ValueError: there is no base or no other system, or nothing could be judged.
-        TooManyErrors: too many comparisons could not be judged.
     """
     names = list(systems)
-    if BASE not in names or len(names) < 2:
-        raise ValueError(f"a tournament needs the system {BASE!r} and at least one other, got {', '.join(names)}")
     pairs, credits, matches, usage = list(itertools.combinations(range(len(names)), 2)), [], [], Usage()
     for first, second in itertools.combinations(names, 2):
         result = judge_responses(judge, prompts, systems[first], systems[second], **judging)

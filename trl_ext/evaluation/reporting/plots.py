@@ -64,9 +64,6 @@ def plot_run(
         path: output file; replaced atomically.
         panels: title -> label of each curve -> metric name.
         margins: chosen minus rejected score of each held-out pair of a reward model.
-
-    Raises:
-        ImportError: matplotlib is missing.
     """
     logged = Counter(name for row in metrics for name, value in row.items() if value is not None)
     learned = {
@@ -103,11 +100,7 @@ def run_title(run: Mapping[str, Any]) -> str:
 
 
 def new_figure(rows: int, columns: int):
-    """A figure that does not need a display, and a list of its axes.
-
-    Raises:
-        ImportError: matplotlib is missing; the message names the extra to install.
-    """
+    """A figure that does not need a display, and a list of its axes."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

@@ -185,12 +185,7 @@ def save_results(folder: Path, content: dict[str, Any]) -> None:
 
 
 def read_results(path: str | Path) -> Results:
-    """Read a results.json.
-
-    Raises:
-        FileNotFoundError: the file does not exist.
-        ValueError: the file is damaged; the message names the file, the first bad field and its value.
-    """
+    """Read a results.json; ValueError names the file, the first bad field and its value."""
     if not Path(path).is_file():
         raise FileNotFoundError(f"no file {path}")
     try:
@@ -200,11 +195,7 @@ def read_results(path: str | Path) -> Results:
 
 
 def read_harness(path: Path) -> Results:
-    """The results file of lm-evaluation-harness, whose intervals are its standard errors times 1.96.
-
-    Raises:
-        ValueError: the file is damaged, or of another program.
-    """
+    """The results file of lm-evaluation-harness, whose intervals are its standard errors times 1.96."""
     tasks: dict[str, dict[str, dict[str, Any]]] = {}
     try:
         found = read_json(path)
@@ -228,9 +219,9 @@ def read_harness(path: Path) -> Results:
 
 
 def first_fault(error: ValidationError) -> str:
-    """The first bad field, its expected and actual values, and the number of other faults."""
-    fault, *others = error.errors(include_url=False, include_context=False)
+    """The first bad field, and its expected and actual values."""
+    fault = error.errors(include_url=False, include_context=False)[0]
     where = ".".join(map(str, fault["loc"])) + ": " if fault["loc"] else ""
     known = fault["type"] not in ("missing", "json_invalid")
     value = f", got {brief(json.dumps(fault['input'], ensure_ascii=False), MAX_SHOWN)}" if known else ""
-    return f"{where}{fault['msg']}{value}" + (f" (and {len(others)} more)" if others else "")
+    return f"{where}{fault['msg']}{value}"

@@ -86,10 +86,6 @@ def find_runs(folders: Iterable[str | Path]) -> tuple[list[Run], list[dict[str, 
 
     They are in the natural order of their paths, except that the runs of a method follow its first. Links are
     followed, and a folder that is reached twice counts once. Hidden folders and `checkpoint-*` are skipped.
-
-    Raises:
-        FileNotFoundError: a folder does not exist.
-        ValueError: there is no finished run in any of the folders.
     """
     folders = [Path(folder) for folder in folders]
     found = sorted(_walk(folders), key=_natural)

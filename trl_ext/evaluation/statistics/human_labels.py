@@ -82,16 +82,9 @@ def prediction_powered(
         labels: Y in [0, 1]: 1 for a win of the candidate, 1/2 for a tie, 0 for a loss.
         judged: f in [0, 1], in the same order; see `judge_values`.
         unlabelled: f~ in [0, 1].
-
-    Raises:
-        ValueError: there are no labels, a value is outside [0, 1], or the labels and their verdicts differ in number.
     """
-    labels, judged, unlabelled = columns = [numpy.asarray(values, float) for values in (labels, judged, unlabelled)]
+    labels, judged, unlabelled = (numpy.asarray(values, float) for values in (labels, judged, unlabelled))
     n, further = len(labels), len(unlabelled)
-    if not n or n != len(judged):
-        raise ValueError(f"each label needs the judge's verdict, got {n} labels and {len(judged)} verdicts")
-    if not all(((values >= 0) & (values <= 1)).all() for values in columns):
-        raise ValueError("labels and verdicts must lie between 0 and 1")
     verdicts, weight = numpy.concatenate([judged, unlabelled]), 0.0
     if n >= LEAST_TO_WEIGH and further and (variance := float(verdicts.var(ddof=1))) > 1e-12:
         covariance = float(numpy.cov(labels, judged, ddof=0)[0, 1])

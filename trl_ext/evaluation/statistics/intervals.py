@@ -50,9 +50,6 @@ def mean_with_interval(values: Sequence[float], *, gains: bool = False) -> dict[
         values: for two policies on the same prompts, the differences of their scores.
         gains: whether the values are such differences. If all are -1, 0 or 1, the interval is
             `rate_difference_interval` of gains and losses.
-
-    Raises:
-        ValueError: there are no values.
     """
     values = _array(values)
     if gains and numpy.isin(values, (-1, 0, 1)).all():
@@ -71,9 +68,6 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float]:
     transformation"). It has no effect without skewness. With few, strongly skewed values, a bound may lie outside
     their range. For two systems on the same prompts, pass the differences; the interval is then the paired one. The
     interval of a single value has zero width.
-
-    Raises:
-        ValueError: there are no values.
     """
     values = _array(values)
     n, mean, deviation = len(values), float(values.mean()), float(values.std())
@@ -96,12 +90,7 @@ def wilson_interval(successes: float, n: float) -> tuple[float, float]:
     Args:
         successes: in [0, n]; half successes are allowed.
         n: number of trials; for 0 the result is (0, 1).
-
-    Raises:
-        ValueError: an argument is out of range.
     """
-    if not 0 <= successes <= n:
-        raise ValueError(f"successes must lie between 0 and n, got {successes} of {n}")
     return score_bounds(successes / n, n, NORMAL_95) if n else (0.0, 1.0)
 
 
@@ -111,19 +100,12 @@ def rate_interval(values: Sequence[float]) -> tuple[float, float]:
     It is Wilson's interval, with the sample size of zeros and ones whose mean would vary as much, and Student's t in
     place of the normal quantile (Dean and Pagano 2015, "Evaluating confidence interval methods for binomial
     proportions in clustered surveys"). For zeros and ones, and for equal values, it is Wilson's interval itself.
-
-    Raises:
-        ValueError: there are no values.
     """
     return score_bounds(*rate_sample(values))
 
 
 def rate_sample(values: Sequence[float]) -> tuple[float, float, float]:
-    """The mean of values in [0, 1], and the sample size and the quantile of `rate_interval`.
-
-    Raises:
-        ValueError: there are no values.
-    """
+    """The mean of values in [0, 1], and the sample size and the quantile of `rate_interval`."""
     values = _array(values)
     rate, deviation, n = min(max(float(values.mean()), 0.0), 1.0), float(values.std()), len(values)
     if deviation < 1e-9 or numpy.isin(values, (0, 1)).all():

@@ -65,19 +65,11 @@ def length_controlled_win_rate(
     Returns:
         None if no row was judged, or if the length term hardly varies, so that its coefficient cannot be estimated. An
         example is a candidate whose response is longer on every prompt, by much more than its lengths vary.
-
-    Raises:
-        ValueError: the lists differ in length, or a credit is outside [0, 1].
     """
-    for name, values in {"lengths": lengths, "base_lengths": base_lengths}.items():
-        if len(values) != len(credits):
-            raise ValueError(f"{name}: has {len(values)} entries for {len(credits)} comparisons; give one for each")
     table = numpy.array([credits, lengths, base_lengths], dtype=float)
     labels, own, other = table[:, ~numpy.isnan(table[0])]
     if not len(labels):
         return None
-    if not ((labels >= 0) & (labels <= 1)).all():
-        raise ValueError("credits must lie between 0 and 1")
     term = length_term(own - other)
     # Upper bound on the length coefficient's Fisher information; if it is too small, the prior decides, not the data.
     if term is None or (term.any() and len(term) * term.var() / 4 < 0.1):

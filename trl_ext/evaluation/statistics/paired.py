@@ -70,10 +70,8 @@ def paired_difference(
         rule: `agreed` or `half`, as in `win_rate`.
 
     Raises:
-        ValueError: row_ids differ or repeat, there are no prompts, or the rule is unknown.
+        ValueError: row_ids differ.
     """
-    if not first:
-        raise ValueError("there are no prompts to compare on")
     second = _aligned(first, second)
     credits = [row_credits(outcomes, rule) for outcomes in (first, second)]
     rates = [getattr(win_rate(outcomes), rule) for outcomes in (first, second)]
@@ -147,9 +145,6 @@ def _aligned(first: Sequence[PairOutcome], second: Sequence[PairOutcome]) -> lis
     """The second candidate's outcomes in the order of the first's."""
     row_ids = [outcome.row_id for outcome in first]
     by_row_id = {outcome.row_id: outcome for outcome in second}
-    for name, outcomes, different in (("first", first, set(row_ids)), ("second", second, by_row_id)):
-        if len(different) != len(outcomes):
-            raise ValueError(f"the {name} candidate's outcomes repeat a row_id")
     if odd := sorted(set(row_ids) ^ by_row_id.keys()):
         raise ValueError(f"row_id {odd[0]}: only one of the two candidates was judged on it; compare on the same rows")
     return [by_row_id[row_id] for row_id in row_ids]

@@ -55,12 +55,10 @@ def bradley_terry(wins, *, anchor: int | None = None, met=None) -> tuple[numpy.n
         Ratings, [..., k], and whether virtual draws were added, [...].
 
     Raises:
-        ValueError: the matrix is not square or has negative entries, or no chain of matches connects some systems.
+        ValueError: no chain of matches connects some systems.
     """
     wins = numpy.array(wins, dtype=float)
     size = wins.shape[-1]
-    if wins.ndim < 2 or wins.shape[-2] != size or size < 2 or not (wins >= 0).all():
-        raise ValueError("wins must be a square table of counts for two or more systems")
     wins[..., range(size), range(size)] = 0.0
     met = (wins + wins.swapaxes(-1, -2)) > 0 if met is None else met
     if not _reaches_all(met).all():
@@ -96,9 +94,6 @@ def ratings_with_intervals(
         anchor: as for `bradley_terry`.
         draws: bootstrap samples of the prompts.
         seed: seed of the resampling.
-
-    Raises:
-        ValueError: as for `bradley_terry`.
     """
     table = numpy.array(credits, dtype=float)
     judged = ~numpy.isnan(table)

@@ -100,7 +100,7 @@ def read_rows(
         FileNotFoundError: the file does not exist.
     """
     file, split = str(path), read_jsonl(path)
-    problems = [RowProblem(file, None, f"line {bad.position}: {bad.message}") for bad in split.problems]
+    problems = [RowProblem(file, None, f"line {line}: {message}") for line, message in split.problems]
     if complete and not split.rows and not problems and row_ids:
         return {}, [RowProblem(file, None, EMPTY_FILE)]
     wanted, rows, line_of = set(row_ids), {}, {}
