@@ -134,8 +134,8 @@ class TestChecks:
         assert check([{"limit": 3}] * 2, [said("ab"), said("abc")]) == [{"reward/accuracy": 1}, {"reward/accuracy": 0}]
 
     def test_a_judge_with_a_rubric(self, monkeypatch):
-        def complete(self, instructions, question, schema, read):
-            return read(json.dumps({"reason": "", "met": "polite" in question})), Usage()
+        def complete(self, instructions, question, answer_type):
+            return answer_type(reason="", met="polite" in question), Usage()
 
         monkeypatch.setattr(OpenAIModel, "complete", complete)
         rubric = {"judge": "m", "base_url": "http://x/v1", "rubric": ["is kind", "is polite"]}

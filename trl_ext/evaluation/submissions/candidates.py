@@ -54,7 +54,7 @@ class CandidateResult:
 
     def to_dict(self) -> dict[str, Any]:
         """The figures without the rows, ready for JSON."""
-        figures = dataclasses.asdict(dataclasses.replace(self, outcomes=[], verdicts=[]))
+        figures = dataclasses.asdict(self)
         return {name: value for name, value in figures.items() if name not in ("outcomes", "verdicts")}
 
 
@@ -71,8 +71,7 @@ def judge_candidate(
     """Judge a candidate's responses against the base's, in both orders.
 
     Args:
-        judge: a `PairwiseJudge`.
-        name: the candidate's name.
+        judge, name: a `PairwiseJudge`, and the candidate's name.
         responses, base: one for each prompt, in order.
         prompts: rows with `row_id` and `prompt`.
         human_labels: by row_id, for some of the prompts.
@@ -98,7 +97,7 @@ def _at_equal_lengths(outcomes: Sequence[PairOutcome], responses: Sequence[Respo
     kept = [None if outcome.empty else credit for outcome, credit in zip(outcomes, credits, strict=True)]
     lengths = ([len(response.text) for response in system] for system in (responses, base))
     controlled = length_controlled_win_rate(kept, *lengths)
-    empty = sum(outcome.empty and credit is not None for outcome, credit in zip(outcomes, credits, strict=True))
+    empty = sum(outcome.empty for outcome in outcomes)
     if controlled is None or not empty:
         return controlled
     share = controlled.n / (controlled.n + empty)
@@ -147,13 +146,9 @@ def known_score_judge(prompts: Sequence[Mapping[str, Any]]) -> GroundTruthJudge:
 
 def compare_candidates(results: Sequence[CandidateResult], rule: Rule = "agreed") -> list[dict[str, Any]]:
     """The paired difference of every two candidates on the same prompts, JSON-ready, with their names."""
-    return [
-        {
-            "candidates": [first.name, second.name],
-            **paired_difference(first.outcomes, second.outcomes, rule).to_dict(),
-        }
-        for first, second in itertools.combinations(results, 2)
-    ]
+    pairs = itertools.combinations(results, 2)
+    found = ((one, other, paired_difference(one.outcomes, other.outcomes, rule)) for one, other in pairs)
+    return [{"candidates": [one.name, other.name], **difference.to_dict()} for one, other, difference in found]
 
 
 def both_systems(responses: Sequence[Response], others: Sequence[Response]) -> dict[str, list[Any]]:

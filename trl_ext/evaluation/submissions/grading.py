@@ -15,8 +15,8 @@ from trl_ext.evaluation.statistics.paired import chance_below
 from trl_ext.evaluation.statistics.win_rate import RULES, Rule, row_credits
 from trl_ext.evaluation.submissions.assets import TokenCounter, load_base, load_thresholds
 from trl_ext.evaluation.submissions.candidates import CandidateResult, judge_candidate, known_score_judge
-from trl_ext.evaluation.submissions.rows import EMPTY_FILE
 from trl_ext.evaluation.submissions.submission import PART_TWO, REWARD_MODEL, PublicData, submission_file
+from trl_ext.names import check_choice
 
 
 @dataclass(frozen=True)
@@ -117,9 +117,8 @@ def grade_submission(
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise FileNotFoundError(f"no folder {folder}")
-    if rule not in RULES:
-        raise ValueError(f"rule must be one of {', '.join(RULES)}, got {rule!r}")
+        raise FileNotFoundError(f"no folder {folder}: make its files with the commands generate and score")
+    check_choice("rule", rule, RULES)
     thresholds = load_thresholds(thresholds)
     data = PublicData.load(
         thresholds,
@@ -141,9 +140,7 @@ def grade_submission(
         fatal = [str(problem) for problem in problems if problem.fatal]
         known |= {"problems": fatal, "warnings": [str(problem) for problem in problems if not problem.fatal]}
         if fatal:
-            is_empty = any(problem.message == EMPTY_FILE for problem in problems)
-            reason = EMPTY_FILE if is_empty else f"{len(fatal)} bad row" + "s" * (len(fatal) > 1)
-            return FileGrade(**known, passed=False, reason=reason)
+            return FileGrade(**known, passed=False, reason=f"{len(fatal)} bad row" + "s" * (len(fatal) > 1))
         if name == REWARD_MODEL:
             return _grade_reward_model(known, rows)
         try:
@@ -168,7 +165,7 @@ def _grade_reward_model(known: dict[str, Any], scores: tuple[list[float], list[f
     metrics = reward_metrics(*scores)
     accuracy, n = metrics["accuracy"], metrics["n"]
     if metrics["ties"] == n:
-        known = {**known, "warnings": [*known["warnings"], f"{known['file']}: {ALL_TIED % n}"]}
+        known["warnings"].append(ALL_TIED % n)
     return FileGrade(
         **known,
         passed=accuracy >= known["threshold"],
