@@ -118,13 +118,13 @@ def token_counter(tokenizer: str) -> TokenCounter:
         tokenizer: a model's folder, a `tokenizer.json`, a hub name, or `toy`.
 
     Raises:
-        FileNotFoundError: there is no such folder.
+        FileNotFoundError: there is no such file or folder.
     """
     from tokenizers import Tokenizer
 
     from trl_ext.models import resolve_model_path
 
-    path = Path(tokenizer if tokenizer.endswith(".json") else resolve_model_path(tokenizer))
+    path = existing_file(tokenizer) if tokenizer.endswith(".json") else Path(resolve_model_path(tokenizer))
     if path.is_dir():
         path = path / "tokenizer.json"
     loaded = Tokenizer.from_file(str(path)) if path.is_file() else Tokenizer.from_pretrained(tokenizer)

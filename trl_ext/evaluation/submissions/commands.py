@@ -177,7 +177,7 @@ def show_estimates(options: argparse.Namespace, judge: Any, prompts: list[dict[s
 def usage_line(usage: Mapping[str, Any]) -> str:
     """The usage of judging in one line."""
     return (
-        f"{usage['calls']} calls (equal responses need none), {usage['cached']} verdicts from the cache, "
+        f"{usage['calls']} calls, {usage['cached']} verdicts from the cache, "
         f"{usage['errors']} errors, {usage['input_tokens']} input and {usage['output_tokens']} output tokens"
     )
 

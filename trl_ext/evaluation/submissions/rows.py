@@ -143,10 +143,8 @@ def read_responses(
         if rows[row_id].prompt_text != prompt["prompt_text"]:
             problems.append(RowProblem(row_id, "prompt_text is not the benchmark's for this row_id"))
         elif tokens > max_new_tokens or counted > max_new_tokens + RECOUNT_SLACK:
-            found = (
-                f"generated_num_tokens is {tokens}" if tokens > max_new_tokens else f"the text has {counted} tokens"
-            )
-            message = f"over the token budget: {found}, at most {max_new_tokens} are allowed"
+            message = f"over the token budget of {max_new_tokens}: generated_num_tokens is {tokens}"
+            message += "" if count_tokens is None else f", and the text has {counted} tokens"
             problems.append(RowProblem(row_id, message))
         elif not text.strip():
             problems.append(RowProblem(row_id, "the response is empty", fatal=False))
