@@ -166,7 +166,7 @@ class TestRewardModelJudge:
         compare(judge, prompt_rows(4), ["c", "cc", "c", "c"], ["b"] * 4)
         assert len(judge.reward_model.batches) == 1
         judge.reward_model.score = lambda *_, **__: torch.tensor([1.0, float("nan")])
-        assert_refused(lambda: judge.judge("p", "fine", "bad"), "nan", "'bad'")
+        assert_refused(lambda: judge.judge("p", "fine", "bad"), "nan", "'p'")
 
 
 class CountingJudge:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import threading
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, Literal, TypeVar
@@ -77,22 +76,19 @@ class OpenAIModel:
         try:
             import openai  # noqa: F401
         except ImportError as error:
-            raise ImportError(
-                f"{type(self).__name__} needs the package openai: pip install 'trl_ext[judge]'"
-            ) from error
+            message = f"{type(self).__name__} needs the package openai: pip install 'trl_ext[judge]'"
+            raise ImportError(message) from error
         check_choice("api", api, tuple(_OTHER_API))
         self.model, self.base_url, self.api = model, base_url, api
         self.timeout, self.max_retries, self.max_output_tokens = timeout, max_retries, max_output_tokens
         self.temperature, self.reasoning_effort = temperature, reasoning_effort
-        self._lock = threading.Lock()
 
     @property
     def identity(self) -> dict[str, Any]:
         """Everything that an answer depends on other than the instructions and the question.
 
-        It includes whether the server was your own, so that answers of a stand-in are not mistaken for those of the
-        model it imitates. It excludes the address, since addresses change. A non-default token limit is included,
-        because it decides which answers are complete and therefore which questions have one.
+        It includes whether the server was your own, but not its address, since addresses change. A non-default token
+        limit is included, because it decides which answers are complete.
         """
         settings: dict[str, Any] = {"temperature": self.temperature, "reasoning_effort": self.reasoning_effort}
         if self.max_output_tokens != MAX_OUTPUT_TOKENS:
@@ -167,11 +163,29 @@ class OpenAIModel:
         """The reply to one request, or the failure, which is not raised where the SDK's error would carry the key."""
         import openai
 
-        with self._lock:
-            client = self._client
         schema = {"name": "verdict", "strict": True, "schema": answer_type.model_json_schema()}
+        settings: dict[str, Any] = {"model": self.model, "temperature": self.temperature}
+        effort = self.reasoning_effort or None
+        if self.api == "responses":
+            create = self._client.responses.create
+            settings |= {
+                "instructions": instructions,
+                "input": question,
+                "text": {"format": {"type": "json_schema", **schema}},
+                "max_output_tokens": self.max_output_tokens,
+                "reasoning": effort and {"effort": effort},
+                "store": False,
+            }
+        else:
+            create = self._client.chat.completions.create
+            settings |= {
+                "messages": [{"role": "system", "content": instructions}, {"role": "user", "content": question}],
+                "response_format": {"type": "json_schema", "json_schema": schema},
+                "max_completion_tokens": self.max_output_tokens,
+                "reasoning_effort": effort,
+            }
         try:
-            return self._request(client, instructions, question, schema), None
+            return create(**{name: value for name, value in settings.items() if value is not None}), None
         except openai.APIStatusError as error:
             return None, self._status_failure(error.status_code, error.body)
         except openai.APITimeoutError:
@@ -179,30 +193,6 @@ class OpenAIModel:
         except openai.APIConnectionError as error:
             reason = f"{self._server} cannot be reached: {type(error.__cause__ or error).__name__}"
         return None, JudgeError(reason, server_failed=True)
-
-    def _request(self, client, instructions: str, question: str, schema: dict[str, Any]) -> Any:
-        settings: dict[str, Any] = {"model": self.model}
-        if self.temperature is not None:
-            settings["temperature"] = self.temperature
-        if self.api == "responses":
-            if self.reasoning_effort:
-                settings["reasoning"] = {"effort": self.reasoning_effort}
-            return client.responses.create(
-                instructions=instructions,
-                input=question,
-                text={"format": {"type": "json_schema", **schema}},
-                max_output_tokens=self.max_output_tokens,
-                store=False,
-                **settings,
-            )
-        if self.reasoning_effort:
-            settings["reasoning_effort"] = self.reasoning_effort
-        return client.chat.completions.create(
-            messages=[{"role": "system", "content": instructions}, {"role": "user", "content": question}],
-            response_format={"type": "json_schema", "json_schema": schema},
-            max_completion_tokens=self.max_output_tokens,
-            **settings,
-        )
 
     def _status_failure(self, status: int, body: Any) -> JudgeError | JudgeUnavailable:
         """Interpret an error status; `body` is the error object in the response's JSON, or any other content."""

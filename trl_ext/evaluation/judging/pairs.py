@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from trl_ext.evaluation.judging.protocol import Judgement, PairwiseJudge, Usage, Verdict
-from trl_ext.evaluation.judging.run import JudgingRun, Question, as_judgement
+from trl_ext.evaluation.judging.run import JudgingRun, Question
 from trl_ext.evaluation.statistics.win_rate import PairOutcome, System
 
 # The reason recorded with a row about which nothing was asked.
@@ -22,8 +22,7 @@ IDENTICAL = "identical responses"
 NOT_ASKED = "not asked: too many rows before it could not be judged"
 
 
-@dataclass(frozen=True)
-class JudgingResult:
+class JudgingResult(NamedTuple):
     """The result of judging a candidate against a base.
 
     Attributes:
@@ -107,13 +106,16 @@ def judge_pairs(
     if cache is not None:
         # Shuffle, so that another run on the same cache and rows rarely asks the same questions at the same time.
         random.Random().shuffle(questions)
+    # A share such as 0.29 of 100 rows is 29, up to rounding.
+    max_errors = math.floor(max_error_fraction * len(rows) + 1e-9)
     with open_cache(judge, cache) as store:
-        run = JudgingRun(judge, store, max_concurrency, max_error_fraction * len(rows), progress)
+        run = JudgingRun(judge, store, max_concurrency, max_errors, progress)
         run.ask_all(questions)
-    verdicts = [_verdict_row(row["row_id"], pair, run) for row, pair in zip(rows, passes, strict=True)]
-    result = JudgingResult([outcome for outcome, _ in verdicts], run.usage, [verdict for _, verdict in verdicts])
-    failed = [outcome for outcome in result.outcomes if outcome.error not in (None, NOT_ASKED)]
-    if run.are_too_many(len(failed)):
+    outcomes = [_outcome(row["row_id"], pair, run) for row, pair in zip(rows, passes, strict=True)]
+    verdicts = [_verdict_row(outcome, pair, run) for outcome, pair in zip(outcomes, passes, strict=True)]
+    result = JudgingResult(outcomes, run.usage, verdicts)
+    failed = [outcome for outcome in outcomes if outcome.error not in (None, NOT_ASKED)]
+    if len(failed) > max_errors:
         raise TooManyErrors(
             f"{len(failed)} of {len(rows)} rows could not be judged, more than the share of {max_error_fraction:g} "
             f"that max_error_fraction allows; the first: row_id {failed[0].row_id}: {failed[0].error}",
@@ -198,35 +200,32 @@ def open_cache(judge: PairwiseJudge, path: str | Path | None):
     return VerdictCache(path)
 
 
-def _verdict_row(
-    row_id: str, pair: tuple[Question, Question] | PairOutcome, run: JudgingRun
-) -> tuple[PairOutcome, dict[str, Any]]:
-    """The outcome of one row and its JSON-ready dictionary, from the answers of a run."""
-    first, second = answers = [None, None] if isinstance(pair, PairOutcome) else [run.answers.get(q.key) for q in pair]
-    reason = None
+def _outcome(row_id: str, pair: tuple[Question, Question] | PairOutcome, run: JudgingRun) -> PairOutcome:
+    """The outcome of one row: in the first question the candidate's response is A, in the second the base's."""
     if isinstance(pair, PairOutcome):
-        outcome, reason = pair, EMPTY if pair.empty else IDENTICAL
-    elif None in answers:
+        return pair
+    first, second = (run.answers.get(question.key) for question in pair)
+    if first is None or second is None:
         error = next((run.errors[question.key] for question in pair if question.key in run.errors), NOT_ASKED)
-        outcome = PairOutcome(row_id, None, None, error=error)
-    else:
-        outcome = _pair_outcome(row_id, *map(as_judgement, answers))
-    judged = outcome.error is None
-    return outcome, {
-        "row_id": row_id,
+        return PairOutcome(row_id, None, None, error=error)
+    systems: dict[Verdict, System] = {"A": "candidate", "B": "base", "tie": "tie"}
+    swapped: dict[Verdict, System] = {"A": "base", "B": "candidate", "tie": "tie"}
+    usable = first["usable"] and second["usable"]
+    return PairOutcome(row_id, systems[first["verdict"]], swapped[second["verdict"]], usable=usable)
+
+
+def _verdict_row(
+    outcome: PairOutcome, pair: tuple[Question, Question] | PairOutcome, run: JudgingRun
+) -> dict[str, Any]:
+    was_asked, judged = not isinstance(pair, PairOutcome), outcome.error is None
+    first, second = (run.answers.get(question.key) for question in pair) if was_asked else (None, None)
+    return {
+        "row_id": outcome.row_id,
         "outcome": None if not judged else outcome.first if outcome.first == outcome.second else "disagree",
         "usable": outcome.usable if judged else None,
         "error": outcome.error,
         "empty": outcome.empty,
-        "reason": reason,
+        "reason": None if was_asked else EMPTY if outcome.empty else IDENTICAL,
         "candidate_first": first,
         "base_first": second,
     }
-
-
-def _pair_outcome(row_id: str, first: Judgement, second: Judgement) -> PairOutcome:
-    """The outcome of one row: `first` with the candidate's response shown as A, `second` with the base's."""
-    systems: dict[Verdict, System] = {"A": "candidate", "B": "base", "tie": "tie"}
-    swapped: dict[Verdict, System] = {"A": "base", "B": "candidate", "tie": "tie"}
-    usable = first.usable and second.usable
-    return PairOutcome(row_id, systems[first.verdict], swapped[second.verdict], usable=usable)

@@ -7,7 +7,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tqdm.auto import tqdm
 
@@ -22,8 +22,7 @@ FAILURES_IN_A_ROW = 4
 GRACE_SECONDS = 5.0
 
 
-@dataclass(frozen=True)
-class Question:
+class Question(NamedTuple):
     """One row in one order: which of two responses is better?"""
 
     key: str
@@ -58,7 +57,7 @@ class JudgingRun:
     judge: PairwiseJudge
     cache: VerdictCache | None
     max_concurrency: int
-    max_errors: float
+    max_errors: int
     progress: str | None = None
     answers: dict[str, dict[str, Any]] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
@@ -66,17 +65,14 @@ class JudgingRun:
     _failures_in_a_row: int = 0
     _failed_rows: set[str] = field(default_factory=set)
 
-    def __post_init__(self):
-        self._workers = 1 if getattr(self.judge, "sequential", False) else self.max_concurrency
+    @property
+    def _workers(self) -> int:
+        return 1 if getattr(self.judge, "sequential", False) else self.max_concurrency
 
     @property
     def _stopped(self) -> bool:
         # A failing server explains more than the number of failed rows does.
-        return not self._failures_in_a_row and self.are_too_many(len(self._failed_rows))
-
-    def are_too_many(self, failed_rows: int) -> bool:
-        """Whether more rows have failed than are allowed."""
-        return failed_rows > self.max_errors + 1e-9  # a share such as 0.29 of 100 rows is 29, up to rounding
+        return not self._failures_in_a_row and len(self._failed_rows) > self.max_errors
 
     def ask_all(self, questions: Sequence[Question]) -> None:
         """Fill `answers` and `errors`. After an interrupt or an error, the answers to open questions are still kept.
@@ -161,7 +157,7 @@ class JudgingRun:
         if self._failures_in_a_row >= max(FAILURES_IN_A_ROW, self._workers):
             raise JudgeUnavailable(
                 f"stopped after {self._failures_in_a_row} failures in a row, the last on row_id {question.row_id}: "
-                f"{reason}; verdicts that came before are in the cache, if there is one: run again when this is fixed"
+                f"{reason}; run again when this is fixed: a cache keeps the verdicts that came before"
             )
 
     def _record(self, question: Question, record: dict[str, Any], usage: Usage) -> None:
@@ -169,9 +165,3 @@ class JudgingRun:
         self.usage += usage
         self._failures_in_a_row = 0
         self._bar.update()
-
-
-def as_judgement(record: dict[str, Any]) -> Judgement:
-    """The judgement in a cache record."""
-    fields = {name: record[name] for name in Judgement._fields if name in record}
-    return Judgement(**fields | {"exclusion_tags": tuple(fields.get("exclusion_tags", ()))})
