@@ -50,7 +50,7 @@ def add_check_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def data_options(options: argparse.Namespace) -> dict[str, Any]:
-    """Keyword arguments of `PublicData.load` from the flags."""
+    """Keyword arguments of `read_submission` from the flags."""
     names = ("prompts_jsonl", "prefs_jsonl", "max_new_tokens")
     count_tokens = token_counter(options.tokenizer) if options.tokenizer else None
     return {name: getattr(options, name) for name in names} | {"count_tokens": count_tokens}

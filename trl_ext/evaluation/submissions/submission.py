@@ -6,8 +6,7 @@ import hashlib
 import json
 import zipfile
 from codecs import BOM_UTF8
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -172,67 +171,53 @@ def score_submission_file(
     return save_rows(items, score, path=out, settings=settings, save_every=max(len(pairs), 1))
 
 
-@dataclass(frozen=True)
-class PublicData:
-    """The data against which the files of a submission are checked, both in packing and in grading.
+def read_submission(
+    folder: str | Path,
+    methods: Iterable[str],
+    *,
+    prompts_jsonl: str | Path | None = None,
+    prefs_jsonl: str | Path | None = None,
+    max_new_tokens: int | None = None,
+    count_tokens: TokenCounter | None = None,
+) -> dict[str, tuple[Any, list[RowProblem]]]:
+    """Read the files of a submission that are there, and check their rows as both packing and grading do.
 
-    Attributes:
-        prompts, pairs: from `load_prompts` and `load_pairs`.
-        max_new_tokens: maximum number of tokens in a response.
-        count_tokens: counts the tokens of a text, to check the lengths in the rows; None for no check.
+    Args:
+        folder: the submission.
+        methods: methods whose files are read.
+        prompts_jsonl, prefs_jsonl: data that the submission was made on; None for the embedded data.
+        max_new_tokens: maximum number of tokens in a response; None for 256, or 48 for the embedded prompts.
+        count_tokens: counts the tokens of a text, to check the lengths in the rows. None for the embedded tokenizer
+            with the embedded prompts, and for no check with others.
+
+    Returns:
+        The result of `read_responses` or `read_pair_scores` by method.
+
+    Raises:
+        FileNotFoundError, ValueError: as `load_prompts` and `load_pairs`.
     """
-
-    prompts: list[dict[str, Any]]
-    pairs: list[dict[str, Any]]
-    max_new_tokens: int
-    count_tokens: TokenCounter | None
-
-    @classmethod
-    def load(
-        cls,
-        methods: Iterable[str],
-        *,
-        prompts_jsonl: str | Path | None = None,
-        prefs_jsonl: str | Path | None = None,
-        max_new_tokens: int | None = None,
-        count_tokens: TokenCounter | None = None,
-    ) -> PublicData:
-        """Load the data for some methods' files; pairs are read if the reward model is one of the methods.
-
-        Args:
-            methods: methods whose files are checked.
-            prompts_jsonl, prefs_jsonl: data that the submission was made on; None for the embedded data.
-            max_new_tokens: None for 256, or 48 for the embedded prompts.
-            count_tokens: None for the embedded tokenizer with the embedded prompts, and for no check with others.
-
-        Raises:
-            FileNotFoundError, ValueError: as `load_prompts` and `load_pairs`.
-        """
-        return cls(
-            prompts=load_prompts(prompts_jsonl),
-            pairs=load_pairs(prefs_jsonl) if REWARD_MODEL in methods else [],
-            max_new_tokens=max_new_tokens or default_max_new_tokens(prompts_jsonl),
-            count_tokens=token_counter("toy") if count_tokens is None and prompts_jsonl is None else count_tokens,
-        )
-
-    def read(self, folder: str | Path, method: str) -> tuple[Any, list[RowProblem]]:
-        """The result of `read_responses` or `read_pair_scores` on a method's file."""
-        path = Path(folder) / submission_file(method)
-        if method == REWARD_MODEL:
-            rows, problems = read_pair_scores(path, [row["row_id"] for row in self.pairs])
+    limits: dict[str, Any] = {"max_new_tokens": max_new_tokens or default_max_new_tokens(prompts_jsonl)}
+    limits["count_tokens"] = token_counter("toy") if count_tokens is None and prompts_jsonl is None else count_tokens
+    prompts = load_prompts(prompts_jsonl)
+    found = {}
+    for name in methods:
+        path = Path(folder) / submission_file(name)
+        if not path.is_file():
+            continue
+        if name == REWARD_MODEL:
+            found[name] = read_pair_scores(path, [row["row_id"] for row in load_pairs(prefs_jsonl)])
         else:
-            limits = {"max_new_tokens": self.max_new_tokens, "count_tokens": self.count_tokens}
-            rows, problems = read_responses(path, self.prompts, **limits)
+            found[name] = read_responses(path, prompts, **limits)
         if path.read_bytes().startswith(BOM_UTF8):
             mark = "begins with a UTF-8 byte order mark, on which the course's grader stops; pack leaves it out"
-            problems.append(RowProblem(None, mark, fatal=False))
-        return rows, problems
+            found[name][1].append(RowProblem(None, mark, fatal=False))
+    return found
 
 
 def pack_submission(
     folder: str | Path,
     out: str | Path,
-    methods: Iterable[str] = (REWARD_MODEL, *METHODS, *PART_TWO),
+    methods: Collection[str] = (REWARD_MODEL, *METHODS, *PART_TWO),
     *,
     overwrite: bool = False,
     **data: Any,
@@ -244,7 +229,7 @@ def pack_submission(
         out: the archive.
         methods: methods that a submission may have.
         overwrite: replace an existing archive.
-        data: keyword arguments of `PublicData.load`.
+        data: keyword arguments of `read_submission`.
 
     Returns:
         `files` with their sizes in bytes, `missing` files, `warnings`, and the archive's `bytes` and `sha256`.
@@ -258,12 +243,11 @@ def pack_submission(
     if out.exists() and not overwrite:
         raise FileExistsError(f"{out} exists: choose another --out, or replace it with --overwrite")
     files = {name: submission_file(name) for name in methods}
-    there = [name for name, file in files.items() if (folder / file).is_file()]
+    there = read_submission(folder, methods, **data)
     if not there:
         raise FileNotFoundError(f"{folder} holds no file of a submission, such as {next(iter(files.values()))}")
-    public, warnings = PublicData.load(there, **data), []
-    for name in there:
-        _, problems = public.read(folder, name)
+    warnings = []
+    for name, (_, problems) in there.items():
         refuse_fatal(folder / files[name], problems)
         warnings += [f"{folder / files[name]}: {problem}" for problem in problems]
     with replacing(out) as temporary, zipfile.ZipFile(temporary, "w", zipfile.ZIP_DEFLATED) as archive:
