@@ -330,16 +330,17 @@ class TestEstimate:
             judge_pairs(judge_of(server), *cached[:3], cache=cached[3])
         assert estimate(judge_of(server), *cached, price_in=1, price_out=1).dollars == 0.0
         result = estimate(judge_of(server), prompt_rows(4), ["cc"] * 4, ["b"] * 4, cached[3])
-        assert (result.calls, result.cached, result.output_tokens) == (2, 6, 160)
+        assert (result.calls, result.cached, result.output_tokens, result.dollars) == (2, 6, 160, None)
 
-    def test_without_prices(self):
+    @pytest.mark.parametrize(
+        "judge, expected",
+        [(OpenAIJudge, (2, 2 * 20, None)), (GroundTruthJudge, (2, 0, 0.0)), (CountingJudge, (2, 0, None))],
+    )
+    def test_without_prices(self, judge, expected):
         """No answer is longer than the limit. A free judge costs 0, and one that does not say, None."""
-        rows = prompt_rows(2)
-        result = estimate(OpenAIJudge(max_output_tokens=20), rows[:1], ["cc"], ["b"], price_in=1)
-        assert result.dollars is None and result.input_tokens > 0 and result.output_tokens == 2 * 20
-        free = estimate(GroundTruthJudge(), rows, ["cc", ""], ["b", "b"])
-        assert (free.calls, free.dollars) == (2, 0.0)
-        assert estimate(CountingJudge(), rows, ["c", "c"], ["b", "b"]).dollars is None
+        judge = judge(max_output_tokens=20) if judge is OpenAIJudge else judge()
+        result = estimate(judge, prompt_rows(2), ["cc", ""], ["b", "b"], price_in=1)
+        assert (result.calls, result.output_tokens, result.dollars) == expected
 
 
 # ---- Rubrics ----
