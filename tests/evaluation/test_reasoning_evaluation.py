@@ -32,22 +32,6 @@ def test_the_three_categories():
     assert count_categories(rows) == {"correct": 2, "wrong_answer": 0, "wrong_format": 1}
 
 
-def test_graders():
-    row = {"row_id": "a", "answer": "10", "numbers": [4, 6]}
-    right = "x </think> <answer> 10 </answer>"
-    for reward, response, found in (
-        ("r1_zero", right, 1),
-        ("question_only", "\\boxed{10}", 1),
-        ("question_only", right, 0),
-        ("gsm8k", "no tags, but 10", 1),
-        ("countdown", "x </think> <answer> 4 + 6 </answer>", 1),
-        ("countdown", right, 0),
-    ):
-        assert grader(reward)(response, row)["reward"] == found, (reward, response)
-    assert_refused(lambda: grader("countdown")("x", {"row_id": "b", "answer": "10"}), "numbers None")
-    assert_refused(lambda: grader("r1-zero"), "r1-zero", "did you mean")
-
-
 @pytest.mark.parametrize("n", [1, 4, 6])
 def test_pass_at_k_is_the_share_of_subsets_with_a_correct_sample(n):
     for correct, k in itertools.product(range(n + 1), range(1, n + 1)):

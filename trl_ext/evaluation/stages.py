@@ -29,10 +29,9 @@ class StageComparison(NamedTuple):
     """The result of a comparison of stages.
 
     Attributes:
-        rows: one JSON-ready row for each model: `name`, `model`, `n`; `reward` with `mean`, `std` (of the sample) and
-            the mean's 95% interval `low`, `high`, or None; `kl`, as `approximate_kl` returns it, or None with the
-            reason in `kl_note`; `tokens` with `mean` and `std`; and `finished`, the share of responses that were not
-            truncated.
+        rows: one JSON-ready row for each model: `name`, `model`, `n`; `reward` and `tokens` as from `mean_and_std`;
+            `kl` as from `approximate_kl`; and `finished`, the share of responses that were not truncated. `kl` is None
+            for the reference, at a temperature other than 1, and for a model with another tokenizer.
         samples: for each model, the rows of `sample_responses` with `reward`.
     """
 
@@ -122,19 +121,14 @@ def compare_stages(
             seed=seed,
             progress=f"{name}: responses" if progress else None,
         )
-        kl, note = _divergence([row.pop("log_ratios") for row in found])
-        if name == reference:
-            note = "the reference itself"
-        elif temperature != 1:
-            note = f"samples at temperature {temperature} give no estimate; sample at 1"
+        ratios = [row.pop("log_ratios") for row in found]
         rows.append(
             {
                 "name": name,
                 "model": str(source),
                 "n": len(found),
                 "reward": None if scorer is None else mean_and_std([row["reward"] for row in found]),
-                "kl": kl,
-                "kl_note": note,
+                "kl": None if None in ratios else _divergence(ratios),
                 "tokens": mean_and_std([row["generated_num_tokens"] for row in found]),
                 "finished": statistics.fmean(row["finished"] for row in found),
             }
@@ -142,16 +136,14 @@ def compare_stages(
     return StageComparison(rows, samples)
 
 
-def _divergence(log_ratios: Sequence[list[float] | None]) -> tuple[dict[str, Any] | None, str | None]:
-    """The divergence as `approximate_kl` returns it, from each response's token log-ratios; or why there is none."""
+def _divergence(log_ratios: Sequence[list[float]]) -> dict[str, Any]:
+    """The divergence as `approximate_kl` returns it, from each response's token log-ratios."""
     import torch
 
     from trl_ext.evaluation.comparing.preferences import approximate_kl
 
-    if None in log_ratios:
-        return None, "its tokenizer is not the reference's"
     own = [torch.tensor(ratio, dtype=torch.float64) for ratio in log_ratios]
-    return approximate_kl(own, [torch.zeros_like(ratio) for ratio in own]), None
+    return approximate_kl(own, [torch.zeros_like(ratio) for ratio in own])
 
 
 def _log_ratios(policy: tuple, reference: tuple, generations: list, batch_size: int) -> Sequence[list[float] | None]:
@@ -211,10 +203,6 @@ def main(arguments: list[str] | None = None) -> None:
         own = row["name"], row["n"], f"{shown:.3f}", reward.get("std"), f"{divergence:.2f}"
         table.append((*own, tokens["mean"], tokens["std"], row["finished"]))
     print(format_table(HEADER, table))
-    for row in comparison.rows:
-        if row["kl_note"]:
-            print(f"{row['name']}: no KL: {row['kl_note']}")
-    print(f"in {options['out']}: comparison.json, {', '.join(f'responses_{name}.jsonl' for name in models)}")
 
 
 if __name__ == "__main__":

@@ -25,8 +25,8 @@ from trl_ext.evaluation.submissions.submission import (
 from trl_ext.models import resolve_model_path
 from trl_ext.models.loading import model_sha256
 from trl_ext.rewards import RewardModel
-from trl_ext.rollouts import generation
 
+METHODS = ["reward_model", "dpo", "ipo", "aot", "grpo", "drgrpo", "gspo", "offline_best", "online_best"]
 TEXTS = ["Say red.", "Say a much longer thing, please, and then stop.", "Why?", "Tell me of the sea.", "And?"]
 
 
@@ -69,30 +69,6 @@ class TestGenerate:
             assert row["generated_num_tokens"] == len(response_ids)
             assert row["response_text"] == tokenizer.decode(response_ids, skip_special_tokens=True)
             assert set(row) == {"row_id", "prompt_text", "response_text", "generated_num_tokens"}
-
-    def test_an_interrupted_run_goes_on(self, tiny_model_path, prompts_file, tmp_path, monkeypatch):
-        whole, out = tmp_path / "whole.jsonl", tmp_path / "aot.jsonl"
-        settings = {"prompts_jsonl": prompts_file, "max_new_tokens": 6, "batch_size": 2}
-        generate_submission_file(tiny_model_path, whole, **settings)
-        original, asked = generation.generate_responses, []
-
-        def stops_at_the_second_part(model, tokenizer, prompts, **keywords):
-            asked.append(len(prompts))
-            if len(asked) == 2:
-                raise KeyboardInterrupt
-            return original(model, tokenizer, prompts, **keywords)
-
-        monkeypatch.setattr(submission, "SAVE_EVERY", 2)
-        monkeypatch.setattr(generation, "generate_responses", stops_at_the_second_part)
-        with pytest.raises(KeyboardInterrupt):
-            generate_submission_file(tiny_model_path, out, **settings)
-        assert len(read_rows(out)) == 2
-        generate_submission_file(tiny_model_path, out, **settings)
-        assert asked == [2, 2, 2, 1]
-        assert out.read_bytes() == whole.read_bytes()
-        # With all rows there, nothing is generated.
-        generate_submission_file(tiny_model_path, out, **settings)
-        assert len(asked) == 4
 
     def test_another_model_or_other_prompts(self, tiny_model_path, prompts_file, tmp_path):
         out, settings = tmp_path / "aot.jsonl", {"prompts_jsonl": prompts_file, "max_new_tokens": 2}
@@ -179,13 +155,14 @@ class TestBuildScoreAndPack:
         monkeypatch.setattr(RewardModel, "score", lambda *a, **k: pytest.fail("scored again"))
         score_submission_file(reward_model, files[2], prefs_jsonl=data["prefs_jsonl"])
         assert files[2].read_bytes() == before
-        packed = pack_submission(folder, archive, **data)
+        packed = pack_submission(folder, archive, METHODS, **data)
         with zipfile.ZipFile(archive) as file:
             assert file.namelist() == sorted(names)
             assert all(file.read(name) == (folder / name).read_bytes() for name in names)
         absent = [f"policy_generations/{name}.jsonl" for name in ("dpo", "ipo", "grpo", "drgrpo", "gspo")]
         assert packed["missing"] == [*absent, "part2/online_best.jsonl"]
-        again, empty = partial(pack_submission, folder, archive, **data), partial(pack_submission, tmp_path, "x.zip")
+        again = partial(pack_submission, folder, archive, METHODS, **data)
+        empty = partial(pack_submission, tmp_path, "x.zip", METHODS)
         assert_refused(again, "s.zip", "replace it with --overwrite", error=FileExistsError)
         assert_refused(empty, "no file", "reward_model/", error=FileNotFoundError)
         assert again(overwrite=True)["sha256"] == packed["sha256"]

@@ -87,7 +87,7 @@ def judge_candidate(
         outcomes=result.outcomes,
         usage=result.usage,
         verdicts=result.verdicts,
-        human_labels=with_human_labels(result.outcomes, human_labels) if human_labels else None,
+        human_labels=_with_human_labels(result.outcomes, human_labels) if human_labels else None,
     )
 
 
@@ -106,7 +106,7 @@ def _at_equal_lengths(outcomes: Sequence[PairOutcome], responses: Sequence[Respo
     return dataclasses.replace(controlled, **rates, n=controlled.n + empty, note=note)
 
 
-def with_human_labels(outcomes: Sequence[PairOutcome], labels: Mapping[str, System]) -> PredictionPowered:
+def _with_human_labels(outcomes: Sequence[PairOutcome], labels: Mapping[str, System]) -> PredictionPowered:
     """The win rate from the judge's outcomes and human labels of some of the prompts, by row_id."""
     values = dict(zip((row.row_id for row in outcomes), judge_values(outcomes), strict=True))
     told = [(OUTCOME_VALUES[labels[row_id]], value) for row_id, value in values.items() if row_id in labels]
@@ -136,11 +136,9 @@ def known_score_judge(prompts: Sequence[Mapping[str, Any]]) -> GroundTruthJudge:
     for row in prompts:
         try:
             kind_of(last_user_text(row["prompt"]))
-        except ValueError:
-            raise ValueError(
-                f"row_id {row['row_id']}: the known score is of the embedded task only, and this prompt is none of "
-                "its: choose another judge"
-            ) from None
+        except ValueError as error:
+            known = "the known score is of the embedded task only: choose another judge"
+            raise ValueError(f"row_id {row['row_id']}: {error}; {known}") from None
     return GroundTruthJudge()
 
 

@@ -26,7 +26,6 @@ REWARD_MODEL = "reward_model"
 PART_TWO = ("offline_best", "online_best")
 # Responses between saves.
 SAVE_EVERY = 128
-METHODS = ("dpo", "ipo", "aot", "grpo", "drgrpo", "gspo")
 
 
 def submission_file(name: str) -> str:
@@ -217,7 +216,7 @@ def read_submission(
 def pack_submission(
     folder: str | Path,
     out: str | Path,
-    methods: Collection[str] = (REWARD_MODEL, *METHODS, *PART_TWO),
+    methods: Collection[str],
     *,
     overwrite: bool = False,
     **data: Any,
