@@ -424,7 +424,8 @@ def test_a_file_of_prompts_keeps_its_rubrics(tmp_path):
     rows = [{"row_id": str(n), "prompt_text": f"q{n}", "rubric": rubric} for n, rubric in enumerate(rubrics)]
     (tmp_path / "train_gen.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     read = load_benchmark(tmp_path)["train_gen"]["rubric"]
-    assert [read_rubric(one) for one in read[:2]] == [[("says why", 1.0)], [("is polite", 2.0), ("is short", 1.0)]]
+    criteria = [[(one.criterion, one.weight) for one in read_rubric(rubric)] for rubric in read[:2]]
+    assert criteria == [[("says why", 1.0)], [("is polite", 2.0), ("is short", 1.0)]]
     assert_refused(lambda: read_rubric(read[2]), "rubric: 0.criterion")
 
 
@@ -453,7 +454,7 @@ def test_arguments_of_reward_functions_are_known_before_sampling():
         assert_refused(lambda f=function, c=columns: check_arguments([f], c), *words)
 
 
-def test_refusals(monkeypatch):
+def test_refusals():
     for rubric, words in (
         (None, ["rubric", "at least 1 item"]),
         ("be polite", ["rubric", "valid list"]),
@@ -466,5 +467,3 @@ def test_refusals(monkeypatch):
     asked = RubricReward(OpenAIModel("judge"))
     words = ["OPENAI_API_KEY is not set"]
     assert_refused(lambda: asked(["q"], ["r"], rubric=[["says why"]]), *words, error=JudgeUnavailable)
-    monkeypatch.setitem(sys.modules, "openai", None)
-    assert_refused(lambda: OpenAIModel("judge"), "the package openai", "trl_ext[judge]", error=ImportError)

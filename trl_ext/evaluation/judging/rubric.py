@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, StringConstraints, TypeAdapter, ValidationError
+from pydantic import BaseModel, BeforeValidator, Field, StringConstraints, TypeAdapter, ValidationError
 
 from trl_ext.data.rows import first_error
 from trl_ext.evaluation.judging.cache import VerdictCache
@@ -53,7 +53,7 @@ class Criterion(BaseModel, strict=True):
     """A criterion and its weight; None is 1."""
 
     criterion: Annotated[str, StringConstraints(pattern=r"\S")]
-    weight: Annotated[float, Field(gt=0)] | None = None
+    weight: Annotated[float, Field(gt=0), BeforeValidator(lambda weight: 1.0 if weight is None else weight)] = 1.0
 
 
 _RUBRIC = TypeAdapter(Annotated[list[Criterion], Field(min_length=1)])
@@ -120,25 +120,23 @@ class RubricReward:
         answers = self._ask_all(list(dict.fromkeys(question for questions in asked for question in questions)))
         for name in ("calls", "cached", "errors") if log_metric else ():
             log_metric(f"{self.__name__}/{name}", float(getattr(self.usage, name)))
-        return [
-            self._reward(own, [answers[question] for question in questions])
-            for own, questions in zip(rubrics, asked, strict=True)
-        ]
+        values = [[answers[question] for question in questions] for questions in asked]
+        return [self._reward(own, found) for own, found in zip(rubrics, values, strict=True)]
 
-    def _questions(self, prompt: Any, text: str, rubric: Sequence[tuple[str, float]]) -> list[str]:
-        criteria = [("criterion", criterion) for criterion, _ in rubric]
+    def _questions(self, prompt: Any, text: str, rubric: Sequence[Criterion]) -> list[str]:
+        criteria = [("criterion", one.criterion) for one in rubric]
         if self.form == "implicit":
-            criteria = [("criteria", "\n".join(f"{weight:g}: {criterion}" for criterion, weight in rubric))]
+            criteria = [("criteria", "\n".join(f"{one.weight:g}: {one.criterion}" for one in rubric))]
         return [sections_text(prompt, ("response", text), criterion) for criterion in criteria]
 
-    def _reward(self, rubric: Sequence[tuple[str, float]], values: Sequence[float | None]) -> float | None:
+    def _reward(self, rubric: Sequence[Criterion], values: Sequence[float | None]) -> float | None:
         if not values:
             return 0.0
         if None in values:
             return None
         if self.form == "implicit":
             return (values[0] - 1) / 9
-        weights = [weight for _, weight in rubric]
+        weights = [one.weight for one in rubric]
         return math.fsum(weight * met for weight, met in zip(weights, values, strict=True)) / math.fsum(weights)
 
     def _ask_all(self, questions: Sequence[str]) -> dict[str, float | None]:
@@ -177,7 +175,7 @@ def last_answer(completion: str | Sequence[Mapping[str, Any]]) -> str:
     return next((text for text in reversed(texts) if text), "")
 
 
-def read_rubric(rubric: Sequence[str | Mapping[str, Any]] | None) -> list[tuple[str, float]]:
+def read_rubric(rubric: Sequence[str | Mapping[str, Any]] | None) -> list[Criterion]:
     """The criteria with their weights.
 
     Raises:
@@ -186,7 +184,6 @@ def read_rubric(rubric: Sequence[str | Mapping[str, Any]] | None) -> list[tuple[
     if not isinstance(rubric, str):
         rubric = [{"criterion": one} if isinstance(one, str) else one for one in rubric or ()]
     try:
-        criteria = _RUBRIC.validate_python(rubric)
+        return _RUBRIC.validate_python(rubric)
     except ValidationError as error:
         raise ValueError(f"rubric: {first_error(error)}; state a pitfall as what to avoid") from None
-    return [(one.criterion, 1.0 if one.weight is None else one.weight) for one in criteria]
