@@ -132,6 +132,7 @@ class TestOpenAIJudge:
     def test_refusals(self, tmp_path, monkeypatch):
         words = ["OPENAI_API_KEY is not set", "export it", "base_url"]
         assert_refused(lambda: OpenAIJudge().judge("q", "a", "b"), *words, error=JudgeUnavailable)
+        assert_refused(lambda: OpenAIJudge(instructions="rubric.md"), "a text, or the Path", "'rubric.md'")
         missing = tmp_path / "none.md"
         assert_refused(lambda: OpenAIJudge(instructions=missing), "none.md", error=FileNotFoundError)
         assert_refused(lambda: OpenAIJudge(api="completions"), "api", "responses, chat", "completions")

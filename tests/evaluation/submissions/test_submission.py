@@ -178,6 +178,7 @@ class TestBuildScoreAndPack:
         path = write_rows(tmp_path / "submission" / "policy_generations" / "aot.jsonl", rows)
         (grade,) = grade_submission(tmp_path / "submission", {"aot": 0.5}).grades
         (problem,) = grade.problems
+        assert (grade.reason, grade.passed, grade.figure) == ("1 bad row", False, None)
         words = "over the token budget of 48: generated_num_tokens is 9, and the text has"
         assert problem == f"row_id {rows[7]['row_id']}: {words} {counted} tokens"
         pack = partial(pack_submission, tmp_path / "submission", tmp_path / "s.zip", ["aot"])

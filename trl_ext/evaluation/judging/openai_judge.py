@@ -42,7 +42,7 @@ class OpenAIJudge(OpenAIModel):
 
     Raises:
         ImportError: the openai package is missing.
-        ValueError: `api` is unknown.
+        ValueError: `api` is unknown, or the instructions are not text.
         FileNotFoundError: the file of instructions does not exist.
     """
 
@@ -52,6 +52,8 @@ class OpenAIJudge(OpenAIModel):
             instructions = Path(__file__).with_name("instructions.md")
         if isinstance(instructions, Path):
             instructions = existing_file(instructions).read_text(encoding="utf-8")
+        if len(instructions.split()) < 2:
+            raise ValueError(f"instructions must be a text, or the Path of a file of it, got {instructions!r}")
         self.instructions = instructions
 
     @property
