@@ -99,7 +99,8 @@ class Arm:
         self.arguments = arguments
         self.packing = None
         if packed:
-            self.packing = share_prefixes(self.trainer.model, getattr(self.trainer, "ref_model", None))
+            models = self.trainer.model, getattr(self.trainer, "ref_model", None)
+            self.packing = share_prefixes(*models, compile_layers=getattr(arguments, "compile_layers", False))
         # As `train()` does, which starts autocast in the model's forward pass.
         self.trainer.accelerator.prepare_model(self.trainer.model)
 

@@ -93,6 +93,7 @@ def list_items(arguments, folder: Path, kept: dict[Any, Any]) -> Iterator[Item]:
             for name in [name for name in shares if name not in steps.BASELINES]:
                 seconds += ready + (steps.WINDOWS + 1.5) * shares[name] + step
                 seconds += (steps.WINDOWS + rounds) * (baselines + shares[name])
+                seconds += 60 * slow * steps.VARIANTS[name].compiled
                 compare = partial(lambda key, name: setup(*key).compare(name, rounds), key, name)
                 yield Item(f"C/{workload}/{size}/{name}", seconds, compare)
                 seconds = 0.0

@@ -45,6 +45,7 @@ class Variant(NamedTuple):
     # Its predicted time, as a share of stock's.
     share: float
     packed: bool = False
+    compiled: bool = False
     checkpointing: bool = True
     # Its micro-batches are this many times as large; halved for as long as they do not fit into memory.
     factor: int = 1
@@ -60,6 +61,10 @@ VARIANTS = {
     "tuned": Variant(0.8, checkpointing=False, factor=2, multiple=64, around=without_cudnn),
     "packed": Variant(0.55, packed=True),
     "packed-no-checkpointing": Variant(0.45, packed=True, checkpointing=False, new_widths=False),
+    # What a token budget makes of a step, at most: one pass.
+    "packed-in-one-pass": Variant(0.3, packed=True, checkpointing=False, factor=16),
+    # Its setup compiles.
+    "packed-in-one-pass-compiled": Variant(0.3, packed=True, compiled=True, checkpointing=False, factor=16),
 }
 
 
@@ -90,6 +95,7 @@ class TimedArm(Arm):
         arguments = arm_arguments(
             setup.trainer, setup.size, setup.device, gradient_checkpointing=variant.checkpointing, **given
         )
+        arguments.compile_layers = variant.compiled
         super().__init__(variant.packed, arguments, setup.folder, setup.first)
         self.windows = [self.window(index) for index in range(WINDOWS)]
         # Loads kernels, chooses the back-end and allocates the optimizer's state, on widths that are not timed.

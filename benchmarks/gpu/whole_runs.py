@@ -28,6 +28,7 @@ RUNS = {
     "stock": (trl, {}),
     "tuned": (trl, {"gradient_checkpointing": False, "pad_to_multiple_of": 64}),
     "trl_ext": (trl_ext, {}),
+    "trl_ext, compiled": (trl_ext, {"compile_layers": True, "gradient_checkpointing": False}),
 }
 
 

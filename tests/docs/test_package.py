@@ -70,7 +70,7 @@ def test_nothing_experimental_and_trl_only_where_it_belongs():
 # From the bottom of the house to its top; a room imports from its own level and below.
 ROOMS = (
     "names files processes settings registry losses advantages algorithms toy instructions word_problems data models "
-    "rewards rollouts resilience evaluation trainers held_out doctor runs course assignment cli __main__"
+    "rewards rollouts resilience evaluation trainers held_out doctor runs studies course assignment cli __main__"
 )
 
 

@@ -99,8 +99,7 @@ def specification(name: str, model: str, **arguments) -> dict:
 
 @pytest.fixture(scope="module")
 def plain(tiny_model_path, tmp_path_factory):
-    # Padded, as FSDP's passes are.
-    specs = {name: specification(name, tiny_model_path, packing="off") for name in TRAINED}
+    specs = {name: specification(name, tiny_model_path) for name in TRAINED}
     folder, settings = tmp_path_factory.mktemp("plain"), {"mixed_precision": "no"}
     return train_under("multi_gpu", specs, folder, processes=processes(), settings=settings)
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
+import json
 from types import SimpleNamespace
 
 import pytest
 import torch
 import trl.trainer.utils
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 from trl.trainer.utils import add_fused_lm_head
 
 from tests.support.float64 import float64_throughout
@@ -26,7 +26,9 @@ from tests.support.packing import (
     tiny_classifier,
     tiny_model,
     values_and_gradient,
+    varlen_by_contract,
 )
+from tests.support.train_once import in_processes
 from trl_ext.models.packing import attention as packed_attention
 from trl_ext.models.packing import packed_inputs, share_prefixes, wrap
 from trl_ext.models.packing.plan import plan_batch
@@ -193,10 +195,10 @@ def test_equal_in_float64(architecture, monkeypatch):
 def test_gradients_of_shared_keys_are_rounded_once():
     """A token on 300 paths: sums of bfloat16 numbers would stop at 256, where 256 + 1 is 256."""
     states = torch.ones(2, 1, 1, dtype=torch.bfloat16, requires_grad=True)
-    packed_attention._Paths.apply(states, torch.tensor([0] * 300 + [1])).sum().backward()
+    packed_attention._OfPaths.apply(states, torch.tensor([0] * 300 + [1])).sum().backward()
     assert states.grad.flatten().tolist() == [300, 1]
     wide = torch.randn(3, 2, 2, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda x: packed_attention._Paths.apply(x, torch.tensor([2, 0, 2, 1])), wide)
+    assert torch.autograd.gradcheck(lambda x: packed_attention._OfPaths.apply(x, torch.tensor([2, 0, 2, 1])), wide)
 
 
 def test_a_window_that_is_off_by_one_is_far_off(monkeypatch):
@@ -301,39 +303,6 @@ def test_calls_of_a_classifier_that_are_left_padded():
 # ---- Attention functions ----
 
 
-def varlen_by_contract(calls: list):
-    """`torch.nn.attention.varlen.varlen_attn` as it is documented, in plain operations, and what it was called with.
-
-    Queries and keys of a segment end together. (-1, 0) is causal attention, (W, 0) that to W tokens before a token
-    and the token itself.
-    """
-
-    def varlen_attn(
-        query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False
-    ):
-        calls.append({"window_size": window_size, "enable_gqa": enable_gqa})
-        assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
-        assert cu_seq_q[0] == cu_seq_k[0] == 0 and cu_seq_q[-1] == len(query) and cu_seq_k[-1] == len(key)
-        assert max_q == cu_seq_q.diff().max() and max_k == cu_seq_k.diff().max()
-        assert all(states.is_contiguous() for states in (query, key, value))
-        assert enable_gqa or query.shape[1] == key.shape[1]
-        outputs = []
-        for row in range(len(cu_seq_q) - 1):
-            own, other = slice(*cu_seq_q[row : row + 2]), slice(*cu_seq_k[row : row + 2])
-            added, length = own.stop - own.start, other.stop - other.start
-            distance = torch.arange(length - added, length)[:, None] - torch.arange(length)
-            mask = distance >= 0
-            assert window_size[1] == 0
-            if window_size[0] >= 0:
-                mask &= distance <= window_size[0]
-            states = (states.transpose(0, 1)[None] for states in (query[own], key[other], value[other]))
-            output = scaled_dot_product_attention(*states, attn_mask=mask, scale=scale, enable_gqa=enable_gqa)
-            outputs.append(output[0].transpose(0, 1))
-        return torch.cat(outputs)
-
-    return varlen_attn
-
-
 def hidden_states(model, backend: str, shares: bool) -> Tensor:
     plan = ragged_plan(share=shares)
     plan.derived["backend"] = backend
@@ -404,3 +373,15 @@ def test_dropout_of_attention_weights_goes_to_sdpa(monkeypatch):
     assert largest(kept, packed_attention.attend(plan, layer(), *given)) < 1e-5
     torch.manual_seed(0)
     assert largest(packed_attention.attend(plan, layer(), *given, dropout=0.5), kept) > 0.1
+
+
+# ---- FSDP2 ----
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, 4])
+def test_under_fsdp2_gradients_are_those_of_padded_passes(processes, tmp_path):
+    """Each process has its own batches, packed rows of its own lengths, and a part of the parameters."""
+    in_processes(processes, "-m", "tests.support.fsdp_once", str(tmp_path / "largest.json"))
+    largest = json.loads((tmp_path / "largest.json").read_text())
+    assert len(largest) == 6 and all(0 < apart < 1e-5 for apart in largest.values()), largest

@@ -96,21 +96,26 @@ def test_a_task_has_the_cores_of_the_job(script, given, taken, cluster, tmp_path
     assert (tmp_path / "cores").read_text() == taken
 
 
-def test_the_last_node_serves_vllm(cluster, monkeypatch):
+@pytest.mark.parametrize(
+    ("given", "parallel"),
+    [({"VLLM_FLAGS": "--tensor_parallel_size 4"}, (4, 1)), ({}, (1, 4))],
+    ids=["given", "default"],
+)
+def test_the_last_node_serves_vllm(given, parallel, cluster, monkeypatch):
     """The recipe parses what the script gives it, and TRL what serves."""
     from trl import TrlParser
     from trl.scripts.vllm_serve import ScriptArguments
 
     arguments = ("grpo", "runs/x", "org/model", "--seed", "3")
-    done, calls = cluster("train_with_vllm_server.sbatch", *arguments, VLLM_FLAGS="--tensor_parallel_size 4")
+    done, calls = cluster("train_with_vllm_server.sbatch", *arguments, **given)
     assert done.returncode == 0, done.stderr
     serve, train = sorted(calls["srun"], key=lambda call: values(call, "nodelist"), reverse=True)
     assert values(serve, "nodelist", "nodes") == ("c", "1") and values(train, "nodelist", "nodes") == ("a,b", "2")
     (launch,), serve = calls["accelerate"], serve[serve.index("vllm-serve") + 1 :]
     assert values(launch, "num_machines", "num_processes") == ("2", "8")
     parsed, *_ = TrlParser(ScriptArguments).parse_args_into_dataclasses(serve)
-    served = (parsed.model, parsed.host, parsed.port, parsed.tensor_parallel_size)
-    assert served == ("org/model", "0.0.0.0", 31007, 4)
+    assert (parsed.model, parsed.host, parsed.port) == ("org/model", "0.0.0.0", 31007)
+    assert (parsed.tensor_parallel_size, parsed.data_parallel_size) == parallel
     _, model, training = recipes.parse(monkeypatch, "grpo", *launch[launch.index("--output_dir") :], "--use_cpu")
     assert (model.model_name_or_path, training.seed) == ("org/model", 3)
     assert (training.use_vllm, training.vllm_mode) == (True, "server")

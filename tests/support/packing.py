@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 import transformers
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from trl.trainer.utils import add_fused_lm_head
@@ -92,7 +94,10 @@ def forward(model, batch: dict[str, Tensor], **options):
 def gradient(model) -> Tensor:
     """The gradients of all trained parameters, [P]; a parameter that took no part has a zero gradient."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in trained]).double()
+    parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
+    # Under FSDP2, a process has a part of each.
+    parts = [part.full_tensor() if isinstance(part, DTensor) else part for part in parts]
+    return torch.cat([part.flatten() for part in parts]).double()
 
 
 def values_and_gradient(model, batch: dict[str, Tensor], **options):
@@ -136,3 +141,36 @@ def attention_named(function) -> str:
     AttentionInterface.register(name, function)
     AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
     return name
+
+
+def varlen_by_contract(calls: list):
+    """`torch.nn.attention.varlen.varlen_attn` as it is documented, in plain operations, and what it was called with.
+
+    Queries and keys of a segment end together. (-1, 0) is causal attention, (W, 0) that to W tokens before a token
+    and the token itself.
+    """
+
+    def varlen_attn(
+        query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False
+    ):
+        calls.append({"window_size": window_size, "enable_gqa": enable_gqa})
+        assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
+        assert cu_seq_q[0] == cu_seq_k[0] == 0 and cu_seq_q[-1] == len(query) and cu_seq_k[-1] == len(key)
+        assert max_q == cu_seq_q.diff().max() and max_k == cu_seq_k.diff().max()
+        assert all(states.is_contiguous() for states in (query, key, value))
+        assert enable_gqa or query.shape[1] == key.shape[1]
+        outputs = []
+        for row in range(len(cu_seq_q) - 1):
+            own, other = slice(*cu_seq_q[row : row + 2]), slice(*cu_seq_k[row : row + 2])
+            added, length = own.stop - own.start, other.stop - other.start
+            distance = torch.arange(length - added, length)[:, None] - torch.arange(length)
+            mask = distance >= 0
+            assert window_size[1] == 0
+            if window_size[0] >= 0:
+                mask &= distance <= window_size[0]
+            states = (states.transpose(0, 1)[None] for states in (query[own], key[other], value[other]))
+            output = scaled_dot_product_attention(*states, attn_mask=mask, scale=scale, enable_gqa=enable_gqa)
+            outputs.append(output[0].transpose(0, 1))
+        return torch.cat(outputs)
+
+    return varlen_attn

@@ -45,7 +45,7 @@ def parse(monkeypatch, script: str, *arguments: str):
     types = parsing.argument_types(SCRIPTS.get(script, script))
     if types is None:
         module, _, name = OTHERS[script].partition(":")
-        own = getattr(importlib.import_module(f"trl_ext.runs.{module}"), name)
+        own = getattr(importlib.import_module(f"trl_ext.{module}"), name)
         types = (own,)
     # Without the flags of the launch, which every recipe that trains takes as well.
     return parsing.parse_arguments(types, default_config=configs.toy_config(script))[:3]

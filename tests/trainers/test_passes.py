@@ -22,7 +22,7 @@ from trl_ext import (
     load_benchmark,
 )
 from trl_ext.models import resolve_model_path
-from trl_ext.trainers.passes import divide
+from trl_ext.trainers.passes import divide, passes_of_groups, passes_of_pairs
 
 ALONE = SimpleNamespace(num_processes=1)
 
@@ -51,6 +51,30 @@ def test_every_unit_is_in_one_pass_and_passes_are_few(seed):
         assert len(one) == min(number, len(costs)) and all(one)
         assert [unit for units in one for unit in units] == list(range(len(costs)))
     assert len(divide(costs, budget, 99, of_ranks((1, 1)))) == 1
+
+
+def test_auto_is_the_padded_size_of_the_largest_micro_batch():
+    """Pairs of 6 + 2, 5 + 1, 3 + 3 and 2 + 2 tokens, one in a micro-batch: 2 x 6 tokens take 8, 6 and 6 + 4 in a pass.
+
+    Micro-batches of two responses of at most 4 tokens to a prompt of 3 are padded to 14. Two passes of at most that
+    take 3 + 4 + 1 tokens, and 3 + 1 + 1 with 3 + 2 + 2.
+    """
+
+    def up_to(*lengths: int) -> torch.Tensor:
+        return (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
+
+    pairs = [
+        {"input_ids": mask, "attention_mask": mask} for mask in (up_to(6, 2), up_to(5, 1), up_to(3, 3), up_to(2, 2))
+    ]
+    found = passes_of_pairs(pairs, "auto", ALONE, pad_token_id=0, shares=False)
+    assert [one["attention_mask"].sum().item() for one in found] == [8, 6, 10]
+
+    masks = up_to(4, 1, 1, 1, 2, 2).split(2)
+    rollout = [{"prompt_ids": torch.ones(2, 3), "completion_ids": mask, "completion_mask": mask} for mask in masks]
+    rollout = [
+        {**one, "prompt_mask": torch.ones(2, 3), "group": torch.tensor([i, i])} for i, one in enumerate(rollout)
+    ]
+    assert [one["group"].tolist() for one in passes_of_groups(rollout, "auto", ALONE)] == [[0, 0], [1, 1, 2, 2]]
 
 
 COMMON = {"max_steps": 2, "report_to": "none", "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1}
@@ -111,7 +135,8 @@ def test_the_update_and_the_log_are_those_of_the_micro_batches(case, tmp_path):
     expected, log, losses = trained(case, "off", tmp_path / "off")
     assert all(losses) and len(losses) == 8
     several = "450" if CASES[case][3] == PAIRS else "250" if case == "ppo" else "120"
-    for budget, fewest in ((several, 2), ("100000", 1)):
+    # PPO's groups of one response share no prompt, and these have little padding.
+    for budget, fewest in ((several, 2), ("100000", 1), *([("auto", 1)] if case != "ppo" else [])):
         got, its_log, its_losses = trained(case, budget, tmp_path / budget)
         assert len(its_losses) == 8 and 2 * fewest <= sum(its_losses) < 8
         assert not its_losses[0] and its_losses[3] and its_losses[7], "the passes come last"

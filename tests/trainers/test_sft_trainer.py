@@ -21,8 +21,7 @@ from trl_ext import ExpertIterationConfig, ExpertIterationTrainer, SFTConfig, SF
 from trl_ext.data.math import load_math, math_prompt
 from trl_ext.models import packing_of
 from trl_ext.rewards.verified import grader
-from trl_ext.rollouts import SamplingSettings
-from trl_ext.rollouts import graded as sampling
+from trl_ext.rollouts import SamplingSettings, responses
 from trl_ext.toy import MODEL_DIR
 from trl_ext.trainers.expert_iteration import NoCorrectResponseError, keep_correct
 
@@ -253,7 +252,7 @@ class TestRounds:
 
     def test_a_run_that_breaks_in_sampling_goes_on_as_the_straight_one(self, straight, tmp_path, monkeypatch):
         """In the second round, with 256 of 320 responses sampled."""
-        append = sampling._append
+        append = responses._append
 
         def breaking(path, rows):
             append(path, rows)
@@ -261,7 +260,7 @@ class TestRounds:
                 raise KeyboardInterrupt
 
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(sampling, "_append", breaking)
+            patch.setattr(responses, "_append", breaking)
             build(tmp_path).train(resume_from_checkpoint=False)
         assert (tmp_path / "checkpoint-1").is_dir() and not (tmp_path / "checkpoint-2").exists()
         build(tmp_path).train(resume_from_checkpoint=True)

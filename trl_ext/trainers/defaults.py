@@ -67,11 +67,20 @@ class PackedFields(CommonFields):
             "it and a check at the first batch agrees. off: TRL's own padded passes."
         },
     )
-    tokens_per_pass: str = field(
-        default="off",
+    compile_layers: bool = field(
+        default=False,
+        metadata={
+            "help": "Compile the layers of packed passes, for models without dropout on a GPU in half precision. The "
+            "first steps take a minute longer."
+        },
+    )
+    tokens_per_pass: str | None = field(
+        default=None,
         metadata={
             "help": "Tokens of a packed forward pass, such as 16384: the rows of an optimizer step go into as few "
-            "passes as that allows, with the same update up to rounding. off: as many passes as micro-batches."
+            "passes as that allows, with the same update up to rounding. auto: as many tokens as the largest "
+            "micro-batch of the step has with its padding. off: as many passes as micro-batches. Default: auto with "
+            "an accelerator, off on a CPU."
         },
     )
 
@@ -99,10 +108,11 @@ def runs_on_cpu(use_cpu: bool) -> bool:
 
 
 def resolve_device_defaults(args: TrainingArguments) -> None:
-    """Resolve `use_cpu`, `bf16` and `gradient_checkpointing` if they are unset (None), before TRL reads them.
+    """Resolve the fields that depend on the device and are unset (None), before TRL reads them.
 
-    An accelerator uses bfloat16 where it has it, unless float16 is requested, and gradient checkpointing. A CPU uses
-    float32 and no checkpointing. A precision that is requested is used.
+    An accelerator uses bfloat16 where it has it, unless float16 is requested, gradient checkpointing, and packed
+    passes of the size of padded micro-batches. A CPU uses float32, no checkpointing and a pass for each micro-batch. A
+    precision that is requested is used.
 
     Raises:
         ValueError: a precision is requested that training on a CPU cannot have.
@@ -113,6 +123,8 @@ def resolve_device_defaults(args: TrainingArguments) -> None:
             raise ValueError(f"{name} needs a GPU, and this run is on a CPU: leave {name} out to train in float32")
     if args.gradient_checkpointing is None:
         args.gradient_checkpointing = not args.use_cpu
+    if getattr(args, "tokens_per_pass", "off") is None:
+        args.tokens_per_pass = "off" if args.use_cpu else "auto"
     if args.bf16 is None:
         native = not torch.cuda.is_available() or torch.cuda.is_bf16_supported(including_emulation=False)
         args.bf16 = not args.use_cpu and not args.fp16 and native
@@ -165,9 +177,9 @@ def check_training(args: TrainingArguments, **least: float) -> None:
     check_at_least(args, {name: value for name, value in _LEAST.items() if hasattr(args, name)} | least)
     if isinstance(args, PackedFields):
         check_choice("packing", args.packing, ("auto", "off"))
-        args.tokens_per_pass = str(args.tokens_per_pass)
-        if args.tokens_per_pass != "off" and not (args.tokens_per_pass.isdecimal() and int(args.tokens_per_pass)):
-            raise ValueError(f"tokens_per_pass must be off or a number of tokens, got {args.tokens_per_pass!r}")
+        given = "auto" if args.tokens_per_pass is None else str(args.tokens_per_pass)
+        if given not in ("auto", "off") and not (given.isdecimal() and int(given)):
+            raise ValueError(f"tokens_per_pass must be auto, off or a number of tokens, got {given!r}")
     if isinstance(args, TruncatedFields):
         refuse_given(args, {"max_length": "use max_prompt_tokens and max_response_tokens"})
     if args.max_steps < 1 and args.max_steps != -1:

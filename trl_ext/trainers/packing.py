@@ -19,12 +19,16 @@ def pack_trainer(trainer) -> Packing | None:
         reason = "as asked"
     elif trainer.args.torch_compile:
         reason = "the model is compiled"
-    elif trainer.is_fsdp_enabled:
-        reason = "packing has not been tried under FSDP"
+    elif trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2:
+        reason = "packing has not been tried under FSDP 1"
     elif getattr(trainer.model.config, "output_router_logits", False):
         reason = "the loss of its router counts padding (output_router_logits)"
     if reason is None:
-        return share_prefixes(*models)
+        compiles = getattr(trainer.args, "compile_layers", False)
+        if compiles and (trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled):
+            compiles = False
+            warn_once_per_run("compile_layers: off, the hooks of DeepSpeed and FSDP on the layers cannot be compiled")
+        return share_prefixes(*models, compile_layers=compiles)
     for model in models:
         earlier = None if model is None else packing_of(model)
         if earlier is not None:

@@ -7,7 +7,7 @@ that gradients are exchanged after the last as always.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from accelerate import Accelerator
@@ -29,14 +29,17 @@ def no_loss(device: torch.device) -> Tensor:
     return torch.zeros((), device=device, requires_grad=True)
 
 
-def tokens_per_pass(trainer, *, obstacle: str | None = None) -> int | None:
-    """The token budget of a trainer; None, and one line why, if it has one that cannot be used.
+def tokens_per_pass(trainer, *, obstacle: str | None = None) -> int | Literal["auto"] | None:
+    """The token budget of a trainer; None if it has none or, with one line why for a number, cannot use one.
+
+    "auto" is the padded size of the largest micro-batch of a window. A packed pass then needs no more memory than the
+    micro-batch would need without packing.
 
     Args:
         trainer: a trainer that has tried to pack its model.
         obstacle: why the split of a window changes the update, if it does.
     """
-    setting = trainer.args.tokens_per_pass
+    setting = str(trainer.args.tokens_per_pass)
     if setting == "off":
         return None
     if trainer.packing is None or not trainer.packing.active:
@@ -44,9 +47,10 @@ def tokens_per_pass(trainer, *, obstacle: str | None = None) -> int | None:
     elif trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
         obstacle = "it has not been tried under DeepSpeed or FSDP"
     if obstacle is not None:
-        warn_once_per_run(f"tokens_per_pass: off, {obstacle}")
+        if setting != "auto":
+            warn_once_per_run(f"tokens_per_pass: off, {obstacle}")
         return None
-    return int(setting)
+    return setting if setting == "auto" else int(setting)
 
 
 def divide(costs: Sequence[int], budget: int, micro_batches: int, accelerator: Accelerator) -> list[range]:
@@ -101,18 +105,25 @@ def window_of_passes(passes: list[dict[str, Any]], micro_batches: int) -> list[d
 
 
 def passes_of_pairs(
-    batches: list[dict[str, Any]], budget: int, accelerator: Accelerator, *, pad_token_id: int, shares: bool
+    batches: list[dict[str, Any]],
+    budget: int | Literal["auto"],
+    accelerator: Accelerator,
+    *,
+    pad_token_id: int,
+    shares: bool,
 ) -> list[dict[str, Any]]:
     """The pairs of micro-batches in passes; chosen rows come first in each, as in the micro-batches.
 
     Args:
         batches: micro-batches of 2b rows, chosen and then rejected ones, padded on the right, and of values of the b
             pairs; `columns` may hold further values of the pairs.
-        budget: tokens of a pass.
+        budget: tokens of a pass, or "auto" for those of the largest micro-batch with its padding.
         accelerator: exchanges the number of passes.
         pad_token_id: fills up rows.
         shares: whether a pass encodes the common prompt of a pair once.
     """
+    if budget == "auto":
+        budget = max(batch["input_ids"].numel() for batch in batches)
     whole = _joined(batches, pad_token_id)
     chosen, rejected = whole["attention_mask"].chunk(2)
     costs = chosen.sum(dim=1) + rejected.sum(dim=1)
@@ -157,8 +168,18 @@ def _rows_of(value: Any, own: slice, pairs: int, width: int) -> Any:
 # ---- Rollouts ----
 
 
-def passes_of_groups(batches: list[dict[str, Any]], budget: int, accelerator: Accelerator) -> list[dict[str, Any]]:
-    """The responses of micro-batches in passes, which keep the responses of a `group` together."""
+def passes_of_groups(
+    batches: list[dict[str, Any]], budget: int | Literal["auto"], accelerator: Accelerator
+) -> list[dict[str, Any]]:
+    """The responses of micro-batches in passes, which keep the responses of a `group` together.
+
+    Args:
+        batches: micro-batches of a rollout, whose rows are padded to one width.
+        budget: tokens of a pass, or "auto" for those of a micro-batch with its padding.
+        accelerator: exchanges the number of passes.
+    """
+    if budget == "auto":
+        budget = max(batch["prompt_ids"].numel() + batch["completion_ids"].numel() for batch in batches)
     whole = {
         name: torch.cat([batch[name] for batch in batches]) if isinstance(value, Tensor) and value.ndim else value
         for name, value in batches[0].items()

@@ -12,9 +12,9 @@ from functools import wraps
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
 
-from trl_ext.models.packing.plan import Plan
+from trl_ext.models.packing.plan import Paths, Plan
 
 # The keyword that carries a plan through the layers, so that recomputation of checkpoints also receives it.
 PLAN_KEYWORD = "packing_plan"
@@ -50,7 +50,7 @@ def let_take_plans(name: str) -> None:
 
 
 def attend(
-    plan: Plan,
+    plan: Plan | Paths,
     module,
     query: Tensor,
     key: Tensor,
@@ -66,6 +66,7 @@ def attend(
 
     Args:
         plan: the plan of the packed row of T tokens; its `backend` in `derived` names the back-end, `sdpa` by default.
+            Or its paths, without dropout, for `varlen`.
         module: the attention layer.
         query: [1, heads, T, head size].
         key, value: [1, key heads, T, head size].
@@ -92,13 +93,14 @@ def attend(
         query, key, value = (states.to(precision) for states in (query, key, value))
     # [T, heads, head size], since segments are sliced and gathered along tokens.
     query, key, value = (states.squeeze(0).transpose(0, 1) for states in (query, key, value))
-    backend = "sdpa" if dropout else plan.derived.get("backend", "sdpa")
-    if backend == "varlen":
+    if isinstance(plan, Plan) and not dropout and plan.derived.get("backend") == "varlen":
+        plan = plan.paths
+    if isinstance(plan, Paths):
         return _varlen(plan, query, key, value, scaling, sliding_window)[None]
     return _sdpa(plan, query, key, value, scaling, sliding_window, dropout)[None]
 
 
-class _Paths(torch.autograd.Function):
+class _OfPaths(torch.autograd.Function):
     """The keys or values of all paths, [K, heads, head size], from those of the packed row, [T, heads, head size].
 
     A token on several paths receives the sum of their gradients. It is rounded once, as that of a padded pass is, and
@@ -125,7 +127,7 @@ class _Paths(torch.autograd.Function):
 
 def _sdpa(plan: Plan, query, key, value, scaling, window, dropout) -> Tensor:
     if plan.shares:
-        key, value = (_Paths.apply(states, plan.key_index) for states in (key, value))
+        key, value = (_OfPaths.apply(states, plan.key_index) for states in (key, value))
     grouped = query.shape[1] != key.shape[1]
     outputs = []
     for own_query, own_key, own_value in zip(
@@ -166,27 +168,18 @@ def _lower_right(plan: Plan, added: int, length: int, window: int | None, device
     return plan.derived[place]
 
 
-def _varlen(plan: Plan, query, key, value, scaling, window) -> Tensor:
+def _varlen(paths: Paths, query, key, value, scaling, window) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    if "bounds" not in plan.derived:
-        plan.derived["bounds"] = tuple(
-            pad(torch.tensor(lengths, dtype=torch.int32).cumsum(0, dtype=torch.int32), (1, 0)).to(query.device)
-            for lengths in (plan.query_lengths, plan.key_lengths)
-        )
-    query_bounds, key_bounds = plan.derived["bounds"]
-    if plan.shares:
-        key, value = (_Paths.apply(states, plan.key_index) for states in (key, value))
+    if paths.index is not None:
+        key, value = (_OfPaths.apply(states, paths.index) for states in (key, value))
     # Under torch 2.11, which has no grouped heads, this raises, and `sdpa` is used.
     grouped = {"enable_gqa": True} if query.shape[1] != key.shape[1] else {}
     return varlen_attn(
         query.contiguous(),
         key.contiguous(),
         value.contiguous(),
-        query_bounds,
-        key_bounds,
-        max(plan.query_lengths),
-        max(plan.key_lengths),
+        *paths[1:],
         scale=scaling,
         # transformers counts the token itself in its window.
         window_size=(-1 if window is None else window - 1, 0),

@@ -8,14 +8,33 @@ row the path of positions formed by its prefix and its own tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 # A shorter common prefix, such as the beginning of a chat template, saves less than its bookkeeping costs.
 MINIMUM_SHARED = 8
+
+
+class Paths(NamedTuple):
+    """What one call of attention over all N segments needs of a plan.
+
+    Compiled layers receive it in place of the plan: its numbers may change without another compilation.
+
+    Attributes:
+        index: the paths, concatenated, as positions of the packed row, [K]; None if no prefix is shared.
+        query_bounds, key_bounds: where the tokens and the path of each segment begin, and the end, int32, [N + 1].
+        longest_query, longest_key: tokens of the longest segment and of the longest path.
+    """
+
+    index: Tensor | None
+    query_bounds: Tensor
+    key_bounds: Tensor
+    longest_query: int
+    longest_key: int
 
 
 @dataclass(frozen=True)
@@ -56,6 +75,16 @@ class Plan:
     def tokens(self) -> int:
         """T, the number of encoded tokens."""
         return self.input_ids.shape[1]
+
+    @property
+    def paths(self) -> Paths:
+        """The segments for one call of attention over all of them."""
+        if "paths" not in self.derived:
+            lengths = torch.tensor([self.query_lengths, self.key_lengths])
+            bounds = pad(lengths.cumsum(dim=1), (1, 0)).int().to(self.key_index.device)
+            index, longest = self.key_index if self.shares else None, lengths.amax(dim=1).tolist()
+            self.derived["paths"] = Paths(index, *bounds, *longest)
+        return self.derived["paths"]
 
     def read(self, states: Tensor) -> Tensor:
         """The states of the packed row, [1, T, H], that are read, [1, P, H]."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from trl_ext.models.batches import evaluating, temporarily
 from trl_ext.models.packing.attention import BACKENDS, PLAN_KEYWORD, let_take_plans, takes_plans
-from trl_ext.models.packing.plan import Plan, plan_batch
+from trl_ext.models.packing.plan import Paths, Plan, plan_batch
 from trl_ext.processes import is_main_process
 
 logger = logging.getLogger(__name__)
@@ -51,13 +52,15 @@ class Packing:
         padded_tokens: positions of the packed batches, including padding.
         packed_tokens: tokens that were encoded for them.
         quiet: whether to omit the log line when packing is used; the line for unused packing is always logged.
+        compiles: whether the layers of packed passes are compiled, as far as is known now.
         left_padded: number of passes that were not packed, by reason.
         skipped: back-ends that were tried first, and why each is not used.
     """
 
-    def __init__(self, model: nn.Module, *, quiet: bool = False):
+    def __init__(self, model: nn.Module, *, quiet: bool = False, compile_layers: bool = False):
         self.model = model
         self.quiet = quiet
+        self.compiles = compile_layers
         self.reason = packing_obstacle(model)
         self.backend: str | None = None
         self.largest_difference: float | None = None
@@ -99,7 +102,7 @@ class Packing:
             return f"packing: off, rows are padded: {self.reason}"
         if self.backend is None:
             return "packing: undecided until the first batch"
-        how = f"{self.backend} attention"
+        how = f"{self.backend} attention" + ", compiled layers" * self.compiles
         how += "".join(f"; not {name}: {why}" for name, why in self.skipped.items())
         return (
             f"packing: on, without padding and with common prefixes encoded once ({how}; differs from the padded "
@@ -116,6 +119,8 @@ class Packing:
         for hook in self.hooks:
             hook.remove()
         self.hooks = []
+        if self.compiles:
+            self._compile(False)
         # Also ends a reference cycle, so that the model is freed when it is dropped.
         vars(self.model.base_model).pop(_ATTRIBUTE, None)
 
@@ -144,12 +149,13 @@ class Packing:
             batch = torch.stack([part.to(input_ids.dtype) for part in given]).cpu()
             options = {"device": input_ids.device, "round_up": input_ids.is_cuda}
             # If a prefix were encoded once, rows would not draw their dropout independently.
-            plan = plan_batch(*batch, share=not self.draws_dropout(), **options)
+            draws = self.draws_dropout()
+            plan = plan_batch(*batch, share=not draws, **options)
             reason = _misfit(self.model, plan, batch[0])
         if reason is not None:
             self.left_padded[reason] += 1
             return None
-        plan.derived["backend"] = self.backend
+        plan.derived.update(backend=self.backend, compiled=self.compiles and not draws)
         self.padded_tokens += input_ids.numel()
         self.packed_tokens += plan.tokens
         return plan
@@ -180,28 +186,63 @@ class Packing:
         try:
             with evaluating(model):
                 padded = model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
-                for backend in BACKENDS if device.type == "cuda" else ("sdpa",):
-                    plan = plan_batch(input_ids, attention_mask)
-                    plan.derived["backend"] = backend
-                    try:
-                        packed = plan.unpack(model(**packed_inputs(plan)).last_hidden_state)
-                    except torch.OutOfMemoryError:
-                        raise
-                    except Exception as error:  # Whatever a kernel or a model raises, the padded pass still works.
-                        self.skipped[backend] = str(error).splitlines()[0] if str(error) else type(error).__name__
-                        continue
-                    both = (states.flatten(0, 1).index_select(0, plan.places) for states in (packed, padded))
-                    largest, agrees = _difference(*both)
-                    if agrees:
-                        self.backend, self.largest_difference = backend, largest
+                for backend in _backends(device):
+                    if self._agrees(backend, backend, input_ids, attention_mask, padded):
+                        self.backend = backend
                         break
-                    self.skipped[backend] = f"{backend} attention is {largest:.1e} off the padded forward"
                 else:
                     self.reason = "; ".join(dict.fromkeys(self.skipped.values()))
+                if self.compiles and self.active:
+                    self._compile_if_it_agrees(input_ids, attention_mask, padded)
         finally:
             self._checks = False
         if not (self.quiet and self.active):
             _announce(self.describe())
+
+    def _agrees(self, name: str, backend: str, input_ids: Tensor, attention_mask: Tensor, padded: Tensor) -> bool:
+        """Whether packed hidden states are the padded ones up to rounding; `skipped` says why not."""
+        plan = plan_batch(input_ids, attention_mask)
+        plan.derived.update(backend=backend, compiled=name == "compiled layers")
+        try:
+            # With gradients, as in training, if layers are compiled.
+            with torch.set_grad_enabled(plan.derived["compiled"]):
+                packed = plan.unpack(self.model.base_model(**packed_inputs(plan)).last_hidden_state).detach()
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # Whatever a kernel or a model raises, the padded pass still works.
+            self.skipped[name] = str(error).splitlines()[0] if str(error) else type(error).__name__
+            return False
+        both = (states.flatten(0, 1).index_select(0, plan.places) for states in (packed, padded))
+        largest, agrees = _difference(*both)
+        if agrees:
+            self.largest_difference = largest
+        else:
+            attention = name if name == "compiled layers" else f"{backend} attention"
+            self.skipped[name] = f"{attention} is {largest:.1e} off the padded forward"
+        return agrees
+
+    def _compile_if_it_agrees(self, *compared: Tensor) -> None:
+        if self.backend != "varlen":
+            self.compiles = False
+            self.skipped["compiled layers"] = "they need varlen attention, on a GPU in half precision"
+            return
+        self._compile(True)
+        if not self._agrees("compiled layers", "varlen", *compared):
+            self._compile(False)
+
+    def _compile(self, on: bool) -> None:
+        """Compile each layer's call for packed rows, and leave other calls as they are; or undo that."""
+        from transformers.modeling_layers import GradientCheckpointingLayer
+
+        self.compiles = on
+        layers = [layer for layer in self.model.modules() if isinstance(layer, GradientCheckpointingLayer)]
+        for layer in layers:
+            layer._compiled_call_impl = None
+            if on:
+                # A policy and its reference, with and without gradients and adapters, are compiled one by one.
+                torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
+                layer.compile(dynamic=True)
+                layer._compiled_call_impl = partial(_call, layer._compiled_call_impl, layer._call_impl)
 
     # ---- Hooks ----
 
@@ -278,8 +319,17 @@ def packed_inputs(plan: Plan) -> dict[str, Any]:
         # Four dimensions, so that transformers builds no T x T mask; nothing reads it.
         "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=plan.input_ids.device),
         "use_cache": False,
-        PLAN_KEYWORD: plan,
+        PLAN_KEYWORD: plan.paths if plan.derived.get("compiled") else plan,
     }
+
+
+def _call(compiled: Callable, plain: Callable, *args: Any, **kwargs: Any):
+    """Call a layer compiled if it receives the paths of a packed row; its recomputation receives them too."""
+    return (compiled if isinstance(kwargs.get(PLAN_KEYWORD), Paths) else plain)(*args, **kwargs)
+
+
+def _backends(device: torch.device) -> tuple[str, ...]:
+    return BACKENDS if device.type == "cuda" else ("sdpa",)
 
 
 def _misfit(model, plan: Plan | None, input_ids: Tensor) -> str | None:
@@ -343,7 +393,7 @@ def _announce(line: str) -> None:
 # ---- Models ----
 
 
-def share_prefixes(*models, quiet: bool = False) -> Packing:
+def share_prefixes(*models, quiet: bool = False, compile_layers: bool = False) -> Packing:
     """Make a trainer's forward passes leave out padding, and encode prefixes that rows have in common once.
 
     For TRL's trainers; this library's do it themselves. Losses, gradients, metrics and checkpoints are the same up to
@@ -361,6 +411,8 @@ def share_prefixes(*models, quiet: bool = False) -> Packing:
         models: a causal language model or one for sequence classification; bare, with adapters, or wrapped for
             distributed training. None is ignored.
         quiet: omit the log line when packing is used, but not the one that says why it is not.
+        compile_layers: compile the layers of packed passes without dropout, on a GPU in half precision. Compilation
+            takes a minute or so at the first passes; batches of other lengths need no other one.
 
     Returns:
         The packing of the first model: whether it is `active`, the `reason` if not, token counts, and `remove()`.
@@ -378,7 +430,7 @@ def share_prefixes(*models, quiet: bool = False) -> Packing:
         packing = packing_of(model)
         if packing is not None and (packing.hooks or packing_obstacle(model) == packing.reason):
             continue
-        packing = Packing(model, quiet=quiet or model is not inner[0])
+        packing = Packing(model, quiet=quiet or model is not inner[0], compile_layers=compile_layers)
         # On the backbone, which keeps the hooks in a copy that is freed of what trainers put on a model.
         vars(model.base_model)[_ATTRIBUTE] = packing
         if not packing.active:
