@@ -315,17 +315,6 @@ class TestGrade:
         assert run("pack", "submission", *course["prompts_jsonl"], *course["prefs_jsonl"])[0] == 2
         assert "exit    0 whatever the grades" in run("grade", "--help")[1]
 
-    def test_an_empty_file_and_one_of_many_problems(self, run, course):
-        """Ten rows that are all foreign, and so ten missing: twenty problems, of which five are shown, in one line."""
-        empty = write_policy(Path("submission"), "aot", [])
-        foreign = [{**row, "row_id": f"other-{row['row_id']}"} for row in response_rows(plan(win=10))]
-        path = write_policy(Path("submission"), "dpo", foreign)
-        code, out, _ = run("grade", "submission", *course["all"])
-        assert code == 2 and f"cannot be graded: {empty}: row_id row-axe: missing" in out
-        assert out.count(str(path)) == 1 and "; and 15 more" in out
-        line = one_line_error(run("judge", "--candidate", path, *course["judging"]))
-        assert line.count("row_id") == 5 and line.endswith("; and 15 more")
-
     def test_tokens_are_counted_by_a_tokenizer(self, run, result, course, tiny_model_path, policy):
         """Bytes are tokens here: three words of w letters, two commas, two spaces and a full stop have 3 w + 5.
 
