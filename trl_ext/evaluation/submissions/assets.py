@@ -118,14 +118,17 @@ def token_counter(tokenizer: str) -> TokenCounter:
         tokenizer: a model's folder, a `tokenizer.json`, a hub name, or `toy`.
 
     Raises:
-        FileNotFoundError: there is no such file or folder.
+        FileNotFoundError: no tokenizer of that name was found.
     """
     from tokenizers import Tokenizer
 
     from trl_ext.models import resolve_model_path
 
-    path = existing_file(tokenizer) if tokenizer.endswith(".json") else Path(resolve_model_path(tokenizer))
+    path = Path(tokenizer if tokenizer.endswith(".json") else resolve_model_path(tokenizer))
     if path.is_dir():
         path = path / "tokenizer.json"
-    loaded = Tokenizer.from_file(str(path)) if path.is_file() else Tokenizer.from_pretrained(tokenizer)
+    try:
+        loaded = Tokenizer.from_file(str(path)) if path.is_file() else Tokenizer.from_pretrained(tokenizer)
+    except Exception as error:  # the library raises bare exceptions
+        raise FileNotFoundError(f"no tokenizer {tokenizer!r}: {error}") from error
     return lambda text: len(loaded.encode(text, add_special_tokens=False).ids)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from trl_ext.evaluation.judging.pairs import JudgingResult, judge_pairs
+from trl_ext.evaluation.judging.pairs import judge_pairs
 from trl_ext.evaluation.judging.protocol import Usage, last_user_text
 from trl_ext.evaluation.judging.score_judges import GroundTruthJudge
 from trl_ext.evaluation.statistics.human_labels import PredictionPowered, judge_values, prediction_powered
@@ -77,7 +77,7 @@ def judge_candidate(
         human_labels: by row_id, for some of the prompts.
         judging: keyword arguments of `judge_pairs`, which may raise `TooManyErrors`.
     """
-    result = judge_responses(judge, prompts, responses, base, **judging)
+    result = judge_pairs(judge, prompts, **both_systems(responses, base), **judging)
     return CandidateResult(
         name=name,
         win_rate=win_rate(result.outcomes),
@@ -114,17 +114,6 @@ def _with_human_labels(outcomes: Sequence[PairOutcome], labels: Mapping[str, Sys
     return prediction_powered(*zip(*told, strict=True), further)
 
 
-def judge_responses(
-    judge: Any,
-    prompts: Sequence[Mapping[str, Any]],
-    responses: Sequence[Response],
-    others: Sequence[Response],
-    **judging: Any,
-) -> JudgingResult:
-    """Run `judge_pairs` on submitted responses."""
-    return judge_pairs(judge, prompts, **both_systems(responses, others), **judging)
-
-
 def known_score_judge(prompts: Sequence[Mapping[str, Any]]) -> GroundTruthJudge:
     """The judge that uses the known score of the embedded task.
 
@@ -151,9 +140,6 @@ def compare_candidates(results: Sequence[CandidateResult], rule: Rule = "agreed"
 
 def both_systems(responses: Sequence[Response], others: Sequence[Response]) -> dict[str, list[Any]]:
     """Keyword arguments of `judge_pairs` and `estimate`."""
-    return {
-        "candidate": [response.text for response in responses],
-        "base": [response.text for response in others],
-        "candidate_finished": [response.finished for response in responses],
-        "base_finished": [response.finished for response in others],
-    }
+    systems = {"candidate": responses, "base": others}
+    texts = {name: [response.text for response in system] for name, system in systems.items()}
+    return texts | {f"{name}_finished": [one.finished for one in system] for name, system in systems.items()}
