@@ -294,17 +294,6 @@ class TestCacheIdentity:
         assert (first.usage.calls, first.usage.input_tokens, first.usage.output_tokens) == (8, 8 * 900, 8 * 80)
         assert (second.usage.cached, second.usage.calls, second.usage.input_tokens) == (8, 0, 0)
 
-    def test_own_judges(self, tmp_path):
-        """One that says what its verdicts depend on has a cache, and a free one needs none."""
-        judge = CountingJudge()
-        for version, asked in ((1, 2), (1, 2), (2, 4)):
-            judge.identity = {"kind": "mine", "version": version}
-            judge_pairs(judge, prompt_rows(1), ["cc"], ["b"], cache=tmp_path / "cache.sqlite")
-            assert len(judge.asked) == asked
-        free = GroundTruthJudge(lambda _, text: len(text))
-        judge_pairs(free, prompt_rows(1), ["cc"], ["b"], cache=tmp_path / "other.sqlite")
-        assert not (tmp_path / "other.sqlite").exists()
-
 
 class TestEstimate:
     def test_by_hand(self, tmp_path):
