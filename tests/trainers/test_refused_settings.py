@@ -20,11 +20,11 @@ from trl_ext.runs.loading import ResponseArguments, load_rows
 from trl_ext.trainers.context import (
     PAIRS,
     PROMPTS,
+    check_context,
     check_dataset,
     check_inputs,
-    check_rows,
-    check_template,
     quiet_about_length,
+    report_plain_prompts,
 )
 from trl_ext.trainers.policy.reward_functions import as_reward_functions
 from trl_ext.trainers.policy.rollout_metrics import _warn_of_empty
@@ -39,7 +39,7 @@ def singly(**settings) -> list[dict]:
 
 
 # Every configuration of a trainer that reads pairs or rows.
-SHARED = singly(max_steps=0, learning_rate=-1.0, fp16=True, tf32=True)
+SHARED = singly(max_steps=0, fp16=True)
 SHARED += [
     ({"max_steps": -1, "num_train_epochs": epochs}, "num_train_epochs") for epochs in (0, -1.0, math.nan, math.inf)
 ]
@@ -51,8 +51,8 @@ REFUSED = {
         ({"loss_type": "bnpo"}, "'bnpo' has no equivalent", "grpo, dapo, dr_grpo, luspo"),
         ({"loss_type": "sapo", "epsilon": 0.2}, "--epsilon 0.2 and --surrogate sapo", "loss_type 'sapo'"),
         ({"loss_type": "dapo", "aggregation": "sum"}, "'dapo' selects aggregation token_mean", "aggregation sum"),
-        ({"algorithm": "dr_grpo", "scale_rewards": "group"}, "'group' selects --advantage group_normalized"),
-        ({"algorithm": "gspo", "importance_sampling_level": "token"}, "'token' selects --ratio token", "sequence"),
+        ({"algorithm": "dr_grpo", "scale_rewards": "group"}, "scale_rewards 'group'", "--advantage"),
+        ({"algorithm": "gspo", "importance_sampling_level": "token"}, "sampling_level 'token'", "--ratio token"),
         ({"algorithm": "rloo", "loss_type": "grpo"}, "--ratio none and --surrogate clip", "loss_type"),
         ({"delta": 1.1}, "delta", "1 + epsilon_high, 1.2"),
         ({"sapo_temperature_pos": 2.0}, "sapo_temperature_pos", "--algorithm_kwargs"),
@@ -85,9 +85,12 @@ REFUSED = {
         ({"weighting": ["wp"]}, "weighting 'wp'; did you mean 'wpo'?"),
         ({"weighting_kwargs": {"power": 2}}, "weighting option 'power': no weighting is on"),
         ({"weighting": ["confidence"], "weighting_kwargs": {"powr": 2}}, "'powr'", "did you mean 'power'?"),
-        ({"label_smoothing": 0.1}, "'dpo' has no label smoothing", "use cdpo or robust_dpo"),
+        ({"label_smoothing": 0.1}, "'dpo' has no label_smoothing", "use cdpo or robust_dpo"),
     ],
-    "AOTConfig": [{"loss": "dpo"}, ({"loss_type": ["aot"]}, "loss_type 'aot' selects loss aot_paired", "loss aot:")],
+    "AOTConfig": [
+        {"loss": "dpo"},
+        ({"loss_type": ["aot"]}, "loss_type 'aot' selects loss aot_paired", "with loss aot"),
+    ],
     "IPOConfig": [
         ({"loss_type": "sigmoid"}, "loss_type 'sigmoid' selects loss dpo", "loss ipo"),
         ({"loss_type": "ipo", "length_normalized": False}, "'ipo' selects length_normalized True", "False"),
@@ -127,7 +130,7 @@ REFUSED = {
     ],
     "RewardConfig": [
         *SHARED,
-        *singly(max_length=1024, label_smoothing=0.5, label_smoothing_factor=0.1, margin_scale=math.nan),
+        *singly(max_length=1024, label_smoothing=0.5, label_smoothing_factor=0.1),
         *singly(max_prompt_tokens=0, center_rewards_coefficient=-0.01),
     ],
     "ExpertIterationConfig": singly(
@@ -170,9 +173,9 @@ def model_of(context: int) -> SimpleNamespace:
 def test_the_longest_row(columns):
     """Of 7 tokens, with its prompt."""
     rows, limits = Dataset.from_dict(columns), {"max_response_tokens": 512, "max_prompt_tokens": None}
-    check_rows(model_of(7), rows, limits)
+    check_context(model_of(7), rows, limits)
     with pytest.raises(ValueError, match="up to 7 tokens.*holds 6: lower --max_resp"):
-        check_rows(model_of(6), rows, limits)
+        check_context(model_of(6), rows, limits)
 
 
 @pytest.mark.parametrize(
@@ -201,19 +204,17 @@ ROWS = {
     "SFT": {"prompt": USER, "completion": ASSISTANT},
     "GRPO": {"prompt": USER},
 }
-KIND = r"must be text or messages such as .*, got"
+KIND = "must be text or messages with roles, got"
 
 
 def _datasets(row: dict) -> dict[str, object]:
-    """Wrong data, under what the message says about it after `train_dataset` or `eval_dataset`."""
+    """Wrong data, under what the message says about it after the name of the dataset."""
     response = list(row)[-1]
     data = {
         " has no rows": Dataset.from_list([row]).select([]),
         " has no column 'prompt': give rows of prompt.*; it has question$": [{"question": "b"}],
-        " holds several data sets, train_prefs: give one": DatasetDict(train_prefs=Dataset.from_list([row])),
+        " must be a Dataset, got DatasetDict: ": DatasetDict(train_prefs=Dataset.from_list([row])),
         " must be a Dataset, got str: ": "toy",
-        " must be a Dataset, got tuple: ": (row,),
-        rf", row 1 \(row_id 7\): {response} {KIND} None": [{**row, "row_id": 6}, {**row, response: None, "row_id": 7}],
         rf", row 0: {response} {KIND} \[\]": [{**row, response: []}],
         rf", row 0: prompt {KIND} \['hi'\]": [{**row, "prompt": ["hi"]}],
         rf", row 0: prompt {KIND} \[{{'from': ": [{**row, "prompt": [{"from": "human", "value": "a"}]}],
@@ -222,9 +223,6 @@ def _datasets(row: dict) -> dict[str, object]:
         data[" has no column '(chosen|completion)': give rows of"] = [{"prompt": USER}]
     if response == "rejected":
         data[" has no column 'rejected'"] = [{"prompt": USER, "chosen": ASSISTANT}]
-        data[" holds labelled responses and no pairs: they are for KTOTrainer"] = [ROWS["KTO"]]
-    if response == "rejected" or "label" in row:
-        data[", row 0: prompt is text.*: give all of them as messages, or all as text"] = [{**row, "prompt": "b"}]
     return {message: Dataset.from_list(rows) if isinstance(rows, list) else rows for message, rows in data.items()}
 
 
@@ -237,46 +235,30 @@ def test_wrong_inputs_to_a_trainer(name, tmp_path):
     arguments = config(str(tmp_path / "run"), use_cpu=True, report_to="none")
     right = Dataset.from_list([ROWS[name]])
     for message, wrong in _datasets(ROWS[name]).items():
-        for given in ({"train_dataset": wrong}, {"train_dataset": right, "eval_dataset": {"a": wrong}}):
-            where = r"eval_dataset\['a'\]" if "eval_dataset" in given else "train_dataset"
+        for given in ({"train_dataset": wrong}, {"train_dataset": right, "eval_dataset": {"held_out": wrong}}):
+            where = "held_out" if "eval_dataset" in given else "train_dataset"
             with pytest.raises((ValueError, TypeError), match=f"^{where}{message}") as caught:
                 trainer(str(tmp_path), args=arguments, **given, **options)
             assert "\n" not in str(caught.value)
-    wrong_models = {
-        "no model folder 'runs/aot-tyo'": "runs/aot-tyo",
-        "^no model 'tooy'; did you mean 'toy'": "tooy",
-        "^model must be a model, got NoneType": None,
-    }
-    for message, model in wrong_models.items():
-        with pytest.raises((OSError, TypeError), match=message):
+    for message, model in {"no model folder 'runs/aot-tyo'": "runs/aot-tyo", "did you mean 'toy'": "tooy"}.items():
+        with pytest.raises(OSError, match=message):
             trainer(model, args=arguments, train_dataset=right, **options)
     if name in ("DPO", "KTO"):
         with pytest.raises(TypeError, match="^ref_model must be a model, got str"):
             trainer(str(tmp_path), "toy", args=arguments, train_dataset=right)
-    tokenizer = SimpleNamespace(chat_template=None, name_or_path="mine")
-    with pytest.raises(ValueError, match="the model mine has no chat template .*: put a chat_template.jinja into"):
-        check_template(tokenizer, right)
 
 
 def test_plain_prompts_are_pointed_out_and_not_rejected(tokenizer, caplog):
-    check_template(tokenizer, Dataset.from_dict({"prompt": ["Name a fruit."]}))
+    report_plain_prompts(tokenizer, Dataset.from_dict({"prompt": ["Name a fruit."]}))
     assert "the model's chat template is not applied" in caplog.text
 
 
 def test_what_a_trainer_does_not_read_is_not_checked():
     pair = {"prompt": "p", "chosen": "c", "rejected": "r"}
-    check_dataset("train_dataset", Dataset.from_list([{**pair, "completion": 3}]), PAIRS, one_kind=True)
+    check_dataset("train_dataset", Dataset.from_list([{**pair, "completion": 3}]), PAIRS)
     check_dataset("train_dataset", Dataset.from_list([{"prompt": "p", "chosen": 1}]), PROMPTS)
     check_dataset("train_dataset", Dataset.from_list([{"prompt": USER}]).with_format("numpy"), PROMPTS)
     assert check_inputs("toy", {"train_dataset": Dataset.from_list([pair]), "eval_dataset": {}}, PAIRS)
-
-
-def test_pairs_without_a_prompt_need_a_common_beginning(tmp_path):
-    (tmp_path / "config.json").write_text("{}")
-    rows = Dataset.from_list([{"question": "q", "chosen": "c", "rejected": "r"}])
-    args = trl_ext.DPOConfig(str(tmp_path / "run"), use_cpu=True, report_to="none")
-    with pytest.raises(ValueError, match="^train_dataset has no column 'prompt', .*; it has question,"):
-        trl_ext.DPOTrainer(str(tmp_path), args=args, train_dataset=rows)
 
 
 def test_wrong_reward_functions():

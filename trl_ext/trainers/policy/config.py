@@ -16,13 +16,12 @@ from trl_ext.processes import warn_once_per_run, world_size
 from trl_ext.rollouts.stopping import check_stop
 from trl_ext.trainers.defaults import (
     PackedFields,
-    check_positive,
-    check_shares,
+    check_at_least,
     check_training,
     parse_json_option,
     resolve_device_defaults,
 )
-from trl_ext.trainers.trl_settings import POLICY_SETTINGS, explain, merge, refuse_given, translate
+from trl_ext.trainers.trl_settings import POLICY_SETTINGS, merge, refuse_given, translate
 
 # Method -> TRL's configuration of the same name, and the fields of its loss whose defaults differ, each with the
 # fields here that decide the same.
@@ -166,7 +165,8 @@ class PolicyConfig(AlgorithmSettings, PackedFields, TRLGRPOConfig):
         try:
             algorithm = row.replace(surrogate_options=self.algorithm_kwargs, **given)
         except ValueError as error:
-            error.args = (explain(error, translated),)
+            # The error has our names of the settings.
+            error.args = (", ".join([*translated, str(error)]),)
             raise
         if self.scale_rewards == "batch" and algorithm.advantage_options:
             raise ValueError(
@@ -199,8 +199,8 @@ class PolicyConfig(AlgorithmSettings, PackedFields, TRLGRPOConfig):
         least = {"num_generations": 1, "num_iterations": 1, "max_completion_length": 1}
         least |= dict.fromkeys(("reward_timeout", "missing_eos_penalty", "resample_groups", "top_k"), 0)
         check_training(self, **least)
-        check_shares(self, "overlong_share", "min_p", "top_p")
-        check_positive(self, "temperature", "repetition_penalty", "top_p")
+        positive, shares = ("temperature", "repetition_penalty", "top_p"), ("overlong_share", "min_p", "top_p")
+        check_at_least(self, {}, positive=positive, shares=shares)
         if self.max_completion_length is None:
             raise ValueError("max_completion_length must be at least 1, got None: it is the budget of a response")
         if not 0 <= self.min_new_tokens <= self.max_completion_length:

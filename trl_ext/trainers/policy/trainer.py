@@ -25,7 +25,7 @@ from trl_ext.resilience.training import ResilientTraining
 from trl_ext.rewards import ShapedReward
 from trl_ext.rollouts.generation import warn_of_ignored_settings, without_own_settings
 from trl_ext.rollouts.stopping import check_stop, cut_at_stop, end_of_stop
-from trl_ext.trainers.context import PROMPTS, check_generations, check_inputs, check_template, quiet_about_length
+from trl_ext.trainers.context import PROMPTS, check_context, check_inputs, quiet_about_length, report_plain_prompts
 from trl_ext.trainers.defaults import configuration
 from trl_ext.trainers.metrics import StepMetrics
 from trl_ext.trainers.model_card import WritesModelCard
@@ -185,12 +185,12 @@ class PolicyTrainer(ResilientTraining, WritesModelCard, StepMetrics, TRLGRPOTrai
         args = self.args
         if self.beta and self.ref_model is None:
             check_base_of_adapter(self.model)
-        check_template(self._tokenizer, self.train_dataset)
+        report_plain_prompts(self._tokenizer, self.train_dataset)
         if args.max_prompt_tokens is not None:
             quiet_about_length(self._tokenizer)
         limits = {"max_completion_length": args.max_completion_length, "max_prompt_tokens": args.max_prompt_tokens}
         prompts = self.train_dataset["prompt"] if isinstance(self.train_dataset, Dataset) else []
-        check_generations(self.model, self.processing_class, prompts, limits)
+        check_context(self.model, prompts, limits, self.processing_class)
         check_stop(args.stop or (), self._tokenizer)
         names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
         sampling = {name: getattr(args, name) for name in names}

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from trl_ext.advantages import gae
 from trl_ext.algorithms import Algorithm
 from trl_ext.names import check_choice
-from trl_ext.trainers.defaults import check_at_least, check_positive, check_shares
+from trl_ext.trainers.defaults import check_at_least
 from trl_ext.trainers.policy.config import PolicyConfig
 from trl_ext.trainers.trl_settings import refuse_given
 
@@ -106,9 +106,8 @@ class PPOConfig(PolicyConfig):
 
     def __post_init__(self):
         self._check_value_model()
-        check_at_least(self, {"kl_horizon": 1, "value_coefficient": 0, "value_learning_rate": 0})
-        check_shares(self, "gamma", "lam")
-        check_positive(self, "value_clip", "kl_target")
+        least = {"kl_horizon": 1, "value_coefficient": 0, "value_learning_rate": 0}
+        check_at_least(self, least, positive=("value_clip", "kl_target"), shares=("gamma", "lam"))
         refuse_given(self, _NOT_USED)
         # transformers would enable it for a model with adapters.
         self.ddp_find_unused_parameters = False
