@@ -23,15 +23,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--model", required=True, help="toy, a folder of a model or of an adapter, or a hub model")
     parser.add_argument("--out", required=True, help="such as submission/policy_generations/aot.jsonl")
     add_prompt_arguments(parser, base=False)
-    parser.add_argument(
-        "--max_prompt_tokens", type=at_least_one, default=MAX_PROMPT_TOKENS, help="the end is kept" + DEFAULT
-    )
+    longest = "of a prompt; the end is kept" + DEFAULT
+    parser.add_argument("--max_prompt_tokens", type=at_least_one, default=MAX_PROMPT_TOKENS, help=longest)
     parser.add_argument("--batch_size", type=at_least_one, default=32, help="prompts per batch" + DEFAULT)
-    parser.add_argument(
-        "--dtype",
-        default="auto",
-        help="of the weights: float32, bfloat16, float16, or auto, which is as saved" + DEFAULT,
-    )
+    dtype = "of the weights: float32, bfloat16, float16, or auto, which is as saved" + DEFAULT
+    parser.add_argument("--dtype", default="auto", help=dtype)
     parser.add_argument("--overwrite", action="store_true", help="replace a file of another model or settings")
     with one_line_errors():
         options = vars(parser.parse_args(arguments))

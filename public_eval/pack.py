@@ -28,26 +28,23 @@ def main(arguments: list[str] | None = None) -> None:
     parser = make_parser("pack", DESCRIPTION)
     parser.add_argument("folder", help="the submission, such as submission/")
     parser.add_argument("--out", default="submission.zip", help="the archive" + DEFAULT)
-    parser.add_argument(
-        "--thresholds", default=str(THRESHOLDS), help="JSON whose keys are the methods of a submission"
-    )
+    parser.add_argument("--thresholds", default=THRESHOLDS, help="JSON whose keys are the methods of a submission")
     add_prompt_arguments(parser, base=False)
     add_check_arguments(parser)
     parser.add_argument("--overwrite", action="store_true", help="replace an archive that is there")
     with one_line_errors():
         options = parser.parse_args(arguments)
-        out = options.out
-        methods, data = load_thresholds(options.thresholds), data_options(options)
-        packed = pack_submission(options.folder, out, methods, overwrite=options.overwrite, **data)
+        data = {"overwrite": options.overwrite, **data_options(options)}
+        packed = pack_submission(options.folder, options.out, load_thresholds(options.thresholds), **data)
     if options.json:
-        print_json({"archive": out, **packed})
+        print_json({"archive": options.out, **packed})
         return
-    rows = [(file, size) for file, size in packed["files"].items()] + [(file, None) for file in packed["missing"]]
+    rows = [*packed["files"].items(), *((file, None) for file in packed["missing"])]
     print(format_table(("file", "bytes"), rows))
     for warning in packed["warnings"]:
         print(f"warning: {warning}")
-    missing = f", {len(packed['missing'])} missing" if packed["missing"] else ""
-    print(f"{out}: {len(packed['files'])} files{missing}, {packed['bytes']} bytes, SHA-256 {packed['sha256']}")
+    files = f"{len(packed['files'])} files, {len(packed['missing'])} missing"
+    print(f"{options.out}: {files}, {packed['bytes']} bytes, SHA-256 {packed['sha256']}")
 
 
 if __name__ == "__main__":

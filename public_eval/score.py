@@ -24,9 +24,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", required=True, help="such as submission/reward_model/public_test_pref_scores.jsonl")
     parser.add_argument("--prefs_jsonl", help="the course's pairs (default: the embedded ones)")
     parser.add_argument("--batch_size", type=at_least_one, default=16, help="responses per forward pass" + DEFAULT)
-    parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of the weights" + DEFAULT
-    )
+    parser.add_argument("--dtype", default="float32", help="of the weights: float32, bfloat16 or float16" + DEFAULT)
     parser.add_argument("--overwrite", action="store_true", help="replace a file of another model or settings")
     with one_line_errors():
         options = vars(parser.parse_args(arguments))
@@ -37,12 +35,8 @@ def main(arguments: list[str] | None = None) -> None:
         print_json({"file": options["out"], "model": options["reward_model"], **metrics})
         return
     accuracy = f"{Estimate(metrics['accuracy'], metrics['low'], metrics['high']):.3f}"
-    header = ("file", "pairs", "accuracy", "ties", "mean margin", "ECE")
-    print(
-        format_table(
-            header, [(options["out"], metrics["n"], accuracy, metrics["ties"], metrics["margin"], metrics["ece"])]
-        )
-    )
+    row = (options["out"], metrics["n"], accuracy, metrics["ties"], metrics["margin"], metrics["ece"])
+    print(format_table(("file", "pairs", "accuracy", "ties", "mean margin", "ECE"), [row]))
 
 
 if __name__ == "__main__":

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 import zipfile
 from functools import partial
 from pathlib import Path
@@ -26,6 +24,7 @@ from tests.support.public_evaluation import (
     plan,
     response_rows,
     run_command,
+    write_assets,
     write_policy,
     write_scores,
 )
@@ -67,19 +66,11 @@ def policy(tmp_path):
     return lambda name="aot", **counts: write_policy(tmp_path / "submission", name, response_rows(plan(**counts)))
 
 
-class TestHelp:
-    @pytest.mark.parametrize("command", [*COMMANDS, "stages"])
-    def test_says_what_it_costs_and_writes(self, command, run):
-        code, text, _ = run(command, "--help")
-        assert code == 0 and f"python -m {module_of(command)}" in text
-        assert "\ncost  " in text and "\nwrites  " in text and "--json" in text
-
-    def test_as_modules(self):
-        """`python -m` finds the commands, without a warning of modules imported twice."""
-        for command in ("pack", "stages"):
-            program = [sys.executable, "-W", "error", "-m", module_of(command), "--help"]
-            done = subprocess.run(program, cwd=REPOSITORY, capture_output=True, text=True)
-            assert (done.returncode, done.stderr) == (0, "")
+@pytest.mark.parametrize("command", [*COMMANDS, "stages"])
+def test_help_says_what_a_command_costs_and_writes(command, run):
+    code, text, _ = run(command, "--help")
+    assert code == 0 and f"python -m {module_of(command)}" in text
+    assert "\ncost  " in text and "\nwrites  " in text and "--json" in text
 
 
 def test_from_models_to_the_archive(run, result, course, tmp_path, tiny_model_path):
@@ -100,7 +91,8 @@ def test_from_models_to_the_archive(run, result, course, tmp_path, tiny_model_pa
 
 
 OPENAI = ["--judge", "openai", "--model", "gpt-5.4"]
-CANDIDATE = ["judge", "--candidate", "policy_generations/aot.jsonl"]
+COURSE = [f"--{name}_jsonl=course/{name}.jsonl" for name in ("prompts", "base")]
+CANDIDATE = ["judge", *COURSE, "--candidate", "one/policy_generations/aot.jsonl"]
 # Every refusal is one line: what is wrong, and the flag, file or name that a user would change.
 REFUSALS = [
     (["generate", "--model", "./no", "--out", "x.jsonl"], ["no model folder './no'"]),
@@ -108,63 +100,38 @@ REFUSALS = [
     (["generate", "--out", "x.jsonl"], ["required", "--model"]),
     (["generate", "--model", "toy", "--out", "x.jsonl", "--prompts_jsonl", "no.jsonl"], ["no file no.jsonl"]),
     (["score", "--reward_model", "./no", "--out", "x.jsonl"], ["no model folder './no'"]),
-    (["grade", "nowhere"], ["no folder nowhere", "public_eval.generate", "--reward_model RUN --out nowhere/reward_m"]),
+    (["grade", "nowhere"], ["no folder nowhere", "generate and score"]),
+    (["grade", ".", "--estimate"], ["no file of responses"]),
     (["grade", ".", "--judge", "reward_model", "--model", "./no"], ["no model folder './no'"]),
     (["grade", ".", "--tokenizer", "./no"], ["no model folder './no'"]),
-    (["pack", "nowhere"], ["no folder nowhere"]),
-    (["tournament", "no.jsonl"], ["no file no.jsonl", "python -m public_eval.generate --model"]),
+    (["pack", "nowhere"], ["nowhere holds no file of a submission"]),
+    (["tournament", "no.jsonl"], ["no file no.jsonl"]),
+    (["tournament", *COURSE, "course/base.jsonl"], ["the base takes part anyway"]),
     (["stages", "base=toy", "sft=./nowhere"], ["no model folder './nowhere'"]),
     (["stages", "toy"], ["'toy'", "name=folder"]),
     (["stages", "base=toy", "base=toy"], ["'base=toy'", "give each model once"]),
     (["stages", "base=toy", "--reference", "sft"], ["reference 'sft'", "base"]),
-    (["stages", "base=toy", "--temperature", "-1"], ["temperature", "not be negative", "-1.0"]),
-    ([*CANDIDATE, "a/aot.jsonl"], ["two files are called aot"]),
+    (["stages", "base=toy", "--temperature", "-1"], ["temperature", "-1.0"]),
+    ([*CANDIDATE, "two/policy_generations/aot.jsonl"], ["two files are called aot"]),
     (["judge", "--candidate", "no.jsonl"], ["no file no.jsonl"]),
     ([*CANDIDATE, *OPENAI], ["OPENAI_API_KEY is not set"]),
     ([*CANDIDATE, "--judge", "opnai"], ["--judge 'opnai'", "did you mean 'openai'?"]),
     ([*CANDIDATE, "--max_concurency", "4"], ["unknown flag --max_concurency", "did you mean"]),
     ([*CANDIDATE, "--max_new_tokens", "0"], ["--max_new_tokens", "at least 1", "0"]),
-    ([*CANDIDATE, "--base_url", "http://localhost:8000/v1"], ["--base_url", "--judge openai"]),
-    ([*CANDIDATE, "--judge", "reward_model", "--model", "m", "--api", "chat"], ["--api", "--judge openai"]),
-    ([*CANDIDATE, "--judge", "openai"], ["--judge openai needs --model"]),
-    ([*CANDIDATE, "--judge", "reward_model"], ["--judge reward_model needs --model"]),
-    ([*CANDIDATE, "--model", "gpt-5.4"], ["--model", "openai or reward_model"]),
-    ([*CANDIDATE, *OPENAI, "--instructions", "no.md"], ["--instructions", "no file no.md"]),
-    ([*CANDIDATE, *OPENAI, "--price_in", "-1"], ["--price_in", "not be negative", "-1"]),
+    ([*CANDIDATE, "--judge", "openai"], ["--judge openai", "--model"]),
+    ([*CANDIDATE, "--model", "gpt-5.4"], ["--judge ground_truth", "--model is for openai and reward_model"]),
+    ([*CANDIDATE, *OPENAI, "--instructions", "no.md"], ["no file no.md"]),
 ]
 
 
-def _looks_up_a_model(refusal) -> bool:
-    return any(name in argument for argument in refusal[0] for name in ("toy", "./no"))
-
-
-def test_refusals_come_before_large_libraries_load(tmp_path):
-    """In a process of its own, since `torch`, `transformers`, `datasets` and `openai` take many seconds.
-
-    Only looking up a model loads `torch`: these rows are last.
-    """
-    refusals = sorted(REFUSALS, key=_looks_up_a_model)
-    for folder in ("policy_generations", "a"):
-        write_rows(tmp_path / folder / "aot.jsonl", response_rows(plan(win=10)))
-    program = (
-        "import contextlib, importlib, io, json, sys\n"
-        "for module, flags in json.load(sys.stdin):\n"
-        "    with contextlib.redirect_stderr(io.StringIO()) as said, contextlib.suppress(SystemExit):\n"
-        "        importlib.import_module(module).main(flags)\n"
-        "    slow = {'torch', 'transformers', 'datasets', 'openai'} & set(sys.modules)\n"
-        "    print(json.dumps([said.getvalue(), sorted(slow)]))\n"
-    )
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("OPENAI_")}
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        input=json.dumps([(module_of(command), flags) for (command, *flags), _ in refusals]),
-        env={**environment, "PYTHONPATH": str(REPOSITORY)}, cwd=tmp_path, capture_output=True, text=True,
-    )  # fmt: skip
-    for line, refusal in zip(done.stdout.splitlines(), refusals, strict=True):
-        (arguments, words), (said, slow) = refusal, json.loads(line)
-        permitted = ["torch"] if _looks_up_a_model(refusal) else []
-        assert said.startswith("error: ") and slow in ([], permitted), (arguments, said, slow)
-        assert_one_line(said, words)
+def test_refusals(run, tmp_path, monkeypatch):
+    for name in ("OPENAI_API_KEY", "OPENAI_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    for folder in ("one", "two"):
+        write_policy(tmp_path / folder, "aot", response_rows(plan(win=10)))
+    write_assets(tmp_path / "course")
+    for arguments, words in REFUSALS:
+        assert_one_line(one_line_error(run(*arguments)), words)
 
 
 class TestJudge:
@@ -187,7 +154,7 @@ class TestJudge:
         out = run("judge", "--candidate", first, *course["judging"])[1]
         assert "0.714 [0.359, 0.918]  n 7" in out and "0.650" in out and "position bias  length bias" in out
         # Seven rows are asked about in both orders; the three ties are identical texts.
-        assert out.endswith("14 verdicts (equal responses need none), 0 errors; this judge costs nothing\n")
+        assert out.splitlines()[-1].startswith("14 calls, 0 verdicts from the cache, 0 errors")
 
     def test_estimate_sends_nothing(self, result, course, tmp_path, monkeypatch, policy):
         """Nine rows in both orders; the empty one is not asked about."""
@@ -211,12 +178,11 @@ class TestJudge:
             grades = result("grade", "submission", *course["all"], *OPENAI, *own)["grades"]
             assert next(one for one in grades if one["method"] == "aot")["figure"] == pytest.approx(5 / 7)
             assert len(server.calls) == 14, "grading reads the same cache"
-        # Where every verdict is in the cache no key is needed, and no server. Its address is part of no key of the
-        # cache, only that it is one's own: OPENAI_BASE_URL says so too.
+        # Where every verdict is in the cache no key is needed, and no server, but that it is one's own must be said.
         monkeypatch.delenv("OPENAI_API_KEY")
         monkeypatch.setenv("OPENAI_BASE_URL", server.url)
         code, out, err = run(*judge)
-        assert code == 0 and " 0 calls, 14 verdicts from the cache" in f" {out}".replace("\n", " ")
+        assert code == 0 and "\n0 calls, 14 verdicts from the cache" in out
         assert "sk-test" not in (tmp_path / "judge_cache.sqlite").read_bytes().decode("latin-1") + out + err
 
     def test_settings_of_the_judge(self, result, course, tmp_path, monkeypatch, policy):
@@ -233,13 +199,12 @@ class TestJudge:
                 "grade": ("submission", *course["all"], "--out", "grade.json"),
                 "tournament": (path, *course["judging"], "--out", "."),
             }
-            # One row is asked about, in both orders, and then it is in the cache that the three commands share. Every
-            # setting that is added to those before it asks anew.
-            for count in (0, 2, 4, 6):
+            # One row is asked about, in both orders, and then it is in the cache that the three commands share.
+            for count, asked in ((0, 2), (6, 4)):
                 found = [result(name, *flags, *options, *settings[:count]) for name, flags in commands.items()]
+                assert len(server.calls) == asked
                 if not count:
                     assert [one["judge"] for one in found] == [{**expected, "max_output_tokens": 2048}] * 3
-                assert len(server.calls) == 2 + count
         assert "reasoning" not in server.calls[0].body
         told = {"reasoning_effort": "none", "max_output_tokens": 220, "instructions": "rubric.md"}
         for command in commands:
@@ -269,7 +234,6 @@ class TestJudge:
         estimates = {name: result(*judge, f"{name}.py:own", "--estimate") for name in ("mine", "free")}
         totals = [(one["total"]["calls"], one["total"]["dollars"]) for one in estimates.values()]
         assert totals == [(20, None), (20, 0)]
-        assert estimates["mine"]["notes"] == ["this judge does not say what it costs"]
         assert judged("free") == (pytest.approx(0.3), 20) and not (tmp_path / "judge_cache.sqlite").exists()
         for asked in (40, 40):
             assert judged("mine") == (pytest.approx(0.3), asked)
@@ -297,7 +261,7 @@ class TestJudge:
         monkeypatch.setattr("trl_ext.evaluation.judging.run.JudgingRun.ask_all", interrupt)
         code, _, err = run("judge", "--candidate", policy(win=10), *course["judging"])
         assert code == 130
-        assert_one_line(err, ["interrupted: ", "no verdict is kept"])
+        assert_one_line(err, ["interrupted: ", "the same command"])
 
     def test_the_courses_own_files(self, result, wildchat, tmp_path):
         """The base as its own candidate, its answers doubled: a judge that prefers longer ones has it win all 128."""
@@ -334,7 +298,7 @@ class TestGrade:
         assert out.splitlines()[0].split("  ")[-2:] == ["agreement", "position bias"]
         assert lines["gspo"].split()[-3:] == ["-", "-", "-"], "no chance, agreement or bias of a missing file"
         assert f"cannot be graded: {path}: row_id elsewhere: line 5: foreign" in out
-        assert f"cannot be graded: {path}: row_id row-blue: missing" in out
+        assert "; row_id row-blue: missing\n" in out
         assert "3 of 9 passed; part two, by either file: FAIL" in out
         assert len(json.loads((tmp_path / "grades.json").read_text())["grades"]) == 9
 
@@ -345,30 +309,16 @@ class TestGrade:
         assert code == 0 and "0 of 9 passed" in out
         write_scores(Path("submission"), [1.0, 2.0, float("nan"), -1.0])
         code, out, _ = run("grade", "submission", *course["all"], "--json")
-        assert code == 2 and "row_id pair-2: chosen_score: Input should be a finite number, got nan" in out
+        assert code == 2 and "row_id pair-2: line 3: chosen_score: Input should be a finite number" in out
         grades = {row["method"]: row for row in json.loads(out)["grades"]}
         assert grades["aot"]["figure"] == 0.2, "the other file is graded all the same"
         assert run("pack", "submission", *course["prompts_jsonl"], *course["prefs_jsonl"])[0] == 2
         assert "exit    0 whatever the grades" in run("grade", "--help")[1]
 
-    def test_an_empty_file_and_one_of_many_problems(self, run, course):
-        """Ten rows that are all foreign, and so ten missing: twenty problems, of which five are shown, in one line."""
-        empty = write_policy(Path("submission"), "aot", [])
-        foreign = [{**row, "row_id": f"other-{row['row_id']}"} for row in response_rows(plan(win=10))]
-        path = write_policy(Path("submission"), "dpo", foreign)
-        code, out, _ = run("grade", "submission", *course["all"])
-        assert code == 2 and f"cannot be graded: {empty}: the file is empty\n" in out
-        assert out.count(str(path)) == 1 and "; and 15 more" in out
-        line = one_line_error(run("judge", "--candidate", empty, *course["judging"]))
-        assert line == f"error: {empty}: the file is empty"
-        line = one_line_error(run("judge", "--candidate", path, *course["judging"]))
-        assert line.count(str(path)) == 1 and line.count("row_id") == 5 and line.endswith("; and 15 more")
-
     def test_tokens_are_counted_by_a_tokenizer(self, run, result, course, tiny_model_path, policy):
         """Bytes are tokens here: three words of w letters, two commas, two spaces and a full stop have 3 w + 5.
 
-        26 for captain, 23 for banana, carrot and castle; four over the limit are let pass. Even three letters are over
-        a limit of 9: nothing is left to judge.
+        26 for captain, 23 for banana, carrot and castle; four over the limit are let pass.
         """
         policy(win=10)
         grade = ("grade", "submission", *course["all"])
@@ -377,11 +327,8 @@ class TestGrade:
             grades = json.loads(run(*grade, *options, limit)[1])["grades"]
             (problems,) = (one["problems"] for one in grades if one["method"] == "aot")
             assert [line.split("row-")[1].split(":")[0] for line in problems] == over
-        line = one_line_error(run(*grade, "--estimate", *options, 9))
-        assert "holds no policy's file that could be judged" in line
-        write_policy(Path("submission"), "dpo", response_rows(plan(win=10))[1:])
         estimates = result(*grade, *OPENAI, "--estimate")["estimates"]
-        assert {name: row["calls"] for name, row in estimates.items()} == {"aot": 20}, "and not dpo, a row short"
+        assert {name: row["calls"] for name, row in estimates.items()} == {"aot": 20}
 
     def test_the_courses_thresholds(self):
         thresholds = json.loads((REPOSITORY / "public_eval" / "thresholds.json").read_text())
@@ -400,13 +347,11 @@ class TestTournament:
         assert saved["ratings"][0]["name"] == "good"
         assert out.split("column")[1].splitlines()[4].split() == ["good", "-", "0.900"]
 
-    def test_estimate(self, run, result, course, policy):
+    def test_estimate(self, result, course, policy):
         """Nothing is asked about the five rows on which both are right in the same words."""
         files = policy("good", win=10), policy("even", win=5, loss=5)
         estimates = result("tournament", *files, *course["judging"], *OPENAI, "--estimate")["estimates"]
         assert [row["calls"] for row in estimates.values()] == [20, 20, 10]
-        line = one_line_error(run("tournament", policy("base", win=10), *course["judging"]))
-        assert "the base takes part anyway" in line
 
 
 class TestCompareStages:
@@ -430,7 +375,7 @@ class TestCompareStages:
         found = result("stages", *named, *course["prompts_jsonl"], *options)
         assert json.loads((tmp_path / "stages" / "comparison.json").read_text()) == found
         base, ppo = found["models"]
-        assert (base["kl"], base["kl_note"]) == (None, "the reference itself")
+        assert base["kl"] is None, "the reference itself"
         samples = read_rows(tmp_path / "stages" / "responses_ppo.jsonl")
         assert len(samples) == ppo["n"] == 10
         lengths = torch.tensor([float(row["generated_num_tokens"]) for row in samples])
@@ -452,10 +397,8 @@ class TestCompareStages:
         assert ppo["kl"]["mean"] == pytest.approx(sum(totals[ppo["kl"]["estimator"]]) / 10, rel=1e-4)
         assert ppo["kl"]["n"] == 10
 
-    def test_other_temperature_has_no_kl(self, run, course, models):
+    def test_other_temperature_has_no_kl(self, result, course, models):
         named = [f"{name}={path}" for name, path in models.items()]
         options = ("--temperature", "0", "--max_new_tokens", "3", "--num_prompts", "2", "--reference", "ppo")
-        code, out, _ = run("stages", *named, *course["prompts_jsonl"], *options)
-        assert code == 0
-        assert "base: no KL: samples at temperature 0.0 give no estimate; sample at 1" in out
-        assert "ppo: no KL: the reference itself" in out
+        found = result("stages", *named, *course["prompts_jsonl"], *options)
+        assert [(row["n"], row["kl"]) for row in found["models"]] == [(2, None), (2, None)]

@@ -276,7 +276,7 @@ def test_a_model_without_a_chat_template_on_converted_data(tmp_path):
     summary = json.loads((tmp_path / "out" / "evaluation" / "evaluation.json").read_text())
     for row in summary["prompts"]["held_out"]["models"]:
         assert row["true_score"] is None and len(row["rewards"]) == 2
-        assert (row["kl"] is None) == (row["name"] == "sft"), row["kl_note"]
+        assert (row["kl"] is None) == (row["name"] == "sft")
     sample = json.loads((tmp_path / "out" / "evaluation" / "samples_held_out_ppo.jsonl").read_text().splitlines()[0])
     assert sample["prompt_text"] == "\n\nHuman: Say 0\n\nAssistant:"
 

@@ -79,7 +79,7 @@ class TestRows:
     def test_columns(self):
         row = {"a": 5.0, "b": 2.5, "c": "{a}", "d": [{"role": "user", "content": "Q"}], "e": ""}
         assert fill("{a} {b} {c} {x y} \\boxed{} {e}", row) == "5 2.5 {a} {x y} \\boxed{} "
-        for empty, name in ((None, "null"), (float("nan"), "nan")):
+        for empty, name in ((None, "None"), (float("nan"), "nan")):
             changed = {**row, "e": empty}
             assert_refused(lambda row=changed: fill("{a}{e}", row), f"the column 'e' is {name}", "give a text")
         assert fill("{d}", row) == row["d"]
@@ -88,19 +88,20 @@ class TestRows:
     @pytest.mark.parametrize(
         ("old", "new", "words"),
         [
-            ("prompt:", "promt:", ["mine.yaml", "'promt'", "did you mean 'prompt'?"]),
+            ("prompt:", "promt:", ["mine.yaml", "prompt: Field required"]),
+            ("check:", "chek: x\ncheck:", ["mine.yaml", "chek: Extra inputs"]),
             ("max_new_tokens: 8", "max_new_tokens: many", ["max_new_tokens", "valid integer"]),
             ("check: contains\n", "", ["mine.yaml", "check: Field required"]),
             ("contains", "contain", ["check", "'contain'", "did you mean 'contains'?", "Known: r1_zero"]),
             ("{q}", "{question}", ["rows.json: row 1", "no column 'question'", "q, a, tags, hint"]),
-            ("{q}", "{q} {hint}", ["rows.json: row 1", "'hint' is null", "give a text"]),
+            ("{q}", "{q} {hint}", ["rows.json: row 1", "'hint' is None", "give a text"]),
             ('answer: "{a}"\n', "", ["contains needs the key answer"]),
-            ("rows.json", "none.json", ["no file none.json in"]),
+            ("rows.json", "none.json", ["no file", "none.json", "--data"]),
             ("max_new_tokens: 8", "samples: 2", ["samples 2 at temperature 0 would all be the same"]),
             ("contains", "rubric", ["rubric needs the key judge"]),
             ("contains", "pairs", ["pairs needs chosen and rejected in every row"]),
             ("contains", "countdown", ["countdown needs numbers in every row"]),
-            (TASK, "- 1", ["a task is a mapping of data, layout"]),
+            (TASK, "- 1", ["mine.yaml", "valid dictionary"]),
         ],
     )
     def test_refusals(self, own, capsys, old, new, words):
@@ -134,8 +135,8 @@ class TestChecks:
         assert check([{"limit": 3}] * 2, [said("ab"), said("abc")]) == [{"reward/accuracy": 1}, {"reward/accuracy": 0}]
 
     def test_a_judge_with_a_rubric(self, monkeypatch):
-        def complete(self, instructions, question, schema, read):
-            return read(json.dumps({"reason": "", "met": "polite" in question})), Usage()
+        def complete(self, instructions, question, answer_type):
+            return answer_type(reason="", met="polite" in question), Usage()
 
         monkeypatch.setattr(OpenAIModel, "complete", complete)
         rubric = {"judge": "m", "base_url": "http://x/v1", "rubric": ["is kind", "is polite"]}

@@ -10,19 +10,20 @@ import json
 import re
 import select
 import socket
+import sqlite3
 import struct
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from trl_ext.evaluation import OpenAIJudge, VerdictCache
+from trl_ext.evaluation import OpenAIJudge
 
 Question = tuple[str, str, str]
 
@@ -233,5 +234,5 @@ def judge_of(server: LoopbackServer, **arguments) -> OpenAIJudge:
 
 
 def kept(path: Path) -> int:
-    with VerdictCache(path) as cache:
-        return len(cache)
+    with closing(sqlite3.connect(path)) as database:
+        return database.execute("SELECT COUNT(*) FROM verdicts").fetchone()[0]

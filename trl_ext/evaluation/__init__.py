@@ -7,7 +7,7 @@ from trl_ext.names import lazy_names
 # Modules and their public names. A module loads when one of its names is first used.
 _NAMES_BY_MODULE = {
     ".judging.cache": "CacheError VerdictCache",
-    ".judging.cost": "Estimate estimate",
+    ".judging.cost": "Cost estimate",
     ".judging.openai_judge": "OpenAIJudge",
     ".judging.openai_model": "OpenAIModel",
     ".judging.pairs": "JudgingResult TooManyErrors compare judge_pairs",
@@ -30,7 +30,7 @@ _NAMES_BY_MODULE = {
     ".statistics.win_rate": "Interval PairOutcome WinRate win_rate",
     ".submissions.candidates": "compare_candidates judge_candidate",
     ".submissions.grading": "grade_submission",
-    ".submissions.submission": "build_submission generate_submission_file pack_submission score_submission_file",
+    ".submissions.submission": "generate_submission_file pack_submission score_submission_file",
     "trl_ext.rollouts.diagnostics": "GenerationDiagnostics diagnose_generations",
 }
 __all__, __getattr__, __dir__ = lazy_names(__name__, _NAMES_BY_MODULE)

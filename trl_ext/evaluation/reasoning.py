@@ -52,8 +52,6 @@ def majority_at_k(votes: Sequence[Any], correct: Sequence[bool], k: int, *, seed
     Raises:
         ValueError: the lists differ in length, or the counts are inconsistent.
     """
-    if len(votes) != len(correct):
-        raise ValueError(f"{len(votes)} votes for {len(correct)} samples")
     n = len(votes)
     _check(n, k)
     ballots = [_CORRECT if right else vote for vote, right in zip(votes, correct, strict=True)]
@@ -127,10 +125,12 @@ def summarize_reasoning(rows: Rows, ks: Sequence[int] = ()) -> dict[str, Any]:
     def right(samples: Rows) -> list[bool]:
         return [row["category"] == "correct" for row in samples]
 
-    lengths = {
-        correct: [row["generated_num_tokens"] for row in rows if (row["category"] == "correct") == correct]
-        for correct in (True, False)
-    }
+    def majority(samples: Rows, k: int) -> float:
+        return majority_at_k([vote_of(row) for row in samples], right(samples), k)
+
+    lengths: dict[bool, list[int]] = {True: [], False: []}
+    for row in rows:
+        lengths[row["category"] == "correct"].append(row["generated_num_tokens"])
     return {
         "n_prompts": len(by_prompt),
         "n_samples": n_samples,
@@ -143,10 +143,7 @@ def summarize_reasoning(rows: Rows, ks: Sequence[int] = ()) -> dict[str, Any]:
         "truncated_fraction": _mean([not row["finished"] for row in rows]),
         "mean_entropy": _mean([row["entropy"] for row in rows if row.get("entropy") is not None]),
         "pass_at": {str(k): per_prompt(lambda samples, k=k: pass_at_k(n_samples, sum(right(samples)), k)) for k in ks},
-        "maj_at": {
-            str(k): per_prompt(lambda samples, k=k: majority_at_k([*map(vote_of, samples)], right(samples), k))
-            for k in ks
-        },
+        "maj_at": {str(k): per_prompt(lambda samples, k=k: majority(samples, k)) for k in ks},
     }
 
 
@@ -162,13 +159,8 @@ def accuracy_gain(before: Rows, after: Rows) -> dict[str, Any]:
         ValueError: the two cover different problems, or a problem has several responses.
     """
     found = paired_difference(_outcomes(after), _outcomes(before))
-    return {
-        "mean": found.difference,
-        "low": found.low,
-        "high": found.high,
-        "n": found.n,
-        "p_value": found.mcnemar.p_value,
-    }
+    estimate = {"mean": found.difference, "low": found.low, "high": found.high, "n": found.n}
+    return {**estimate, "p_value": found.mcnemar.p_value}
 
 
 def _outcomes(rows: Rows) -> list[PairOutcome]:

@@ -9,13 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trl_ext.evaluation.command_line import (
-    CommandParser,
-    at_least_one,
-    format_table,
-    one_line_errors,
-    print_json,
-)
+from trl_ext.evaluation.command_line import CommandParser, at_least_one, format_table, one_line_errors, print_json
 from trl_ext.evaluation.statistics.intervals import Estimate, mean_interval
 from trl_ext.evaluation.submissions.assets import MAX_PROMPT_TOKENS, default_max_new_tokens, load_prompts
 from trl_ext.files import write_json
@@ -35,10 +29,9 @@ class StageComparison(NamedTuple):
     """The result of a comparison of stages.
 
     Attributes:
-        rows: one JSON-ready row for each model: `name`, `model`, `n`; `reward` with `mean`, `std` (of the sample) and
-            the mean's 95% interval `low`, `high`, or None; `kl`, as `approximate_kl` returns it, or None with the
-            reason in `kl_note`; `tokens` with `mean` and `std`; and `finished`, the share of responses that were not
-            truncated.
+        rows: one JSON-ready row for each model: `name`, `model`, `n`; `reward` and `tokens` as from `mean_and_std`;
+            `kl` as from `approximate_kl`; and `finished`, the share of responses that were not truncated. `kl` is None
+            for the reference, at a temperature other than 1, and for a model with another tokenizer.
         samples: for each model, the rows of `sample_responses` with `reward`.
     """
 
@@ -80,26 +73,26 @@ def compare_stages(
         ValueError: the reference is not one of the models, or an argument is out of range.
     """
     from trl_ext.models.loading import find_policy, load_policy, model_sha256
+    from trl_ext.rewards import RewardModel
+    from trl_ext.rollouts import SamplingSettings, TransformersEngine, sample_responses
 
     reference = reference or next(iter(models))
     if reference not in models:
         raise ValueError(f"the reference {reference!r} is none of the models: {', '.join(models)}")
-    if temperature < 0:
-        raise ValueError(f"temperature must not be negative, got {temperature}; 0 is greedy decoding")
-    # Find errors here, before large libraries are imported.
+    limit = max_new_tokens or default_max_new_tokens(prompts_jsonl)
+    limits = {"max_prompt_tokens": max_prompt_tokens, "max_new_tokens": limit, "batch_size": batch_size}
+    sampling = SamplingSettings(temperature=temperature, stop=(), **limits)
+    # Find errors here, before the first model samples.
     for source in models.values():
         find_policy(source)
     prompts = load_prompts(prompts_jsonl)[:num_prompts]
-
-    import torch
-
-    from trl_ext.evaluation.comparing.preferences import approximate_kl
-    from trl_ext.rewards import RewardModel
-    from trl_ext.rollouts import SamplingSettings, TransformersEngine, sample_responses
-
-    limit = default_max_new_tokens(prompts_jsonl) if max_new_tokens is None else max_new_tokens
-    limits = {"max_prompt_tokens": max_prompt_tokens, "max_new_tokens": limit, "batch_size": batch_size}
-    settings = SamplingSettings(temperature=temperature, stop=(), **limits)
+    settings = {
+        "seed": seed,
+        "reference_sha256": model_sha256(models[reference]),
+        "reward_model": str(reward_model),
+        "prompts": str(prompts_jsonl),
+        **asdict(sampling),
+    }
     scorer = None if reward_model is None else RewardModel(reward_model, batch_size=batch_size)
     # The reference and the model that is compared with it.
     load = lru_cache(maxsize=2)(load_policy)
@@ -107,62 +100,50 @@ def compare_stages(
     for name, source in models.items():
 
         def engine(messages: list, source=source, **options: Any) -> list:
-            return TransformersEngine(*load(source), settings)(messages, **options)
+            return TransformersEngine(*load(source), sampling)(messages, **options)
 
         def score(part: list, generations: list, name=name, source=source) -> list[dict[str, Any]]:
-            columns: list[dict[str, Any]] = [{"reward": None} for _ in part]
+            rewards, ratios = [None] * len(part), [None] * len(part)
             if scorer is not None:
                 texts, finished = [one.text for one in generations], [one.finished for one in generations]
-                rewards = scorer.score([row["prompt"] for row in part], texts, finished=finished)
-                columns = [{"reward": reward} for reward in rewards.tolist()]
+                rewards = scorer.score([row["prompt"] for row in part], texts, finished=finished).tolist()
             if name != reference and temperature == 1:
                 ratios = _log_ratios(load(source), load(models[reference]), generations, batch_size)
-                columns = [own | {"log_ratios": ratio} for own, ratio in zip(columns, ratios, strict=True)]
-            return columns
+            return [{"reward": reward, "log_ratios": own} for reward, own in zip(rewards, ratios, strict=True)]
 
-        known = {
-            "model": str(source),
-            "model_sha256": model_sha256(source),
-            "seed": seed,
-            "reference_sha256": model_sha256(models[reference]),
-            "reward_model": str(reward_model),
-            "prompts": str(prompts_jsonl),
-        }
-        found = sample_responses(
+        found = samples[name] = sample_responses(
             prompts,
             [row["prompt"] for row in prompts],
             engine,
             score,
             path=None if out is None else Path(out) / f"responses_{name}.jsonl",
-            settings=known | asdict(settings),
+            settings={"model": str(source), "model_sha256": model_sha256(source), **settings},
             seed=seed,
             progress=f"{name}: responses" if progress else None,
         )
-        ratios = [row.pop("log_ratios", None) for row in found]
-        kl, note = None, None
-        if name == reference:
-            note = "the reference itself"
-        elif temperature != 1:
-            note = f"samples at temperature {temperature} give no estimate; sample at 1"
-        elif ratios[0] is None:
-            note = "its tokenizer is not the reference's"
-        else:
-            own = [torch.tensor(ratio, dtype=torch.float64) for ratio in ratios]
-            kl = approximate_kl(own, [torch.zeros_like(ratio) for ratio in own])
+        ratios = [row.pop("log_ratios") for row in found]
         rows.append(
             {
                 "name": name,
                 "model": str(source),
                 "n": len(found),
                 "reward": None if scorer is None else mean_and_std([row["reward"] for row in found]),
-                "kl": kl,
-                "kl_note": note,
+                "kl": None if None in ratios else _divergence(ratios),
                 "tokens": mean_and_std([row["generated_num_tokens"] for row in found]),
                 "finished": statistics.fmean(row["finished"] for row in found),
             }
         )
-        samples[name] = found
     return StageComparison(rows, samples)
+
+
+def _divergence(log_ratios: Sequence[list[float]]) -> dict[str, Any]:
+    """The divergence as `approximate_kl` returns it, from each response's token log-ratios."""
+    import torch
+
+    from trl_ext.evaluation.comparing.preferences import approximate_kl
+
+    own = [torch.tensor(ratio, dtype=torch.float64) for ratio in log_ratios]
+    return approximate_kl(own, [torch.zeros_like(ratio) for ratio in own])
 
 
 def _log_ratios(policy: tuple, reference: tuple, generations: list, batch_size: int) -> Sequence[list[float] | None]:
@@ -222,10 +203,6 @@ def main(arguments: list[str] | None = None) -> None:
         own = row["name"], row["n"], f"{shown:.3f}", reward.get("std"), f"{divergence:.2f}"
         table.append((*own, tokens["mean"], tokens["std"], row["finished"]))
     print(format_table(HEADER, table))
-    for row in comparison.rows:
-        if row["kl_note"]:
-            print(f"{row['name']}: no KL: {row['kl_note']}")
-    print(f"in {options['out']}: comparison.json, {', '.join(f'responses_{name}.jsonl' for name in models)}")
 
 
 if __name__ == "__main__":

@@ -231,7 +231,7 @@ def _evaluate_prompts(given: RLHFArguments, pipeline: Pipeline, name: str, path:
     for model, samples in samples_of.items():
         write_json_lines(folder / f"samples_{name}_{model}.jsonl", samples)
     models = [
-        {**{key: row[key] for key in ("name", "model", "n", "kl", "kl_note", "tokens", "finished")}, **_means(samples)}
+        {**{key: row[key] for key in ("name", "model", "n", "kl", "tokens", "finished")}, **_means(samples)}
         for row, samples in zip(comparison.rows, samples_of.values(), strict=True)
     ]
     families = {}

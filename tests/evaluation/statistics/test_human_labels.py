@@ -139,7 +139,7 @@ class TestCommand:
         "rows, words",
         [
             ([], ["l.jsonl", "empty"]),
-            ([{"row_id": 0, "outcome": "win"}], ["row-axe", "outcome", "'candidate', 'base' or 'tie'", "'win'"]),
+            ([{"row_id": 0, "outcome": "win"}], ["row-axe", "outcome", "'candidate', 'base' or 'tie'"]),
             ([{"row_id": "elsewhere", "outcome": C}], ["row_id elsewhere", "line 1", "10 rows"]),
             ([{"row_id": 0, "outcome": C}] * 2, ["row-axe", "lines 1 and 2"]),
         ],
@@ -161,9 +161,8 @@ class TestCommand:
         assert code == 0, err
         assert [row["human_labels"]["n_labels"] for row in json.loads(out)["candidates"]] == [3, 4]
         for given, words in (
-            (["--human_labels", "dpo-labels.jsonl"], ["whose labels"]),
+            (["--human_labels", "dpo-labels.jsonl"], ["--human_labels 'dpo-labels.jsonl'", "Known: dpo, aot"]),
             (["--human_labels", "ppo=l.jsonl"], ["'ppo'", "did you mean 'dpo'"]),
-            ([*flags, "aot=aot-labels.jsonl"], ["two files for aot"]),
             (["--human_labels", "dpo=nowhere"], ["no file nowhere"]),
         ):
             line = one_line_error(both(*given))

@@ -28,80 +28,71 @@ from trl_ext.evaluation.submissions.submission import generate_submission_file
 PROMPTS = [{"row_id": name, "prompt_text": f"Say {name} twice."} for name in ("cat", "dog", "owl", "fox")]
 
 
+GOOD = {name: response(name) for name in ("cat", "dog", "owl", "fox")}
+COUNT = "generated_num_tokens: Input should be"
+BUDGET = "over the token budget of 10: generated_num_tokens is"
+
+
 class TestReadResponses:
-    def read(self, tmp_path, rows, **keywords):
-        path = write_rows(tmp_path / "aot.jsonl", rows)
-        responses, problems = read_responses(path, PROMPTS, max_new_tokens=10, **keywords)
-        return responses, [(p.row_id, p.message, p.fatal) for p in problems]
+    @pytest.mark.parametrize(
+        "name, row, row_id, message",
+        [
+            ("cat", response("cat", tokens=11), "cat", f"{BUDGET} 11"),
+            ("cat", response("cat", text="  "), "cat", "the response is empty"),
+            ("new", GOOD["dog"], "dog", "duplicate: on lines 2 and 5"),
+            ("new", response("emu"), "emu", "line 5: foreign: none of the 4 rows"),
+            ("new", {"prompt_text": "no id"}, "None", "line 5: foreign: none of the 4 rows"),
+            ("new", "[1]", None, "line 5: bad JSON: expected an object, got list"),
+            ("fox", None, "fox", "missing"),
+            ("owl", response("owl", prompt_text="?"), "owl", "prompt_text is not the benchmark's for this row_id"),
+            (
+                "cat",
+                GOOD["cat"] | {"response_text": None},
+                "cat",
+                "line 1: response_text: Input should be a valid string",
+            ),
+            *(
+                ("dog", GOOD["dog"] | {"generated_num_tokens": value}, "dog", f"line 2: {COUNT} {told}")
+                for value, told in (
+                    ("7", "a valid integer"),
+                    (True, "a valid integer"),
+                    (-1, "greater than or equal to 0"),
+                )
+            ),
+        ],
+    )
+    def test_every_problem_is_named(self, tmp_path, name, row, row_id, message):
+        rows = [one for one in {**GOOD, name: row}.values() if one is not None]
+        _, problems = read_responses(write_rows(tmp_path / "aot.jsonl", rows), PROMPTS, max_new_tokens=10)
+        assert problems == [(row_id, message, message != "the response is empty")]
 
     def test_good_rows_in_the_order_of_the_prompts(self, tmp_path):
-        """At the limit of 10 tokens a response is cut."""
+        """At the limit of 10 tokens a response is truncated."""
         tokens = {"fox": 9, "cat": 9, "owl": 10, "dog": 9}
-        responses, problems = self.read(tmp_path, [response(name, f"{name} {name}", tokens[name]) for name in tokens])
+        rows = [response(name, f"{name} {name}", tokens[name]) for name in tokens]
+        responses, problems = read_responses(write_rows(tmp_path / "aot.jsonl", rows), PROMPTS, max_new_tokens=10)
         assert [(r.row_id, r.finished) for r in responses] == [("cat", 1), ("dog", 1), ("owl", 0), ("fox", 1)]
-        assert responses[3].text == "fox fox"
-        assert problems == []
-
-    def test_every_problem_is_named(self, tmp_path):
-        rows = [
-            response("cat", tokens=11),
-            response("dog", text="  "),
-            response("dog", text="again"),
-            response("emu"),
-            response("owl", prompt_text="Say something else."),
-            {"prompt_text": "no id"},
-        ]
-        responses, problems = self.read(tmp_path, rows)
-        assert problems == [
-            ("dog", "duplicate: on lines 2 and 3", True),
-            ("emu", "line 4: foreign: none of the 4 rows", True),
-            ("None", "line 6: foreign: none of the 4 rows", True),
-            ("fox", "missing", True),
-            ("cat", "over the token budget: generated_num_tokens is 11, at most 10 are allowed", True),
-            ("dog", "the response is empty", False),
-            ("owl", "prompt_text is not the benchmark's for this row_id", True),
-        ]
-        assert [r.row_id for r in responses] == ["dog"]
-
-    def test_damaged_rows(self, tmp_path):
-        """Of the four prompts, each with a wrong value; and lines that are no rows."""
-        cases = {
-            "cat": ("response_text", None, "a valid string, got None"),
-            "dog": ("generated_num_tokens", "7", "a valid integer, got '7'"),
-            "owl": ("generated_num_tokens", -1, "greater than or equal to 0, got -1"),
-            "fox": ("generated_num_tokens", True, "a valid integer, got True"),
-        }
-        rows = [{**response(name), field: value} for name, (field, value, _) in cases.items()]
-        _, problems = self.read(tmp_path, rows)
-        messages = [(name, f"{field}: Input should be {told}", True) for name, (field, _, told) in cases.items()]
-        assert problems == messages
-        _, problems = self.read(tmp_path, ['{"row_id": "cat"', "[1]"])
-        assert problems[0][1].startswith("line 1: bad JSON")
-        assert problems[1][1] == "line 2: bad JSON: expected an object, got list"
+        assert responses[3].text == "fox fox" and problems == []
 
     def test_tokens_are_counted_where_a_tokenizer_is_known(self, tmp_path):
         """Ten tokens are allowed and four of slack; the row says three. One word is one token here."""
         words = {"cat": 14, "dog": 15, "owl": 1, "fox": 1}
-        rows = [response(name, "word " * count) for name, count in words.items()]
-        _, problems = self.read(tmp_path, rows, count_tokens=lambda text: len(text.split()))
-        message = "over the token budget: the text has 15 tokens, at most 10 are allowed"
-        assert problems == [("dog", message, True)]
-
-
-def score_row(row_id, chosen=1.0, rejected=0.5):
-    return {"row_id": row_id, "chosen_score": chosen, "rejected_score": rejected}
+        rows = write_rows(tmp_path / "aot.jsonl", [response(name, "word " * count) for name, count in words.items()])
+        _, problems = read_responses(rows, PROMPTS, max_new_tokens=10, count_tokens=lambda text: len(text.split()))
+        assert problems == [("dog", f"{BUDGET} 3, and the text has 15 tokens", True)]
 
 
 def test_scores_and_their_problems(tmp_path):
-    rows = [score_row("b", 1, -0.5), score_row("a", math.nan), score_row("c", 0.5, "1"), score_row("e", 2, 3)]
-    path = write_rows(tmp_path / "scores.jsonl", [*rows, {"row_id": "d", "chosen_score": math.inf}])
-    scores, problems = read_pair_scores(path, list("eabcd"))
-    assert scores == ([2, 1], [3, -0.5])
-    assert [str(problem).removeprefix(f"{path}: row_id ") for problem in problems] == [
-        "a: chosen_score: Input should be a finite number, got nan",
-        "c: rejected_score: Input should be a valid number, got '1'",
-        "d: chosen_score: Input should be a finite number, got inf",
-        "d: rejected_score: Field required",
+    scores = {"b": (1, -0.5), "a": (math.nan, 1), "c": (0.5, "1"), "e": (2, 3), "d": (math.inf, 1), "f": (True, 1)}
+    names = ("chosen_score", "rejected_score")
+    rows = [{"row_id": row_id, **dict(zip(names, pair, strict=True))} for row_id, pair in scores.items()]
+    found, problems = read_pair_scores(write_rows(tmp_path / "scores.jsonl", rows), list("eabcdf"))
+    assert found == ([2, 1], [3, -0.5])
+    assert [str(problem) for problem in problems] == [
+        "row_id a: line 2: chosen_score: Input should be a finite number",
+        "row_id c: line 3: rejected_score: Input should be a valid number",
+        "row_id d: line 5: chosen_score: Input should be a finite number",
+        "row_id f: line 6: chosen_score: Input should be a valid number",
     ]
 
 
@@ -135,16 +126,11 @@ class TestAssets:
             (lambda: load_base(prompts, base), ["base.jsonl: row_id p0: missing"]),
             (lambda: load_pairs(path), ["holds prompts", "preference pairs"]),
             (lambda: load_thresholds({"aot": 72}), ["aot", "less than or equal to 1"]),
-            (lambda: load_thresholds({"aot": True}), ["aot", "valid number"]),
             (lambda: load_thresholds({"../aot": 0.5}), ["../aot", "match pattern"]),
             (lambda: load_thresholds({}), ["at least 1 item"]),
         ):
             assert_refused(call, *words)
-        for call in (
-            lambda: read_responses(tmp_path / "x", PROMPTS, max_new_tokens=1),
-            lambda: token_counter("./no.json"),
-        ):
-            assert_refused(call, "no ", error=FileNotFoundError)
+        assert_refused(lambda: token_counter("./no.json"), "no ", error=FileNotFoundError)
 
 
 @pytest.fixture
@@ -209,10 +195,10 @@ class TestPolicies:
 
     def test_empty_responses_leave_one_rule_and_lose_under_the_other(self, folder, assets):
         """4 wins, 4 losses, 2 empty: 4 / 8, and 4 / 10; each empty one is a warning by file and row_id."""
-        path = write_policy(folder, "aot", response_rows(plan(win=4, loss=4, empty=2)))
+        write_policy(folder, "aot", response_rows(plan(win=4, loss=4, empty=2)))
         grade = only(grade_submission(folder, {"aot": 0.5}, **assets))
         assert (grade.passed, grade.figure, grade.n, grade.half["rate"]) == (True, 0.5, 8, pytest.approx(0.4))
-        assert grade.warnings == [f"{path}: row_id row-{word}: the response is empty" for word in ("castle", "cat")]
+        assert grade.warnings == [f"row_id row-{word}: the response is empty" for word in ("castle", "cat")]
 
     def test_nothing_settled_is_a_failure(self, folder, assets):
         write_policy(folder, "aot", response_rows(plan(tie=10)))

@@ -18,17 +18,15 @@ from trl_ext.evaluation import grade_submission
 from trl_ext.evaluation.submissions import submission
 from trl_ext.evaluation.submissions.assets import load_prompts, token_counter
 from trl_ext.evaluation.submissions.submission import (
-    build_submission,
     generate_submission_file,
     pack_submission,
     score_submission_file,
 )
-from trl_ext.files import brief
 from trl_ext.models import resolve_model_path
 from trl_ext.models.loading import model_sha256
 from trl_ext.rewards import RewardModel
-from trl_ext.rollouts import generation
 
+METHODS = ["reward_model", "dpo", "ipo", "aot", "grpo", "drgrpo", "gspo", "offline_best", "online_best"]
 TEXTS = ["Say red.", "Say a much longer thing, please, and then stop.", "Why?", "Tell me of the sea.", "And?"]
 
 
@@ -71,30 +69,6 @@ class TestGenerate:
             assert row["generated_num_tokens"] == len(response_ids)
             assert row["response_text"] == tokenizer.decode(response_ids, skip_special_tokens=True)
             assert set(row) == {"row_id", "prompt_text", "response_text", "generated_num_tokens"}
-
-    def test_an_interrupted_run_goes_on(self, tiny_model_path, prompts_file, tmp_path, monkeypatch):
-        whole, out = tmp_path / "whole.jsonl", tmp_path / "aot.jsonl"
-        settings = {"prompts_jsonl": prompts_file, "max_new_tokens": 6, "batch_size": 2}
-        generate_submission_file(tiny_model_path, whole, **settings)
-        original, asked = generation.generate_responses, []
-
-        def stops_at_the_second_part(model, tokenizer, prompts, **keywords):
-            asked.append(len(prompts))
-            if len(asked) == 2:
-                raise KeyboardInterrupt
-            return original(model, tokenizer, prompts, **keywords)
-
-        monkeypatch.setattr(submission, "SAVE_EVERY", 2)
-        monkeypatch.setattr(generation, "generate_responses", stops_at_the_second_part)
-        with pytest.raises(KeyboardInterrupt):
-            generate_submission_file(tiny_model_path, out, **settings)
-        assert len(read_rows(out)) == 2
-        generate_submission_file(tiny_model_path, out, **settings)
-        assert asked == [2, 2, 2, 1]
-        assert out.read_bytes() == whole.read_bytes()
-        # With all rows there, nothing is generated.
-        generate_submission_file(tiny_model_path, out, **settings)
-        assert len(asked) == 4
 
     def test_another_model_or_other_prompts(self, tiny_model_path, prompts_file, tmp_path):
         out, settings = tmp_path / "aot.jsonl", {"prompts_jsonl": prompts_file, "max_new_tokens": 2}
@@ -149,13 +123,6 @@ class TestGenerate:
 
 
 class TestBuildScoreAndPack:
-    def test_a_name_that_is_no_files_is_refused_before_a_model_is_loaded(self, tmp_path):
-        for name in ("../x", "a\\b", "", "..", "a\nb"):
-            models = {"aot": tmp_path / "no_model", name: tmp_path / "no_model"}
-            words = [repr(brief(name)), "cannot be a policy's name", "give letters"]
-            assert_refused(lambda models=models: build_submission(models, tmp_path / "out"), *words)
-        assert not (tmp_path / "out").exists()
-
     def test_files_scores_and_archive(self, tiny_model_path, prompts_file, tmp_path, monkeypatch):
         folder, archive = tmp_path / "submission", tmp_path / "s.zip"
         reward_model = save_full_model(tiny_model_path, tmp_path / "reward")
@@ -163,11 +130,15 @@ class TestBuildScoreAndPack:
         pairs = [{"row_id": f"q{number}", "prompt_text": text, **texts} for number, text in enumerate(TEXTS)]
         data = {"prompts_jsonl": prompts_file, "prefs_jsonl": write_rows(tmp_path / "prefs.jsonl", pairs)}
         data["max_new_tokens"] = 4
-        models = {"aot": tiny_model_path, "offline_best": tiny_model_path}
-        files = build_submission(models, folder, reward_model=reward_model, **data)
+        methods = ("aot", "offline_best", "reward_model")
         names = ["policy_generations/aot", "part2/offline_best", "reward_model/public_test_pref_scores"]
         names = [f"{name}.jsonl" for name in names]
-        assert [str(file.relative_to(folder)) for file in files] == names
+        assert [submission.submission_file(method) for method in methods] == names
+        files = [folder / name for name in names]
+        prompts = {name: data[name] for name in ("prompts_jsonl", "max_new_tokens")}
+        for file in files[:2]:
+            generate_submission_file(tiny_model_path, file, **prompts)
+        score_submission_file(reward_model, files[2], prefs_jsonl=data["prefs_jsonl"])
         model = AutoModelForSequenceClassification.from_pretrained(reward_model).eval()
         tokenizer = AutoTokenizer.from_pretrained(reward_model)
         for row, pair in zip(read_rows(files[2]), pairs, strict=True):
@@ -184,13 +155,14 @@ class TestBuildScoreAndPack:
         monkeypatch.setattr(RewardModel, "score", lambda *a, **k: pytest.fail("scored again"))
         score_submission_file(reward_model, files[2], prefs_jsonl=data["prefs_jsonl"])
         assert files[2].read_bytes() == before
-        packed = pack_submission(folder, archive, **data)
+        packed = pack_submission(folder, archive, METHODS, **data)
         with zipfile.ZipFile(archive) as file:
             assert file.namelist() == sorted(names)
             assert all(file.read(name) == (folder / name).read_bytes() for name in names)
         absent = [f"policy_generations/{name}.jsonl" for name in ("dpo", "ipo", "grpo", "drgrpo", "gspo")]
         assert packed["missing"] == [*absent, "part2/online_best.jsonl"]
-        again, empty = partial(pack_submission, folder, archive, **data), partial(pack_submission, tmp_path, "x.zip")
+        again = partial(pack_submission, folder, archive, METHODS, **data)
+        empty = partial(pack_submission, tmp_path, "x.zip", METHODS)
         assert_refused(again, "s.zip", "replace it with --overwrite", error=FileExistsError)
         assert_refused(empty, "no file", "reward_model/", error=FileNotFoundError)
         assert again(overwrite=True)["sha256"] == packed["sha256"]
@@ -206,9 +178,11 @@ class TestBuildScoreAndPack:
         path = write_rows(tmp_path / "submission" / "policy_generations" / "aot.jsonl", rows)
         (grade,) = grade_submission(tmp_path / "submission", {"aot": 0.5}).grades
         (problem,) = grade.problems
-        words = f"row_id {rows[7]['row_id']}: over the token budget: the text has {counted} tokens, at most 48"
-        assert problem.startswith(f"{path}: {words}")
-        assert_refused(lambda: pack_submission(tmp_path / "submission", tmp_path / "s.zip", ["aot"]), problem)
+        assert (grade.reason, grade.passed, grade.figure) == ("1 bad row", False, None)
+        words = "over the token budget of 48: generated_num_tokens is 9, and the text has"
+        assert problem == f"row_id {rows[7]['row_id']}: {words} {counted} tokens"
+        pack = partial(pack_submission, tmp_path / "submission", tmp_path / "s.zip", ["aot"])
+        assert_refused(pack, f"{path}: {problem}")
 
     def test_a_byte_order_mark_is_said_and_left_out(self, tmp_path):
         """The course's grader stops at it, as `json.loads` does."""
@@ -222,5 +196,5 @@ class TestBuildScoreAndPack:
         packed = pack_submission(folder, tmp_path / "s.zip", ["aot"])
         with zipfile.ZipFile(tmp_path / "s.zip") as archive:
             assert archive.read("policy_generations/aot.jsonl") == plain
-        for (warning,) in (grade.warnings, packed["warnings"]):
-            assert warning.startswith(f"{path}: begins with a UTF-8 byte order mark")
+        (warning,), (packing,) = grade.warnings, packed["warnings"]
+        assert warning.startswith("begins with a UTF-8 byte order mark") and packing == f"{path}: {warning}"

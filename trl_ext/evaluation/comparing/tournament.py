@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from trl_ext.evaluation.judging.pairs import judge_pairs
 from trl_ext.evaluation.judging.protocol import Usage
 from trl_ext.evaluation.statistics.ratings import Ratings, expected_score, ratings_with_intervals
 from trl_ext.evaluation.statistics.win_rate import credit_interval, row_credits
-from trl_ext.evaluation.submissions.candidates import judge_responses
+from trl_ext.evaluation.submissions.candidates import both_systems
 from trl_ext.evaluation.submissions.rows import Response
 
 BASE = "base"
@@ -78,7 +79,7 @@ def run_tournament(
     names = list(systems)
     pairs, credits, matches, usage = list(itertools.combinations(range(len(names)), 2)), [], [], Usage()
     for first, second in itertools.combinations(names, 2):
-        result = judge_responses(judge, prompts, systems[first], systems[second], **judging)
+        result = judge_pairs(judge, prompts, **both_systems(systems[first], systems[second]), **judging)
         credits.append(row_credits(result.outcomes, "half"))
         rate = credit_interval(credits[-1])
         match = {"first": first, "second": second, "rate": rate.rate if rate.n else None}

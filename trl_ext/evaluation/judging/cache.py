@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -32,29 +32,17 @@ class VerdictCache:
         with self._one_line_errors():
             # The timeout allows for other runs that are writing. It would not cover a switch to a write-ahead log.
             self._database = sqlite3.connect(self.path, timeout=60)
-        try:
-            with self._one_line_errors(), self._database:
+            with self._database:
                 self._database.execute("PRAGMA synchronous = EXTRA")
                 self._database.execute("CREATE TABLE IF NOT EXISTS verdicts (key TEXT PRIMARY KEY, record TEXT)")
                 # Changes nothing, and fails here, not at the first verdict, if the file is read-only or another's.
                 self._database.execute("UPDATE verdicts SET record = record WHERE key IS NULL")
-        except BaseException:
-            self._database.close()
-            raise
 
     def __enter__(self) -> VerdictCache:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the file. Every verdict is already on the disk."""
         self._database.close()
-
-    def __len__(self) -> int:
-        with self._one_line_errors():
-            return self._database.execute("SELECT COUNT(*) FROM verdicts").fetchone()[0]
 
     def get(self, key: str) -> dict[str, Any] | None:
         """The verdict under a key, or None."""
@@ -62,15 +50,14 @@ class VerdictCache:
             found = self._database.execute("SELECT record FROM verdicts WHERE key = ?", (key,)).fetchone()
         return None if found is None else json.loads(found[0])
 
-    def add(self, records: Iterable[dict[str, Any]]) -> None:
-        """Write verdicts, each under its `key`. The first verdict for a key is kept.
+    def add(self, key: str, record: dict[str, Any]) -> None:
+        """Write a verdict. The first verdict for a key is kept.
 
         Raises:
-            CacheError: they could not be written.
+            CacheError: it could not be written.
         """
-        rows = [(record["key"], json.dumps(record)) for record in records]
         with self._one_line_errors(), self._database:
-            self._database.executemany("INSERT OR IGNORE INTO verdicts VALUES (?, ?)", rows)
+            self._database.execute("INSERT OR IGNORE INTO verdicts VALUES (?, ?)", (key, json.dumps(record)))
 
     @contextmanager
     def _one_line_errors(self) -> Iterator[None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field
 
 from trl_ext.evaluation.judging.openai_model import OpenAIModel, sections_text
 from trl_ext.evaluation.judging.protocol import Judgement, Messages, Usage
@@ -31,9 +31,6 @@ class JudgeAnswer(BaseModel, extra="forbid", strict=True):
     exclusion_tags: list[str]
 
 
-SCHEMA = JudgeAnswer.model_json_schema()
-
-
 class OpenAIJudge(OpenAIModel):
     """Asks a model behind an OpenAI-compatible API which response is better. The answers have a fixed schema.
 
@@ -41,8 +38,7 @@ class OpenAIJudge(OpenAIModel):
         model: the model's name on the server.
         instructions: the rubric, as a string or as the `Path` of a file; None for the package's own. It must ask for
             the same fields as the package's.
-        settings: the other arguments of `OpenAIModel`, such as `base_url` and `api`. An answer that was cut at
-            `max_output_tokens` gives no verdict.
+        settings: the other arguments of `OpenAIModel`, such as `base_url` and `api`.
 
     Raises:
         ImportError: the openai package is missing.
@@ -57,9 +53,7 @@ class OpenAIJudge(OpenAIModel):
         if isinstance(instructions, Path):
             instructions = existing_file(instructions).read_text(encoding="utf-8")
         if len(instructions.split()) < 2:
-            raise ValueError(
-                f"instructions must be a text, or the Path of a file that holds one, got {instructions!r}"
-            )
+            raise ValueError(f"instructions must be a text, or the Path of a file of it, got {instructions!r}")
         self.instructions = instructions
 
     @property
@@ -73,12 +67,14 @@ class OpenAIJudge(OpenAIModel):
 
     def ask(self, prompt: Messages | str, response_a: str, response_b: str) -> tuple[Judgement, Usage]:
         """Judge one question as `judge` does; also return the usage."""
-        return self.complete(self.instructions, question_text(prompt, response_a, response_b), SCHEMA, read_answer)
+        question = question_text(prompt, response_a, response_b)
+        answer, usage = self.complete(self.instructions, question, JudgeAnswer)
+        return read_answer(answer), usage
 
     def estimate_tokens(self, prompt: Messages | str, response_a: str, response_b: str) -> int:
-        """Approximate input tokens of a question: a quarter of its UTF-8 bytes."""
-        # The schema is sent with the question, and the model reads it.
-        sent = (self.instructions, question_text(prompt, response_a, response_b), str(SCHEMA))
+        """Approximate input tokens of a question, with its schema: a quarter of its UTF-8 bytes."""
+        schema = str(JudgeAnswer.model_json_schema())
+        sent = (self.instructions, question_text(prompt, response_a, response_b), schema)
         return sum(len(text.encode("utf-8", "replace")) // 4 + 1 for text in sent)
 
 
@@ -87,21 +83,12 @@ def question_text(prompt: Messages | str, response_a: str, response_b: str) -> s
     return sections_text(prompt, ("response A", response_a), ("response B", response_b))
 
 
-def read_answer(text: str) -> Judgement:
-    """Parse an answer into a judgement, with `usable` and `quality` made consistent with its tags and labels.
+def read_answer(answer: JudgeAnswer) -> Judgement:
+    """The judgement in an answer, with `usable` and `quality` made consistent with its tags and labels.
 
     Any exclusion tag makes it unusable and limits its quality to 2. If best and worst have the same label, it is
     unusable, its quality is at most 1, and the tag `all_weak` is added; the verdict is still the best label.
-
-    Raises:
-        ValueError: the answer is not JSON, or violates the schema.
     """
-    try:
-        answer = JudgeAnswer.model_validate_json(text)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise ValueError(f"{where}: {first['msg']}" if where else first["msg"]) from None
     tags = [tag.strip() for tag in answer.exclusion_tags if tag.strip().lower() not in _NO_TAG]
     best_quality = 2 if tags else 5
     if answer.worst == answer.best:

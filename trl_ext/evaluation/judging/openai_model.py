@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import os
-import threading
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, TypeVar
 
+from pydantic import BaseModel, ValidationError
+
+from trl_ext.data.rows import first_error
 from trl_ext.evaluation.judging.protocol import JudgeError, JudgeUnavailable, Messages, Usage
 from trl_ext.names import check_choice
 
+Answer = TypeVar("Answer", bound=BaseModel)
 KEY_VARIABLE = "OPENAI_API_KEY"
 OPENAI_URL = "https://api.openai.com/v1"
 MAX_OUTPUT_TOKENS = 2048
@@ -22,34 +24,17 @@ BAD_ANSWER_RETRIES = 2
 FIRST_CONNECTION = 5.0
 # Error codes of a 429 for which waiting does not help.
 _SPENT = {"insufficient_quota", "billing_hard_limit_reached", "billing_not_active"}
+# What to do about an error that every request meets.
 _ADVICE = {
     401: "the key is missing or refused: set OPENAI_API_KEY to a valid one for this server",
     402: "the account has no credit left: add some, and run again; what is judged already is not asked again",
     404: "check the name of the model and the address of the server",
 }
-_NO_STRUCTURE = (
-    "if all answers do, the model cannot produce structured output, or its server does not enforce the schema: choose "
-    "a model and a server that do"
-)
+_NO_STRUCTURE = "if all answers do, choose a model and a server that produce structured output"
 _OTHER_API = {
     "responses": "a server that speaks only Chat Completions needs --api chat",
     "chat": "a server that speaks only the Responses API needs --api responses",
 }
-
-
-class Failure(NamedTuple):
-    """Why a request produced no answer.
-
-    Attributes:
-        kind: "answer" for a reply without a valid answer; "server" for an error that may pass; "row" for a request
-            that the server rejects; "all" for an error that affects every request.
-        reason: a few words.
-        advice: what the user can do if every request fails this way.
-    """
-
-    kind: Literal["answer", "server", "row", "all"]
-    reason: str
-    advice: str = ""
 
 
 class OpenAIModel:
@@ -88,20 +73,22 @@ class OpenAIModel:
         temperature: float | None = None,
         reasoning_effort: str | None = None,
     ):
-        _import_openai(type(self).__name__)
-        check_choice("api", api, ("responses", "chat"))
+        try:
+            import openai  # noqa: F401
+        except ImportError as error:
+            message = f"{type(self).__name__} needs the package openai: pip install 'trl_ext[judge]'"
+            raise ImportError(message) from error
+        check_choice("api", api, tuple(_OTHER_API))
         self.model, self.base_url, self.api = model, base_url, api
         self.timeout, self.max_retries, self.max_output_tokens = timeout, max_retries, max_output_tokens
         self.temperature, self.reasoning_effort = temperature, reasoning_effort
-        self._lock = threading.Lock()
 
     @property
     def identity(self) -> dict[str, Any]:
         """Everything that an answer depends on other than the instructions and the question.
 
-        It includes whether the server was your own, so that answers of a stand-in are not mistaken for those of the
-        model it imitates. It excludes the address, since addresses change. A non-default token limit is included,
-        because it decides which answers are complete and therefore which questions have one.
+        It includes whether the server was your own, but not its address, since addresses change. A non-default token
+        limit is included, because it decides which answers are complete.
         """
         settings: dict[str, Any] = {"temperature": self.temperature, "reasoning_effort": self.reasoning_effort}
         if self.max_output_tokens != MAX_OUTPUT_TOKENS:
@@ -111,16 +98,13 @@ class OpenAIModel:
         told = {name: value for name, value in settings.items() if value is not None}
         return {"kind": "openai", "model": self.model, **told}
 
-    def complete(
-        self, instructions: str, question: str, schema: Mapping[str, Any], read: Callable[[str], Any]
-    ) -> tuple[Any, Usage]:
+    def complete(self, instructions: str, question: str, answer_type: type[Answer]) -> tuple[Answer, Usage]:
         """The answer to a question, and the usage.
 
         Args:
             instructions: the system message.
             question: the user's message.
-            schema: JSON schema of the answer.
-            read: turns the text of an answer into the value to return; raises ValueError if it is invalid.
+            answer_type: the fields of the answer.
 
         Raises:
             JudgeError: there is no answer to this question.
@@ -129,19 +113,22 @@ class OpenAIModel:
         """
         usage = Usage()
         for attempt in range(1 + BAD_ANSWER_RETRIES):
-            outcome, cost = self._send(instructions, question, schema, read)
-            usage = replace(usage + cost, retries=attempt)
-            if not isinstance(outcome, Failure):
-                return outcome, usage
-            if outcome.kind != "answer":
-                break
-        advice = f"; {outcome.advice}" if outcome.advice else ""
-        if outcome.kind == "all":
-            raise JudgeUnavailable(f"{self._server} gives no verdicts: {outcome.reason}{advice}")
-        attempts = f" ({usage.calls} attempts)" if usage.calls > 1 else ""
-        # Advice about an answer is for a model or server that always answers in this way.
-        server_failed = outcome.kind == "server" or bool(outcome.kind == "answer" and advice)
-        raise JudgeError(f"{outcome.reason}{attempts}{advice}", usage=usage, server_failed=server_failed)
+            reply, failure = self._send(instructions, question, answer_type)
+            usage = replace(usage + _usage(reply), retries=attempt)
+            if failure is not None:
+                failure.usage = usage
+                raise failure
+            try:
+                return answer_type.model_validate_json(_text(reply, self.api)), usage
+            except ValidationError as error:
+                reason, is_of_server = f"the answer breaks the schema: {first_error(error)}; {_NO_STRUCTURE}", True
+            except ValueError as error:
+                reason, is_of_server = str(error), False
+            except (AttributeError, IndexError, TypeError):
+                advice = f"check the address, which ends in /v1 for most servers; {_OTHER_API[self.api]}"
+                reason, is_of_server = f"the reply is not one of the {self.api} API: {advice}", True
+        reason = f"{self._without_key(reason)} ({usage.calls} attempts)"
+        raise JudgeError(reason, usage=usage, server_failed=is_of_server)
 
     @property
     def _server(self) -> str:
@@ -150,108 +137,79 @@ class OpenAIModel:
     @cached_property
     def _client(self):
         """The SDK's client. Raises an error if the server does not accept a connection, since retries take long."""
+        import openai
+
         key = os.environ.get(KEY_VARIABLE, "").strip()
-        if not (key.isascii() and key.isprintable()):
-            raise JudgeUnavailable(f"{KEY_VARIABLE} holds characters that a key cannot have: set it again")
         if not key and self._server == OPENAI_URL:
-            raise JudgeUnavailable(
-                f"{KEY_VARIABLE} is not set: export the key, or give the base_url of your own server"
-            )
-        openai = _import_openai(type(self).__name__)
+            raise JudgeUnavailable(f"{KEY_VARIABLE} is not set: export it, or give the base_url of your own server")
         client = openai.OpenAI(
             api_key=key or "none", base_url=self.base_url, timeout=self.timeout, max_retries=self.max_retries
         )
-        problem = None
         try:
             client.with_options(max_retries=0, timeout=FIRST_CONNECTION).get("/", cast_to=str)
         except openai.APIConnectionError as error:
-            problem = type(error.__cause__ or error).__name__
+            reason = type(error.__cause__ or error).__name__
+            if reason in ("ConnectError", "ConnectTimeout"):
+                raise JudgeUnavailable(
+                    f"{self._server} cannot be reached: {reason}: check the address, and that the server is up"
+                ) from None
         except openai.APIError:
             pass  # any answer will do
-        if problem in ("ConnectError", "ConnectTimeout"):
-            raise JudgeUnavailable(
-                f"{self._server} cannot be reached: {problem}: check the address, and that the server is up"
-            )
         return client
 
     def _send(
-        self, instructions: str, question: str, schema: Mapping[str, Any], read: Callable[[str], Any]
-    ) -> tuple[Any, Usage]:
-        """The answer to one request, or a `Failure`, and its usage.
+        self, instructions: str, question: str, answer_type: type[BaseModel]
+    ) -> tuple[Any, JudgeError | JudgeUnavailable | None]:
+        """The reply to one request, or the failure, which is not raised where the SDK's error would carry the key."""
+        import openai
 
-        Errors of the SDK are caught here, since they carry the request and thus the key.
-        """
-        openai = _import_openai(type(self).__name__)
-        with self._lock:
-            client = self._client
-        try:
-            reply = self._request(
-                client, instructions, question, {"name": "verdict", "strict": True, "schema": schema}
-            )
-        except openai.APIStatusError as error:
-            return self._status_failure(error.status_code, error.body), Usage(calls=1)
-        except openai.APITimeoutError:
-            return Failure("server", f"no answer within {self.timeout:g} s"), Usage(calls=1)
-        except openai.APIConnectionError as error:
-            name = type(error.__cause__ or error).__name__
-            return Failure("server", f"{self._server} cannot be reached: {name}"), Usage(calls=1)
-        if isinstance(reply, str):
-            advice = f"check the address, which ends in /v1 for most servers; {_OTHER_API[self.api]}"
-            return Failure("answer", "the reply is not JSON", advice), Usage(calls=1)
-        try:
-            text, problem = _of_response(reply) if self.api == "responses" else _of_chat(reply)
-        except (AttributeError, IndexError, TypeError):
-            reason = f"the reply is not one of the {self.api} API"
-            return Failure("answer", reason, _OTHER_API[self.api]), Usage(calls=1)
-        cost = _usage(reply.usage)
-        if problem is not None or not text.strip():
-            return Failure("answer", self._without_key(problem or "the answer is empty")), cost
-        try:
-            return read(text), cost
-        except ValueError as error:
-            reason = self._without_key(f"the answer breaks the schema: {error}")
-            return Failure("answer", reason, _NO_STRUCTURE), cost
-
-    def _request(self, client, instructions: str, question: str, schema: dict[str, Any]) -> Any:
-        settings: dict[str, Any] = {"model": self.model}
-        if self.temperature is not None:
-            settings["temperature"] = self.temperature
+        schema = {"name": "verdict", "strict": True, "schema": answer_type.model_json_schema()}
+        settings: dict[str, Any] = {"model": self.model, "temperature": self.temperature}
+        effort = self.reasoning_effort or None
         if self.api == "responses":
-            if self.reasoning_effort:
-                settings["reasoning"] = {"effort": self.reasoning_effort}
-            return client.responses.create(
-                instructions=instructions,
-                input=question,
-                text={"format": {"type": "json_schema", **schema}},
-                max_output_tokens=self.max_output_tokens,
-                store=False,
-                **settings,
-            )
-        if self.reasoning_effort:
-            settings["reasoning_effort"] = self.reasoning_effort
-        return client.chat.completions.create(
-            messages=[{"role": "system", "content": instructions}, {"role": "user", "content": question}],
-            response_format={"type": "json_schema", "json_schema": schema},
-            max_completion_tokens=self.max_output_tokens,
-            **settings,
-        )
+            create = self._client.responses.create
+            settings |= {
+                "instructions": instructions,
+                "input": question,
+                "text": {"format": {"type": "json_schema", **schema}},
+                "max_output_tokens": self.max_output_tokens,
+                "reasoning": effort and {"effort": effort},
+                "store": False,
+            }
+        else:
+            create = self._client.chat.completions.create
+            settings |= {
+                "messages": [{"role": "system", "content": instructions}, {"role": "user", "content": question}],
+                "response_format": {"type": "json_schema", "json_schema": schema},
+                "max_completion_tokens": self.max_output_tokens,
+                "reasoning_effort": effort,
+            }
+        try:
+            return create(**{name: value for name, value in settings.items() if value is not None}), None
+        except openai.APIStatusError as error:
+            return None, self._status_failure(error.status_code, error.body)
+        except openai.APITimeoutError:
+            reason = f"no answer within {self.timeout:g} s"
+        except openai.APIConnectionError as error:
+            reason = f"{self._server} cannot be reached: {type(error.__cause__ or error).__name__}"
+        return None, JudgeError(reason, server_failed=True)
 
-    def _status_failure(self, status: int, body: Any) -> Failure:
+    def _status_failure(self, status: int, body: Any) -> JudgeError | JudgeUnavailable:
         """Interpret an error status; `body` is the error object in the response's JSON, or any other content."""
-        body = body if isinstance(body, Mapping) else {}
-        reason = self._without_key(f"{status} {body.get('message') or ''}".strip())
+        body = body if isinstance(body, dict) else {}
+        reason = self._without_key(f"{status} {body.get('message') or ''}")
         if status == 429 and {body.get("code"), body.get("type")} & _SPENT:
             status = 402
         if status in _ADVICE:
-            return Failure("all", reason, _ADVICE[status])
-        return Failure("server" if status in (408, 409, 429) or status >= 500 else "row", reason)
+            return JudgeUnavailable(f"{self._server} gives no verdicts: {reason}; {_ADVICE[status]}")
+        return JudgeError(reason, server_failed=status in (408, 409, 429) or status >= 500)
 
     def _without_key(self, text: str) -> str:
         """A server's message in one short line, without the key, which some servers repeat when they reject it."""
         key = os.environ.get(KEY_VARIABLE, "")
         line = " ".join(text.split())
         # A placeholder such as "x" is not a secret, and occurs in many words.
-        return (line.replace(key, "[key]") if len(key) >= 8 else line)[:300]
+        return (line.replace(key, "[key]") if len(key) >= 8 else line)[:400]
 
 
 def sections_text(prompt: Messages | str, *sections: tuple[str, str]) -> str:
@@ -265,42 +223,39 @@ def sections_text(prompt: Messages | str, *sections: tuple[str, str]) -> str:
     return "\n".join([*(f"[{name} {code}]\n{text}" for name, text in zip(names, parts, strict=True)), f"[end {code}]"])
 
 
-# ---- Replies: their text, or the problem with them ----
+def _text(reply: Any, api: str) -> str:
+    """The text of a reply.
+
+    Raises:
+        ValueError: the judge refused, or its answer is truncated or empty.
+        AttributeError, IndexError, TypeError: the reply is not one of this API.
+    """
+    if api == "responses":
+        parts = [part for item in reply.output if item.type == "message" for part in item.content]
+        refusal = next((part.refusal for part in parts if part.type == "refusal"), None)
+        end = (reply.incomplete_details and reply.incomplete_details.reason) or reply.status
+        text = reply.output_text
+    else:
+        choice = reply.choices[0]
+        refusal, end, text = getattr(choice.message, "refusal", None), choice.finish_reason, choice.message.content
+    if refusal:
+        raise ValueError(f"the judge refused: {refusal}")
+    if end in ("length", "max_output_tokens"):
+        raise ValueError("the answer was truncated at max_output_tokens: raise it")
+    if end in ("content_filter", "incomplete", "failed"):
+        raise ValueError(f"the answer is incomplete: {end}")
+    if not (text or "").strip():
+        raise ValueError("the answer is empty")
+    return text
 
 
-def _of_response(reply) -> tuple[str, str | None]:
-    parts = [part for item in reply.output if item.type == "message" for part in item.content]
-    refusals = [part.refusal for part in parts if part.type == "refusal"]
-    if refusals:
-        return "", f"the judge refused: {refusals[0]}"
-    if reply.status == "incomplete":
-        return "", _incomplete(reply.incomplete_details and reply.incomplete_details.reason)
-    if reply.status == "failed":
-        return "", f"the server failed: {reply.error and reply.error.message}"
-    return reply.output_text, None
-
-
-def _of_chat(reply) -> tuple[str, str | None]:
-    choice = reply.choices[0]
-    if getattr(choice.message, "refusal", None):
-        return "", f"the judge refused: {choice.message.refusal}"
-    if choice.finish_reason in ("length", "content_filter"):
-        return "", _incomplete(choice.finish_reason)
-    return choice.message.content or "", None
-
-
-def _incomplete(reason: str | None) -> str:
-    if reason in ("length", "max_output_tokens"):
-        return "the answer was cut at max_output_tokens: raise it"
-    return f"the answer is incomplete: {reason}"
-
-
-def _usage(usage) -> Usage:
+def _usage(reply: Any) -> Usage:
     """What a request cost; servers leave out some of it."""
 
-    def count(owner, *names: str) -> int:
+    def count(owner: Any, *names: str) -> int:
         return next((found for name in names if (found := getattr(owner, name, None))), 0)
 
+    usage = getattr(reply, "usage", None)
     details = getattr(usage, "input_tokens_details", None) or getattr(usage, "prompt_tokens_details", None)
     return Usage(
         calls=1,
@@ -308,11 +263,3 @@ def _usage(usage) -> Usage:
         cached_input_tokens=count(details, "cached_tokens"),
         output_tokens=count(usage, "output_tokens", "completion_tokens"),
     )
-
-
-def _import_openai(needed_by: str):
-    try:
-        import openai
-    except ImportError as error:
-        raise ImportError(f"{needed_by} needs the openai package: pip install 'trl_ext[judge]'") from error
-    return openai

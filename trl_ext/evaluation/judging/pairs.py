@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
+import math
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from trl_ext.evaluation.judging.protocol import Judgement, PairwiseJudge, Usage, Verdict
-from trl_ext.evaluation.judging.run import JudgingRun, Question, as_judgement
+from trl_ext.evaluation.judging.run import JudgingRun, Question
 from trl_ext.evaluation.statistics.win_rate import PairOutcome, System
 
 # The reason recorded with a row about which nothing was asked.
@@ -22,8 +22,7 @@ IDENTICAL = "identical responses"
 NOT_ASKED = "not asked: too many rows before it could not be judged"
 
 
-@dataclass(frozen=True)
-class JudgingResult:
+class JudgingResult(NamedTuple):
     """The result of judging a candidate against a base.
 
     Attributes:
@@ -85,7 +84,7 @@ def judge_pairs(
             has a true attribute `sequential`.
         rows: prompt rows with `row_id` and `prompt`.
         candidate, base: one response for each row, in the same order.
-        candidate_finished, base_finished: False if a response was cut at the token limit; default: all finished.
+        candidate_finished, base_finished: False if a response was truncated at the token limit; default: all finished.
         cache: file of verdicts; created if missing. Several processes may share it, but a question that two of them
             ask at the same time is paid for twice. Judges whose verdicts cost nothing do not use it.
         max_concurrency: maximum number of concurrent questions.
@@ -94,7 +93,6 @@ def judge_pairs(
 
     Raises:
         TooManyErrors: more rows than `max_error_fraction` have an error; the cache holds the verdicts so far.
-        KeyboardInterrupt: the message says how many verdicts are in the cache.
         JudgeUnavailable: the judge cannot answer any question; the cache holds the verdicts so far.
         CacheError: a verdict could not be written; the run stops.
         ValueError: the lengths differ, `max_error_fraction` is out of range, or an answer is not a verdict.
@@ -108,19 +106,19 @@ def judge_pairs(
     if cache is not None:
         # Shuffle, so that another run on the same cache and rows rarely asks the same questions at the same time.
         random.Random().shuffle(questions)
+    # A share such as 0.29 of 100 rows is 29, up to rounding.
+    max_errors = math.floor(max_error_fraction * len(rows) + 1e-9)
     with open_cache(judge, cache) as store:
-        run = JudgingRun(judge, store, max_concurrency, max_error_fraction * len(rows), progress)
-        try:
-            run.ask_all(questions)
-        except KeyboardInterrupt:
-            raise KeyboardInterrupt(_kept(run, len(questions), cache)) from None
-    result = _collect(rows, passes, run)
-    failed = [outcome for outcome in result.outcomes if outcome.error not in (None, NOT_ASKED)]
-    if run.are_too_many(len(failed)):
-        saved = "" if store is None else f"; {_kept(run, len(questions), cache)}"
+        run = JudgingRun(judge, store, max_concurrency, max_errors, progress)
+        run.ask_all(questions)
+    outcomes = [_outcome(row["row_id"], pair, run) for row, pair in zip(rows, passes, strict=True)]
+    verdicts = [_verdict_row(outcome, pair, run) for outcome, pair in zip(outcomes, passes, strict=True)]
+    result = JudgingResult(outcomes, run.usage, verdicts)
+    failed = [outcome for outcome in outcomes if outcome.error not in (None, NOT_ASKED)]
+    if len(failed) > max_errors:
         raise TooManyErrors(
             f"{len(failed)} of {len(rows)} rows could not be judged, more than the share of {max_error_fraction:g} "
-            f"that max_error_fraction allows; the first: row_id {failed[0].row_id}: {failed[0].error}{saved}",
+            f"that max_error_fraction allows; the first: row_id {failed[0].row_id}: {failed[0].error}",
             result,
         )
     return result
@@ -150,12 +148,11 @@ def make_questions(
     Returns the outcome instead if there is nothing to ask: the candidate's response is empty, or both responses are
     the same to this judge.
     """
-    columns = {"candidate": candidate, "base": base}
-    for name, flags in {"candidate_finished": candidate_finished, "base_finished": base_finished}.items():
-        columns[name] = [True] * len(rows) if flags is None else [bool(flag) for flag in flags]
-    for name, values in columns.items():
-        if len(values) != len(rows):
-            raise ValueError(f"{name}: has {len(values)} entries for {len(rows)} rows; give one for each row")
+    all_finished = [True] * len(rows)
+    systems = (
+        zip(texts, all_finished if finished is None else map(bool, finished), strict=True)
+        for texts, finished in ((candidate, candidate_finished), (base, base_finished))
+    )
     identity = getattr(judge, "identity", None) or {"kind": type(judge).__name__}
     uses_finished = getattr(judge, "uses_finished", False)
 
@@ -167,15 +164,14 @@ def make_questions(
         return Question(key, row["row_id"], row["prompt"], first[0], second[0], first[1], second[1])
 
     passes: list[tuple[Question, Question] | PairOutcome] = []
-    for row, own, other, own_ended, other_ended in zip(rows, *columns.values(), strict=True):
-        shown = (own, own_ended), (other, other_ended)
-        if not own.strip():
+    for row, own, other in zip(rows, *systems, strict=True):
+        if not own[0].strip():
             # `win_rate` reads only `empty` from it.
             passes.append(PairOutcome(row["row_id"], "base", "base", empty=True))
-        elif own == other and (own_ended == other_ended or not uses_finished):
+        elif own[0] == other[0] and (own[1] == other[1] or not uses_finished):
             passes.append(PairOutcome(row["row_id"], "tie", "tie", usable=False))
         else:
-            passes.append((question(row, *shown), question(row, *shown[::-1])))
+            passes.append((question(row, own, other), question(row, other, own)))
     return passes
 
 
@@ -191,8 +187,8 @@ def open_cache(judge: PairwiseJudge, path: str | Path | None):
     Raises:
         ValueError: the judge does not declare what its verdicts depend on.
     """
-    if path is None or (hasattr(judge, "identity") and judge.identity is None):
-        return contextlib.nullcontext()
+    if path is None or getattr(judge, "identity", ()) is None:
+        return nullcontext()
     if not hasattr(judge, "identity"):
         raise ValueError(
             f"cache={str(path)!r} needs a judge with an attribute `identity`, a dictionary of what verdicts depend on "
@@ -204,55 +200,32 @@ def open_cache(judge: PairwiseJudge, path: str | Path | None):
     return VerdictCache(path)
 
 
-def _collect(rows: list[Mapping[str, Any]], passes: list, run: JudgingRun) -> JudgingResult:
-    outcomes, verdicts = [], []
-    for row, pair in zip(rows, passes, strict=True):
-        if isinstance(pair, PairOutcome):
-            outcomes.append(pair)
-            verdicts.append(_verdict_row(pair, reason=EMPTY if pair.empty else IDENTICAL))
-            continue
-        answers = [run.answers.get(question.key) for question in pair]
-        errors = [run.errors[question.key] for question in pair if question.key in run.errors]
-        if None in answers:
-            outcome = PairOutcome(row["row_id"], None, None, error=errors[0] if errors else NOT_ASKED)
-        else:
-            outcome = _pair_outcome(row["row_id"], *map(as_judgement, answers))
-        outcomes.append(outcome)
-        verdicts.append(_verdict_row(outcome, *answers))
-    return JudgingResult(outcomes, run.usage, verdicts)
-
-
-def _pair_outcome(row_id: str, first: Judgement, second: Judgement) -> PairOutcome:
-    """The outcome of one row: `first` with the candidate's response shown as A, `second` with the base's."""
+def _outcome(row_id: str, pair: tuple[Question, Question] | PairOutcome, run: JudgingRun) -> PairOutcome:
+    """The outcome of one row: in the first question the candidate's response is A, in the second the base's."""
+    if isinstance(pair, PairOutcome):
+        return pair
+    first, second = (run.answers.get(question.key) for question in pair)
+    if first is None or second is None:
+        error = next((run.errors[question.key] for question in pair if question.key in run.errors), NOT_ASKED)
+        return PairOutcome(row_id, None, None, error=error)
     systems: dict[Verdict, System] = {"A": "candidate", "B": "base", "tie": "tie"}
     swapped: dict[Verdict, System] = {"A": "base", "B": "candidate", "tie": "tie"}
-    usable = first.usable and second.usable
-    return PairOutcome(row_id, systems[first.verdict], swapped[second.verdict], usable=usable)
+    usable = first["usable"] and second["usable"]
+    return PairOutcome(row_id, systems[first["verdict"]], swapped[second["verdict"]], usable=usable)
 
 
 def _verdict_row(
-    outcome: PairOutcome, first: dict | None = None, second: dict | None = None, *, reason: str | None = None
+    outcome: PairOutcome, pair: tuple[Question, Question] | PairOutcome, run: JudgingRun
 ) -> dict[str, Any]:
-    judged = outcome.error is None
+    was_asked, judged = not isinstance(pair, PairOutcome), outcome.error is None
+    first, second = (run.answers.get(question.key) for question in pair) if was_asked else (None, None)
     return {
         "row_id": outcome.row_id,
         "outcome": None if not judged else outcome.first if outcome.first == outcome.second else "disagree",
         "usable": outcome.usable if judged else None,
         "error": outcome.error,
         "empty": outcome.empty,
-        "reason": reason,
-        "candidate_first": _answer_alone(first),
-        "base_first": _answer_alone(second),
+        "reason": None if was_asked else EMPTY if outcome.empty else IDENTICAL,
+        "candidate_first": first,
+        "base_first": second,
     }
-
-
-def _answer_alone(record: dict[str, Any] | None) -> dict[str, Any] | None:
-    # A record keeps the row_id of the row that asked first.
-    return None if record is None else {name: value for name, value in record.items() if name not in ("key", "row_id")}
-
-
-def _kept(run: JudgingRun, asked: int, cache: str | Path | None) -> str:
-    """A message about how much of an interrupted run is kept."""
-    if run.cache is None:
-        return "no verdict is kept, since there is no cache of them: run again"
-    return f"{len(run.answers)} of {asked} verdicts are kept in {cache}, and the same command goes on from there"

@@ -58,8 +58,7 @@ class Usage:
     output_tokens: int = 0
 
     def __add__(self, other: Usage) -> Usage:
-        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
-        return Usage(*map(sum, pairs))
+        return Usage(*map(sum, zip(vars(self).values(), vars(other).values(), strict=True)))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers, ready for JSON."""
@@ -71,8 +70,8 @@ class JudgeError(Exception):
 
     Attributes:
         usage: usage of the failed attempts, if the judge counts it.
-        server_failed: True if the likely cause is the server or the model, not the row: no answer at all, or an answer
-            in another API's format or schema. Many such consecutive errors stop the run.
+        server_failed: True if the likely cause is the server or the model, not the row. Many such consecutive errors
+            stop the run.
     """
 
     def __init__(self, message: str = "", *, usage: Usage | None = None, server_failed: bool = False):
@@ -90,7 +89,7 @@ class PairwiseJudge(Protocol):
 
     `prompt` is a list of messages, or a string in TRL's plain format. A judge that rates usability returns a
     `Judgement`. A judge with a true attribute `uses_finished` also receives the keywords `finished_a` and
-    `finished_b`, which are False for a response that was cut at the token limit.
+    `finished_b`, which are False for a response that was truncated at the token limit.
 
     `judge_pairs` reads two more attributes. It calls a judge from several threads unless `sequential` is true. It
     caches verdicts on disk if `identity` is a JSON-ready dictionary of everything that a verdict depends on other than

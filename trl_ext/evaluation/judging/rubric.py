@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -13,8 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, Field, StringConstraints, TypeAdapter, ValidationError
 
+from trl_ext.data.rows import first_error
 from trl_ext.evaluation.judging.cache import VerdictCache
 from trl_ext.evaluation.judging.openai_model import OpenAIModel, sections_text
 from trl_ext.evaluation.judging.protocol import JudgeError, Usage
@@ -47,6 +47,16 @@ class RatingAnswer(BaseModel, extra="forbid", strict=True):
 
 
 ANSWERS: dict[str, type[BaseModel]] = {"explicit": CriterionAnswer, "implicit": RatingAnswer}
+
+
+class Criterion(BaseModel, strict=True):
+    """A criterion and its weight; None is 1."""
+
+    criterion: Annotated[str, StringConstraints(pattern=r"\S")]
+    weight: Annotated[float, Field(gt=0), BeforeValidator(lambda weight: 1.0 if weight is None else weight)] = 1.0
+
+
+_RUBRIC = TypeAdapter(Annotated[list[Criterion], Field(min_length=1)])
 
 
 class RubricReward:
@@ -82,13 +92,9 @@ class RubricReward:
         max_concurrency: int = 8,
     ):
         check_choice("form", form, tuple(ANSWERS))
-        self.model = model
-        self.form = form
-        self.cache = cache
-        self.max_concurrency = max_concurrency
+        self.model, self.form, self.cache, self.max_concurrency = model, form, cache, max_concurrency
         self.usage = Usage()
         self.__name__ = f"rubric_{form}"
-        self._lock = threading.Lock()
 
     def __call__(
         self,
@@ -106,69 +112,55 @@ class RubricReward:
             CacheError: the cache cannot be read or written.
         """
         texts, rubrics = [*map(last_answer, completions)], [*map(read_rubric, rubric)]
-        questions = [
-            (index, question)
-            for index, (prompt, text, own) in enumerate(zip(prompts, texts, rubrics, strict=True))
-            if text.strip()
-            for question in self._questions(prompt, text, own)
+        asked = [
+            self._questions(prompt, text, own) if text.strip() else []
+            for prompt, text, own in zip(prompts, texts, rubrics, strict=True)
         ]
-        answers = self._ask_all([question for _, question in questions])
-        values: list[list[float | None]] = [[] for _ in texts]
-        for (index, _), answer in zip(questions, answers, strict=True):
-            values[index].append(answer)
+        # Equal questions are asked once.
+        answers = self._ask_all(list(dict.fromkeys(question for questions in asked for question in questions)))
         for name in ("calls", "cached", "errors") if log_metric else ():
             log_metric(f"{self.__name__}/{name}", float(getattr(self.usage, name)))
+        values = [[answers[question] for question in questions] for questions in asked]
         return [self._reward(own, found) for own, found in zip(rubrics, values, strict=True)]
 
-    def _questions(self, prompt: Any, text: str, rubric: Sequence[tuple[str, float]]) -> list[str]:
-        criteria = [("criterion", criterion) for criterion, _ in rubric]
+    def _questions(self, prompt: Any, text: str, rubric: Sequence[Criterion]) -> list[str]:
+        criteria = [("criterion", one.criterion) for one in rubric]
         if self.form == "implicit":
-            criteria = [("criteria", "\n".join(f"{weight:g}: {criterion}" for criterion, weight in rubric))]
+            criteria = [("criteria", "\n".join(f"{one.weight:g}: {one.criterion}" for one in rubric))]
         return [sections_text(prompt, ("response", text), criterion) for criterion in criteria]
 
-    def _reward(self, rubric: Sequence[tuple[str, float]], values: Sequence[float | None]) -> float | None:
+    def _reward(self, rubric: Sequence[Criterion], values: Sequence[float | None]) -> float | None:
         if not values:
             return 0.0
         if None in values:
             return None
         if self.form == "implicit":
             return (values[0] - 1) / 9
-        weights = [weight for _, weight in rubric]
+        weights = [one.weight for one in rubric]
         return math.fsum(weight * met for weight, met in zip(weights, values, strict=True)) / math.fsum(weights)
 
-    def _ask_all(self, questions: Sequence[str]) -> list[float | None]:
-        """The answers, each asked once and looked up in the cache first."""
-        keys = {question: self._key(question) for question in questions}
+    def _ask_all(self, questions: Sequence[str]) -> dict[str, float | None]:
+        """The answers by question, looked up in the cache first."""
         with nullcontext() if self.cache is None else VerdictCache(self.cache) as cache:
-            found = {} if cache is None else {key: cache.get(key) for key in keys.values()}
-            known = {key: record["value"] for key, record in found.items() if record is not None}
+            found = {} if cache is None else {question: cache.get(self._key(question)) for question in questions}
+            known = {question: record["value"] for question, record in found.items() if record is not None}
             self.usage += Usage(cached=len(known))
-            missing = [question for question, key in keys.items() if key not in known]
+            missing = [question for question in questions if question not in known]
             with ThreadPoolExecutor(self.max_concurrency) as pool:
-                for question, value in zip(missing, pool.map(self._ask, missing), strict=True):
-                    known[keys[question]] = value
+                for question, (value, usage) in zip(missing, pool.map(self._ask, missing), strict=True):
+                    known[question] = value
+                    self.usage += usage
                     if cache is not None and value is not None:
-                        cache.add([{"key": keys[question], "value": value}])
-        return [known[keys[question]] for question in questions]
+                        cache.add(self._key(question), {"value": value})
+        return known
 
-    def _ask(self, question: str) -> float | None:
-        schema = ANSWERS[self.form].model_json_schema()
+    def _ask(self, question: str) -> tuple[float | None, Usage]:
         try:
-            value, usage = self.model.complete(INSTRUCTIONS[self.form], question, schema, self._read)
+            answer, usage = self.model.complete(INSTRUCTIONS[self.form], question, ANSWERS[self.form])
         except JudgeError as error:
             warn_once_per_run(f"{self.__name__}: a question has no answer, and its response no reward: {error}")
-            value, usage = None, replace(error.usage or Usage(), errors=1)
-        # Here, so that what was paid counts even if a later question ends the run.
-        with self._lock:
-            self.usage += usage
-        return value
-
-    def _read(self, text: str) -> float:
-        try:
-            answer = ANSWERS[self.form].model_validate_json(text)
-        except ValidationError as error:
-            raise ValueError(error.errors()[0]["msg"]) from None
-        return float(getattr(answer, "met" if self.form == "explicit" else "rating"))
+            return None, replace(error.usage or Usage(), errors=1)
+        return float(getattr(answer, "met" if self.form == "explicit" else "rating")), usage
 
     def _key(self, question: str) -> str:
         text = json.dumps([self.model.identity, INSTRUCTIONS[self.form], question], sort_keys=True)
@@ -183,23 +175,15 @@ def last_answer(completion: str | Sequence[Mapping[str, Any]]) -> str:
     return next((text for text in reversed(texts) if text), "")
 
 
-def read_rubric(rubric: Sequence[str | Mapping[str, Any]] | None) -> list[tuple[str, float]]:
+def read_rubric(rubric: Sequence[str | Mapping[str, Any]] | None) -> list[Criterion]:
     """The criteria with their weights.
 
     Raises:
         ValueError: there is no criterion, or one is malformed or has a weight that is not positive.
     """
-    if not rubric or isinstance(rubric, str):
-        raise ValueError(f"a rubric is a list of criteria, got {rubric!r}")
-    criteria = []
-    for one in rubric:
-        text, weight = (one, 1.0) if isinstance(one, str) else (one.get("criterion"), one.get("weight"))
-        weight = 1.0 if weight is None else weight
-        if not isinstance(text, str) or not text.strip():
-            raise ValueError(f'a criterion is a text, or {{"criterion": text, "weight": number}}, got {one!r}')
-        if not weight > 0:
-            raise ValueError(
-                f"the weight of {text!r} must be positive, got {weight}: state a pitfall as what to avoid"
-            )
-        criteria.append((text, float(weight)))
-    return criteria
+    if not isinstance(rubric, str):
+        rubric = [{"criterion": one} if isinstance(one, str) else one for one in rubric or ()]
+    try:
+        return _RUBRIC.validate_python(rubric)
+    except ValidationError as error:
+        raise ValueError(f"rubric: {first_error(error)}; state a pitfall as what to avoid") from None

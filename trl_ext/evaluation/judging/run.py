@@ -7,7 +7,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tqdm.auto import tqdm
 
@@ -18,13 +18,11 @@ if TYPE_CHECKING:
 
 # Consecutive server failures after which the run stops; at least `max_concurrency`.
 FAILURES_IN_A_ROW = 4
-
-# How long an interrupted run waits for the answers to open questions.
+# How long a run that ends early waits for the answers to open questions.
 GRACE_SECONDS = 5.0
 
 
-@dataclass(frozen=True)
-class Question:
+class Question(NamedTuple):
     """One row in one order: which of two responses is better?"""
 
     key: str
@@ -46,7 +44,7 @@ class JudgingRun:
         judge: the judge. A method `ask(prompt, response_a, response_b)`, if it has one, returns its judgement and its
             `Usage`. Other judges are called as described in `PairwiseJudge`.
         cache: where verdicts are stored; None for no cache.
-        max_concurrency: maximum number of concurrent questions.
+        max_concurrency: maximum number of concurrent questions. With 1, the judge is called in this thread.
         max_errors: number of rows that may fail; the run stops when there are more.
         progress: label of the progress bar; None for no bar.
 
@@ -59,21 +57,22 @@ class JudgingRun:
     judge: PairwiseJudge
     cache: VerdictCache | None
     max_concurrency: int
-    max_errors: float
+    max_errors: int
     progress: str | None = None
     answers: dict[str, dict[str, Any]] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
     usage: Usage = Usage()
     _failures_in_a_row: int = 0
     _failed_rows: set[str] = field(default_factory=set)
-    _stopped: bool = False
 
-    def __post_init__(self):
-        self._workers = 1 if getattr(self.judge, "sequential", False) else self.max_concurrency
+    @property
+    def _workers(self) -> int:
+        return 1 if getattr(self.judge, "sequential", False) else self.max_concurrency
 
-    def are_too_many(self, failed_rows: int) -> bool:
-        """Whether more rows have failed than are allowed."""
-        return failed_rows > self.max_errors + 1e-9  # a share such as 0.29 of 100 rows is 29, up to rounding
+    @property
+    def _stopped(self) -> bool:
+        # A failing server explains more than the number of failed rows does.
+        return not self._failures_in_a_row and len(self._failed_rows) > self.max_errors
 
     def ask_all(self, questions: Sequence[Question]) -> None:
         """Fill `answers` and `errors`. After an interrupt or an error, the answers to open questions are still kept.
@@ -89,22 +88,14 @@ class JudgingRun:
         no_bar = self.progress is None
         with tqdm(total=len(questions), desc=self.progress, leave=False, disable=no_bar) as self._bar:
             unanswered = self._unanswered(questions)
-            if self._workers > 1 or self.cache is not None:
-                self._ask_in_threads(unanswered)
-            else:
-                # A judge may depend on its thread, and an interrupt need not wait for an answer.
+            if self._workers == 1:
                 for question in unanswered:
-                    self._take([(question, self._ask(question))])
+                    self._take(question, self._ask(question))
+            else:
+                self._ask_in_threads(unanswered)
 
     def _ask_in_threads(self, unanswered: Iterator[Question]) -> None:
         open_questions: dict[Future, Question] = {}
-
-        def take(done: Iterable[Future]) -> None:
-            taken = {future: open_questions.pop(future) for future in done}
-            self._take([(question, future.result()) for future, question in taken.items() if not future.exception()])
-            for future in taken:
-                future.result()  # raises what the judge raised
-
         pool = ThreadPoolExecutor(self._workers)
         try:
             while not self._stopped:
@@ -112,14 +103,13 @@ class JudgingRun:
                     open_questions[pool.submit(self._ask, question)] = question
                 if not open_questions:
                     break
-                take(wait(open_questions, return_when=FIRST_COMPLETED).done)
-            take(wait(open_questions).done)
-        except BaseException:
-            # The open questions are already paid for. The first error is more informative than later ones.
-            with suppress(Exception):
-                take(wait(open_questions, timeout=GRACE_SECONDS).done)
-            raise
+                for future in wait(open_questions, return_when=FIRST_COMPLETED).done:
+                    self._take(open_questions.pop(future), future.result())
         finally:
+            # The open questions are already paid for. The first error is more informative than later ones.
+            for future in wait(open_questions, timeout=GRACE_SECONDS).done:
+                with suppress(Exception):
+                    self._take(open_questions[future], future.result())
             # A request that waits to be sent again cannot be interrupted.
             pool.shutdown(wait=False, cancel_futures=True)
 
@@ -149,48 +139,29 @@ class JudgingRun:
             raise ValueError(f"row_id {question.row_id}: {name} must answer 'A', 'B' or 'tie', got {verdict!r}")
         return judgement, Usage(calls=1)
 
-    def _take(self, outcomes: Sequence[tuple[Question, tuple[Judgement, Usage] | JudgeError]]) -> None:
-        """Save the answers before anything else is asked, and count the failures."""
-        answered = [(q, *outcome) for q, outcome in outcomes if not isinstance(outcome, JudgeError)]
-        records = [_as_record(*answer) for answer in answered]
-        if self.cache is not None:
-            self.cache.add(records)
-        for (question, _, usage), record in zip(answered, records, strict=True):
+    def _take(self, question: Question, outcome: tuple[Judgement, Usage] | JudgeError) -> None:
+        """Save an answer before anything else is asked, or count a failure."""
+        if not isinstance(outcome, JudgeError):
+            judgement, usage = outcome
+            tokens = {name: getattr(usage, name) for name in ("input_tokens", "cached_input_tokens", "output_tokens")}
+            record = judgement._asdict() | {"exclusion_tags": list(judgement.exclusion_tags)} | tokens
+            if self.cache is not None:
+                self.cache.add(question.key, record)
             self._record(question, record, usage)
-        for question, error in outcomes:
-            if isinstance(error, JudgeError):
-                self._record_error(question, error)
-        # A failing server explains more than the number of failed rows does.
-        if not self._failures_in_a_row:
-            self._stopped = self.are_too_many(len(self._failed_rows))
+            return
+        self.errors[question.key] = reason = str(outcome) or type(outcome).__name__
+        self._failed_rows.add(question.row_id)
+        self.usage += replace(outcome.usage or Usage(calls=1), errors=1)
+        self._failures_in_a_row = self._failures_in_a_row + 1 if outcome.server_failed else 0
+        self._bar.update()
+        if self._failures_in_a_row >= max(FAILURES_IN_A_ROW, self._workers):
+            raise JudgeUnavailable(
+                f"stopped after {self._failures_in_a_row} failures in a row, the last on row_id {question.row_id}: "
+                f"{reason}; run again when this is fixed: a cache keeps the verdicts that came before"
+            )
 
     def _record(self, question: Question, record: dict[str, Any], usage: Usage) -> None:
         self.answers[question.key] = record
         self.usage += usage
         self._failures_in_a_row = 0
         self._bar.update()
-
-    def _record_error(self, question: Question, error: JudgeError) -> None:
-        reason = str(error) or type(error).__name__
-        self.errors[question.key] = reason
-        self._failed_rows.add(question.row_id)
-        self.usage += replace(error.usage or Usage(calls=1), errors=1)
-        self._failures_in_a_row = self._failures_in_a_row + 1 if error.server_failed else 0
-        self._bar.update()
-        if self._failures_in_a_row >= max(FAILURES_IN_A_ROW, self._workers):
-            raise JudgeUnavailable(
-                f"stopped after {self._failures_in_a_row} failures in a row, the last on row_id {question.row_id}: "
-                f"{reason}; verdicts that came before are in the cache, if there is one: run again when this is fixed"
-            )
-
-
-def as_judgement(record: dict[str, Any]) -> Judgement:
-    """The judgement in a cache record."""
-    fields = {name: record[name] for name in Judgement._fields if name in record}
-    return Judgement(**fields | {"exclusion_tags": tuple(fields.get("exclusion_tags", ()))})
-
-
-def _as_record(question: Question, judgement: Judgement, usage: Usage) -> dict[str, Any]:
-    tokens = {name: getattr(usage, name) for name in ("input_tokens", "cached_input_tokens", "output_tokens")}
-    fields = judgement._asdict() | {"exclusion_tags": list(judgement.exclusion_tags)}
-    return {"key": question.key, "row_id": question.row_id, **fields, **tokens}

@@ -27,6 +27,9 @@ class ScoreJudge:
 
     def judge(self, prompt, response_a, response_b, *, finished_a=True, finished_b=True) -> Verdict:
         first, second = self.scores([(prompt, response_a, finished_a), (prompt, response_b, finished_b)])
+        if not math.isfinite(first - second):
+            text = last_user_text(prompt)[:80]
+            raise ValueError(f"the responses to {text!r} have the scores {first} and {second}; expected numbers")
         if abs(first - second) <= self.tolerance:
             return "tie"
         return "A" if first > second else "B"
@@ -48,14 +51,11 @@ class GroundTruthJudge(ScoreJudge):
         self.score_function = score_function
 
     def scores(self, responses: Sequence[Shown]) -> list[float]:
-        found = []
-        for prompt, response, finished in responses:
-            text = last_user_text(prompt)
-            # Pass the keyword only if it matters, so that a score without it works for responses that all finished.
-            keywords = {} if finished else {"finished": False}
-            found.append(float(self.score_function(text, response, **keywords)))
-            _check(found[-1], "score_function", text)
-        return found
+        # Pass the keyword only if it matters, so that a score without it works for responses that all finished.
+        return [
+            float(self.score_function(last_user_text(prompt), text, **({} if finished else {"finished": False})))
+            for prompt, text, finished in responses
+        ]
 
 
 class RewardModelJudge(ScoreJudge):
@@ -84,11 +84,4 @@ class RewardModelJudge(ScoreJudge):
             return
         prompts, texts, finished = zip(*missing.values(), strict=True)
         rewards = self.reward_model.score(prompts, texts, finished=finished, progress=progress).tolist()
-        for key, text, reward in zip(missing, texts, rewards, strict=True):
-            _check(reward, "the reward model", text)
-            self._scores[key] = reward
-
-
-def _check(score: float, source: str, text: str) -> None:
-    if not math.isfinite(score):
-        raise ValueError(f"{source} gave {score} for {text[:80]!r}; expected a number")
+        self._scores |= zip(missing, rewards, strict=True)

@@ -63,16 +63,15 @@ def load_base(
         prompts: prompts from `load_prompts`.
         path: a JSONL file in the format of submissions; None for the embedded base, whose greedy responses are stored
             with the embedded prompts.
-        max_new_tokens: the token limit of the responses in the file; None for `default_max_new_tokens`.
+        max_new_tokens: the token limit of the responses in the file; None for 256.
 
     Raises:
         FileNotFoundError: the file does not exist.
         ValueError: rows are malformed, or no file is given for prompts other than the embedded ones.
     """
     if path is not None:
-        limit = default_max_new_tokens(path) if max_new_tokens is None else max_new_tokens
-        responses, problems = read_responses(path, prompts, max_new_tokens=limit)
-        refuse_fatal(problems)
+        responses, problems = read_responses(path, prompts, max_new_tokens=max_new_tokens or MAX_NEW_TOKENS)
+        refuse_fatal(path, problems)
         return responses
     embedded = {row["row_id"]: row["reference_response_text"] for row in _load(None, "gen")}
     count, limit = token_counter("toy"), default_max_new_tokens(None)
@@ -126,9 +125,9 @@ def token_counter(tokenizer: str) -> TokenCounter:
     from trl_ext.models import resolve_model_path
 
     path = Path(tokenizer if tokenizer.endswith(".json") else resolve_model_path(tokenizer))
+    if path.is_dir():
+        path = path / "tokenizer.json"
     try:
-        if path.is_dir():
-            path = path / "tokenizer.json"
         loaded = Tokenizer.from_file(str(path)) if path.is_file() else Tokenizer.from_pretrained(tokenizer)
     except Exception as error:  # the library raises bare exceptions
         raise FileNotFoundError(f"no tokenizer {tokenizer!r}: {error}") from error

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from trl_ext.evaluation.judging.pairs import JudgingResult, judge_pairs
+from trl_ext.evaluation.judging.pairs import judge_pairs
 from trl_ext.evaluation.judging.protocol import Usage, last_user_text
 from trl_ext.evaluation.judging.score_judges import GroundTruthJudge
 from trl_ext.evaluation.statistics.human_labels import PredictionPowered, judge_values, prediction_powered
@@ -54,7 +54,7 @@ class CandidateResult:
 
     def to_dict(self) -> dict[str, Any]:
         """The figures without the rows, ready for JSON."""
-        figures = dataclasses.asdict(dataclasses.replace(self, outcomes=[], verdicts=[]))
+        figures = dataclasses.asdict(self)
         return {name: value for name, value in figures.items() if name not in ("outcomes", "verdicts")}
 
 
@@ -71,14 +71,13 @@ def judge_candidate(
     """Judge a candidate's responses against the base's, in both orders.
 
     Args:
-        judge: a `PairwiseJudge`.
-        name: the candidate's name.
+        judge, name: a `PairwiseJudge`, and the candidate's name.
         responses, base: one for each prompt, in order.
         prompts: rows with `row_id` and `prompt`.
         human_labels: by row_id, for some of the prompts.
         judging: keyword arguments of `judge_pairs`, which may raise `TooManyErrors`.
     """
-    result = judge_responses(judge, prompts, responses, base, **judging)
+    result = judge_pairs(judge, prompts, **both_systems(responses, base), **judging)
     return CandidateResult(
         name=name,
         win_rate=win_rate(result.outcomes),
@@ -88,7 +87,7 @@ def judge_candidate(
         outcomes=result.outcomes,
         usage=result.usage,
         verdicts=result.verdicts,
-        human_labels=with_human_labels(result.outcomes, human_labels) if human_labels else None,
+        human_labels=_with_human_labels(result.outcomes, human_labels) if human_labels else None,
     )
 
 
@@ -98,7 +97,7 @@ def _at_equal_lengths(outcomes: Sequence[PairOutcome], responses: Sequence[Respo
     kept = [None if outcome.empty else credit for outcome, credit in zip(outcomes, credits, strict=True)]
     lengths = ([len(response.text) for response in system] for system in (responses, base))
     controlled = length_controlled_win_rate(kept, *lengths)
-    empty = sum(outcome.empty and credit is not None for outcome, credit in zip(outcomes, credits, strict=True))
+    empty = sum(outcome.empty for outcome in outcomes)
     if controlled is None or not empty:
         return controlled
     share = controlled.n / (controlled.n + empty)
@@ -107,23 +106,12 @@ def _at_equal_lengths(outcomes: Sequence[PairOutcome], responses: Sequence[Respo
     return dataclasses.replace(controlled, **rates, n=controlled.n + empty, note=note)
 
 
-def with_human_labels(outcomes: Sequence[PairOutcome], labels: Mapping[str, System]) -> PredictionPowered:
+def _with_human_labels(outcomes: Sequence[PairOutcome], labels: Mapping[str, System]) -> PredictionPowered:
     """The win rate from the judge's outcomes and human labels of some of the prompts, by row_id."""
     values = dict(zip((row.row_id for row in outcomes), judge_values(outcomes), strict=True))
     told = [(OUTCOME_VALUES[labels[row_id]], value) for row_id, value in values.items() if row_id in labels]
     further = [value for row_id, value in values.items() if row_id not in labels]
     return prediction_powered(*zip(*told, strict=True), further)
-
-
-def judge_responses(
-    judge: Any,
-    prompts: Sequence[Mapping[str, Any]],
-    responses: Sequence[Response],
-    others: Sequence[Response],
-    **judging: Any,
-) -> JudgingResult:
-    """Run `judge_pairs` on submitted responses."""
-    return judge_pairs(judge, prompts, **both_systems(responses, others), **judging)
 
 
 def known_score_judge(prompts: Sequence[Mapping[str, Any]]) -> GroundTruthJudge:
@@ -137,30 +125,21 @@ def known_score_judge(prompts: Sequence[Mapping[str, Any]]) -> GroundTruthJudge:
     for row in prompts:
         try:
             kind_of(last_user_text(row["prompt"]))
-        except ValueError:
-            raise ValueError(
-                f"row_id {row['row_id']}: the known score is of the embedded task only, and this prompt is none of "
-                "its: choose another judge"
-            ) from None
+        except ValueError as error:
+            known = "the known score is of the embedded task only: choose another judge"
+            raise ValueError(f"row_id {row['row_id']}: {error}; {known}") from None
     return GroundTruthJudge()
 
 
 def compare_candidates(results: Sequence[CandidateResult], rule: Rule = "agreed") -> list[dict[str, Any]]:
     """The paired difference of every two candidates on the same prompts, JSON-ready, with their names."""
-    return [
-        {
-            "candidates": [first.name, second.name],
-            **paired_difference(first.outcomes, second.outcomes, rule).to_dict(),
-        }
-        for first, second in itertools.combinations(results, 2)
-    ]
+    pairs = itertools.combinations(results, 2)
+    found = ((one, other, paired_difference(one.outcomes, other.outcomes, rule)) for one, other in pairs)
+    return [{"candidates": [one.name, other.name], **difference.to_dict()} for one, other, difference in found]
 
 
 def both_systems(responses: Sequence[Response], others: Sequence[Response]) -> dict[str, list[Any]]:
     """Keyword arguments of `judge_pairs` and `estimate`."""
-    return {
-        "candidate": [response.text for response in responses],
-        "base": [response.text for response in others],
-        "candidate_finished": [response.finished for response in responses],
-        "base_finished": [response.finished for response in others],
-    }
+    systems = {"candidate": responses, "base": others}
+    texts = {name: [response.text for response in system] for name, system in systems.items()}
+    return texts | {f"{name}_finished": [one.finished for one in system] for name, system in systems.items()}

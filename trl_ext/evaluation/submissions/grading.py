@@ -13,10 +13,16 @@ from trl_ext.evaluation.judging.pairs import TooManyErrors
 from trl_ext.evaluation.judging.protocol import Usage
 from trl_ext.evaluation.statistics.paired import chance_below
 from trl_ext.evaluation.statistics.win_rate import RULES, Rule, row_credits
-from trl_ext.evaluation.submissions.assets import TokenCounter, load_base, load_thresholds
+from trl_ext.evaluation.submissions.assets import (
+    TokenCounter,
+    default_max_new_tokens,
+    load_base,
+    load_prompts,
+    load_thresholds,
+)
 from trl_ext.evaluation.submissions.candidates import CandidateResult, judge_candidate, known_score_judge
-from trl_ext.evaluation.submissions.rows import EMPTY_FILE
-from trl_ext.evaluation.submissions.submission import PART_TWO, REWARD_MODEL, PublicData, submission_file
+from trl_ext.evaluation.submissions.submission import PART_TWO, REWARD_MODEL, read_submission, submission_file
+from trl_ext.names import check_choice
 
 
 @dataclass(frozen=True)
@@ -106,7 +112,7 @@ def grade_submission(
         thresholds: threshold by method, or a JSON file of them; see `submission_file` for the methods' files.
         judge: decides between responses; None for the known score, which only the embedded task has.
         base_jsonl: the base's responses; None for the embedded ones.
-        prompts_jsonl, prefs_jsonl, max_new_tokens, count_tokens: as in `PublicData.load`.
+        prompts_jsonl, prefs_jsonl, max_new_tokens, count_tokens: as in `read_submission`.
         rule: `agreed` or `half`.
         judging: keyword arguments of `judge_pairs`: `cache`, `max_concurrency`, `max_error_fraction`, `progress`.
 
@@ -117,37 +123,31 @@ def grade_submission(
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise FileNotFoundError(f"no folder {folder}")
-    if rule not in RULES:
-        raise ValueError(f"rule must be one of {', '.join(RULES)}, got {rule!r}")
+        raise FileNotFoundError(f"no folder {folder}: make its files with the commands generate and score")
+    check_choice("rule", rule, RULES)
     thresholds = load_thresholds(thresholds)
-    data = PublicData.load(
-        thresholds,
-        prompts_jsonl=prompts_jsonl,
-        prefs_jsonl=prefs_jsonl,
-        max_new_tokens=max_new_tokens,
-        count_tokens=count_tokens,
-    )
-    judge = known_score_judge(data.prompts) if judge is None else judge
-    base = load_base(data.prompts, base_jsonl, max_new_tokens=data.max_new_tokens)
+    checks = {"prefs_jsonl": prefs_jsonl, "count_tokens": count_tokens}
+    files = read_submission(folder, thresholds, prompts_jsonl=prompts_jsonl, max_new_tokens=max_new_tokens, **checks)
+    prompts = load_prompts(prompts_jsonl)
+    judge = known_score_judge(prompts) if judge is None else judge
+    limit = max_new_tokens or default_max_new_tokens(prompts_jsonl)
+    base = load_base(prompts, base_jsonl, max_new_tokens=limit)
     usages: list[Usage] = []
 
     def grade(name: str, threshold: float) -> FileGrade:
         measure = "accuracy" if name == REWARD_MODEL else "win rate"
         known = {"method": name, "file": submission_file(name), "threshold": threshold, "measure": measure}
-        if not (folder / submission_file(name)).is_file():
+        if name not in files:
             return FileGrade(**known, passed=False, reason="missing")
-        rows, problems = data.read(folder, name)
+        rows, problems = files[name]
         fatal = [str(problem) for problem in problems if problem.fatal]
         known |= {"problems": fatal, "warnings": [str(problem) for problem in problems if not problem.fatal]}
         if fatal:
-            is_empty = any(problem.message == EMPTY_FILE for problem in problems)
-            reason = EMPTY_FILE if is_empty else f"{len(fatal)} bad row" + "s" * (len(fatal) > 1)
-            return FileGrade(**known, passed=False, reason=reason)
+            return FileGrade(**known, passed=False, reason=f"{len(fatal)} bad row" + "s" * (len(fatal) > 1))
         if name == REWARD_MODEL:
             return _grade_reward_model(known, rows)
         try:
-            result = judge_candidate(judge, name, rows, data.prompts, base, **judging)
+            result = judge_candidate(judge, name, rows, prompts, base, **judging)
         except TooManyErrors as error:
             usages.append(error.result.usage)
             return FileGrade(**known, passed=False, reason=str(error))
@@ -168,7 +168,7 @@ def _grade_reward_model(known: dict[str, Any], scores: tuple[list[float], list[f
     metrics = reward_metrics(*scores)
     accuracy, n = metrics["accuracy"], metrics["n"]
     if metrics["ties"] == n:
-        known = {**known, "warnings": [*known["warnings"], f"{known['file']}: {ALL_TIED % n}"]}
+        known["warnings"].append(ALL_TIED % n)
     return FileGrade(
         **known,
         passed=accuracy >= known["threshold"],

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 from pydantic import BaseModel, FiniteFloat, NonNegativeInt, ValidationError
 
-from trl_ext.data.rows import SHOWN_CHARACTERS, first_few, read_jsonl
+from trl_ext.data.rows import first_error, first_few, read_jsonl
 from trl_ext.evaluation.statistics.win_rate import System
 from trl_ext.files import brief
 
+RowType = TypeVar("RowType", bound=BaseModel)
 # A text may not tokenize back into the same tokens; a count from the text may be off by this many.
 RECOUNT_SLACK = 4
-EMPTY_FILE = "the file is empty"
 
 
 class ResponseRow(BaseModel, strict=True):
@@ -61,30 +61,20 @@ class Response:
         return self.tokens < self.max_new_tokens
 
 
-@dataclass(frozen=True)
-class RowProblem:
-    """A fault in a row of a submission.
+class RowProblem(NamedTuple):
+    """A fault in a row of a submission: the row, if it has a row_id, and whether it prevents grading the file."""
 
-    Attributes:
-        file: the file.
-        row_id: the row; None if it has no row_id.
-        message: the fault and, if helpful, its line.
-        fatal: whether it prevents grading the file.
-    """
-
-    file: str
     row_id: str | None
     message: str
     fatal: bool = True
 
     def __str__(self) -> str:
-        row = "" if self.row_id is None else f"row_id {brief(self.row_id)}: "
-        return f"{self.file}: {row}{brief(self.message, 200)}"
+        return brief(self.message if self.row_id is None else f"row_id {brief(self.row_id)}: {self.message}", 200)
 
 
 def read_rows(
-    path: str | Path, row_type: type[BaseModel], row_ids: Sequence[str], *, complete: bool = True
-) -> tuple[dict[str, dict[str, Any]], list[RowProblem]]:
+    path: str | Path, row_type: type[RowType], row_ids: Sequence[str], *, complete: bool = True
+) -> tuple[dict[str, RowType], list[RowProblem]]:
     """Read rows by their row_id, and check their fields.
 
     Args:
@@ -99,26 +89,23 @@ def read_rows(
     Raises:
         FileNotFoundError: the file does not exist.
     """
-    file, split = str(path), read_jsonl(path)
-    problems = [RowProblem(file, None, f"line {line}: {message}") for line, message in split.problems]
-    if complete and not split.rows and not problems and row_ids:
-        return {}, [RowProblem(file, None, EMPTY_FILE)]
+    split = read_jsonl(path)
+    problems = [RowProblem(None, f"line {line}: {message}") for line, message in split.problems]
     wanted, rows, line_of = set(row_ids), {}, {}
     for line, row in split.rows:
         row_id = str(row.get("row_id"))
         if row_id not in wanted:
-            problems.append(RowProblem(file, row_id, f"line {line}: foreign: none of the {len(row_ids)} rows"))
+            problems.append(RowProblem(row_id, f"line {line}: foreign: none of the {len(row_ids)} rows"))
         elif row_id in line_of:
-            problems.append(RowProblem(file, row_id, f"duplicate: on lines {line_of[row_id]} and {line}"))
+            problems.append(RowProblem(row_id, f"duplicate: on lines {line_of[row_id]} and {line}"))
         else:
             line_of[row_id] = line
             try:
-                row_type.model_validate(row)
-                rows[row_id] = row
+                rows[row_id] = row_type.model_validate(row)
             except ValidationError as error:
-                problems += [RowProblem(file, row_id, _field_error(each)) for each in error.errors()]
+                problems.append(RowProblem(row_id, f"line {line}: {first_error(error)}"))
     if complete:
-        problems += [RowProblem(file, row_id, "missing") for row_id in row_ids if row_id not in line_of]
+        problems += [RowProblem(row_id, "missing") for row_id in row_ids if row_id not in line_of]
     return rows, problems
 
 
@@ -145,14 +132,22 @@ def read_responses(
     responses = []
     for prompt in prompts:
         row_id = prompt["row_id"]
-        if row_id in rows:
-            row = rows[row_id]
-            found = list(_response_problems(row, prompt["prompt_text"], max_new_tokens, count_tokens))
-            problems += [RowProblem(str(path), row_id, message) for message in found]
-            if not found:
-                responses.append(Response(row_id, row["response_text"], row["generated_num_tokens"], max_new_tokens))
-                if not row["response_text"].strip():
-                    problems.append(RowProblem(str(path), row_id, "the response is empty", fatal=False))
+        if row_id not in rows:
+            continue
+        text, tokens = rows[row_id].response_text, rows[row_id].generated_num_tokens
+        responses.append(Response(row_id, text, tokens, max_new_tokens))
+        counted = 0
+        if count_tokens is not None:
+            # A character that is truncated within its bytes decodes to U+FFFD, which is longer than the bytes.
+            counted = count_tokens(text.rstrip("\ufffd"))
+        if rows[row_id].prompt_text != prompt["prompt_text"]:
+            problems.append(RowProblem(row_id, "prompt_text is not the benchmark's for this row_id"))
+        elif tokens > max_new_tokens or counted > max_new_tokens + RECOUNT_SLACK:
+            message = f"over the token budget of {max_new_tokens}: generated_num_tokens is {tokens}"
+            message += "" if count_tokens is None else f", and the text has {counted} tokens"
+            problems.append(RowProblem(row_id, message))
+        elif not text.strip():
+            problems.append(RowProblem(row_id, "the response is empty", fatal=False))
     return responses, problems
 
 
@@ -166,7 +161,7 @@ def read_pair_scores(
     """
     rows, problems = read_rows(path, ScoreRow, row_ids)
     good = [rows[row_id] for row_id in row_ids if row_id in rows]
-    return ([row["chosen_score"] for row in good], [row["rejected_score"] for row in good]), problems
+    return ([row.chosen_score for row in good], [row.rejected_score for row in good]), problems
 
 
 def read_human_labels(path: str | Path, row_ids: Sequence[str]) -> dict[str, System]:
@@ -176,43 +171,13 @@ def read_human_labels(path: str | Path, row_ids: Sequence[str]) -> dict[str, Sys
         ValueError: the file is empty, or a row is foreign, a duplicate or wrong.
     """
     rows, problems = read_rows(path, HumanLabel, row_ids, complete=False)
-    refuse_fatal(problems)
+    refuse_fatal(path, problems)
     if not rows:
-        raise ValueError(f"{path}: {EMPTY_FILE}")
-    return {row_id: row["outcome"] for row_id, row in rows.items()}
+        raise ValueError(f"{path}: the file is empty")
+    return {row_id: row.outcome for row_id, row in rows.items()}
 
 
-def refuse_fatal(problems: Iterable[RowProblem]) -> None:
-    """Raise ValueError if any problem is fatal, with the first five of each file in one line, and its path once."""
-    by_file: dict[str, list[str]] = {}
-    for problem in problems:
-        if problem.fatal:
-            by_file.setdefault(problem.file, []).append(str(problem))
-    if by_file:
-        limit = SHOWN_CHARACTERS // len(by_file)
-        raise ValueError("; ".join(in_one_line(file, lines, limit) for file, lines in by_file.items()))
-
-
-def in_one_line(file: str, problems: Sequence[str], limit: int = SHOWN_CHARACTERS) -> str:
-    """The first five of a file's problems as text, in about `limit` characters, with the file's name once."""
-    return f"{file}: {first_few([problem.removeprefix(f'{file}: ') for problem in problems], limit)}"
-
-
-def _response_problems(
-    row: Mapping[str, Any], prompt_text: str, max_new_tokens: int, count_tokens: Callable[[str], int] | None
-) -> Iterator[str]:
-    if row["prompt_text"] != prompt_text:
-        yield "prompt_text is not the benchmark's for this row_id"
-    tokens = row["generated_num_tokens"]
-    if tokens > max_new_tokens:
-        yield f"over the token budget: generated_num_tokens is {tokens}, at most {max_new_tokens} are allowed"
-    elif count_tokens is not None:
-        # A character that is cut within its bytes decodes to U+FFFD, which is longer than the generated bytes.
-        counted = count_tokens(row["response_text"].rstrip("\ufffd"))
-        if counted > max_new_tokens + RECOUNT_SLACK:
-            yield f"over the token budget: the text has {counted} tokens, at most {max_new_tokens} are allowed"
-
-
-def _field_error(error: Mapping[str, Any]) -> str:
-    got = "" if error["type"] == "missing" else f", got {brief(repr(error['input']), 40)}"
-    return f"{error['loc'][0]}: {error['msg']}{got}"
+def refuse_fatal(path: str | Path, problems: Iterable[RowProblem]) -> None:
+    """Raise ValueError if any problem of a file is fatal, with the first five in one line."""
+    if fatal := [str(problem) for problem in problems if problem.fatal]:
+        raise ValueError(f"{path}: {first_few(fatal)}")

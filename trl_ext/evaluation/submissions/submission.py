@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import zipfile
 from codecs import BOM_UTF8
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,32 +19,17 @@ from trl_ext.evaluation.submissions.assets import (
     load_prompts,
     token_counter,
 )
-from trl_ext.evaluation.submissions.rows import (
-    RowProblem,
-    read_pair_scores,
-    read_responses,
-    refuse_fatal,
-)
-from trl_ext.files import brief, replacing
+from trl_ext.evaluation.submissions.rows import RowProblem, read_pair_scores, read_responses, refuse_fatal
+from trl_ext.files import replacing
 
 REWARD_MODEL = "reward_model"
 PART_TWO = ("offline_best", "online_best")
 # Responses between saves.
 SAVE_EVERY = 128
-METHODS = ("dpo", "ipo", "aot", "grpo", "drgrpo", "gspo")
 
 
 def submission_file(name: str) -> str:
-    """The path within a submission for `reward_model`, `offline_best`, `online_best` or a policy's method.
-
-    Raises:
-        ValueError: the name is empty, or points outside the folder.
-    """
-    if not re.fullmatch(r"\w[\w .-]*", name):
-        raise ValueError(
-            f"{brief(name)!r} cannot be a policy's name, which is that of its file: give letters, digits and "
-            f"underscores without a path, such as {METHODS[0]}"
-        )
+    """The path within a submission for `reward_model`, `offline_best`, `online_best` or a policy's method."""
     if name == REWARD_MODEL:
         return "reward_model/public_test_pref_scores.jsonl"
     return f"part2/{name}.jsonl" if name in PART_TWO else f"policy_generations/{name}.jsonl"
@@ -86,41 +69,37 @@ def generate_submission_file(
         FileExistsError: `out` contains rows of another model or with other settings.
         ValueError: prompts or existing rows are malformed.
     """
-    from trl_ext.models import resolve_model_path
     from trl_ext.models.loading import model_sha256
-    from trl_ext.processes import warn_once_per_run
 
-    # Find errors here, before large libraries are imported.
-    resolve_model_path(str(model))
-    limit = default_max_new_tokens(prompts_jsonl) if max_new_tokens is None else max_new_tokens
+    limits = {
+        "max_prompt_tokens": max_prompt_tokens,
+        "max_new_tokens": max_new_tokens or default_max_new_tokens(prompts_jsonl),
+        "batch_size": batch_size,
+    }
     prompts = load_prompts(prompts_jsonl)
     settings = {
         "rows": "greedy responses",
         "model": str(model),
         "model_sha256": model_sha256(model),
         "prompts_sha256": _sha256([row["row_id"], row["prompt"]] for row in prompts),
-        "max_prompt_tokens": max_prompt_tokens,
-        "max_new_tokens": limit,
         "dtype": dtype,
-        "batch_size": batch_size,
+        **limits,
     }
 
+    from trl_ext.processes import warn_once_per_run
     from trl_ext.rollouts.generation import SamplingSettings, without_template
     from trl_ext.rollouts.responses import load_engine, save_rows
 
-    sampling = SamplingSettings(
-        max_new_tokens=limit, temperature=0.0, stop=(), max_prompt_tokens=max_prompt_tokens, batch_size=batch_size
-    )
-
     @cache
     def load() -> Any:
-        engine, tokenizer = load_engine(str(model), sampling, dtype=dtype)
+        engine, tokenizer = load_engine(str(model), SamplingSettings(temperature=0.0, stop=(), **limits), dtype=dtype)
         if line := without_template(tokenizer, [row["prompt"] for row in prompts]):
             warn_once_per_run(line)
         return engine
 
     def respond(part: list, *, done: int, **_: Any) -> list[dict[str, Any]]:
         label = f"responses, {done} of {len(prompts)} done" if progress else None
+        generations = load()([prompt for _, prompt, _ in part], progress=label)
         return [
             {
                 "row_id": row["row_id"],
@@ -128,9 +107,7 @@ def generate_submission_file(
                 "response_text": one.text,
                 "generated_num_tokens": len(one.response_ids),
             }
-            for (row, _, _), one in zip(
-                part, load()([row["prompt"] for row, _, _ in part], progress=label), strict=True
-            )
+            for (row, _, _), one in zip(part, generations, strict=True)
         ]
 
     if overwrite:
@@ -161,13 +138,9 @@ def score_submission_file(
         FileNotFoundError, FileExistsError: as there.
         ValueError: pairs are malformed, or the model is not a reward model.
     """
-    from trl_ext.models import resolve_model_path
-    from trl_ext.models.loading import model_sha256
-
-    # Find errors here, before large libraries are imported.
-    resolve_model_path(str(reward_model))
     pairs = load_pairs(prefs_jsonl)
 
+    from trl_ext.models.loading import model_sha256
     from trl_ext.rewards import RewardModel
     from trl_ext.rollouts.responses import save_rows
 
@@ -182,18 +155,13 @@ def score_submission_file(
     }
 
     def score(part: list, **_: Any) -> list[dict[str, Any]]:
-        rows = [row for row, _, _ in part]
-        chosen, rejected = (
-            model.score(
-                [row["prompt"] for row in rows],
-                [row[side] for row in rows],
-                progress=f"{side} responses" if progress else None,
-            ).tolist()
-            for side in ("chosen", "rejected")
-        )
+        prompts, columns = [prompt for _, prompt, _ in part], {}
+        for side in ("chosen", "rejected"):
+            label = f"{side} responses" if progress else None
+            columns[side] = model.score(prompts, [row[side] for row, _, _ in part], progress=label).tolist()
         return [
-            {"row_id": row["row_id"], "chosen_score": c, "rejected_score": r}
-            for row, c, r in zip(rows, chosen, rejected, strict=True)
+            {"row_id": row["row_id"], "chosen_score": chosen, "rejected_score": rejected}
+            for (row, _, _), chosen, rejected in zip(part, columns["chosen"], columns["rejected"], strict=True)
         ]
 
     if overwrite:
@@ -202,105 +170,53 @@ def score_submission_file(
     return save_rows(items, score, path=out, settings=settings, save_every=max(len(pairs), 1))
 
 
-def build_submission(
-    policies: Mapping[str, str | Path],
-    out: str | Path,
+def read_submission(
+    folder: str | Path,
+    methods: Iterable[str],
     *,
-    reward_model: str | Path | None = None,
+    prompts_jsonl: str | Path | None = None,
     prefs_jsonl: str | Path | None = None,
-    overwrite: bool = False,
-    progress: bool = False,
-    **generation: Any,
-) -> list[Path]:
-    """Write a submission folder from models; an interrupted call can be resumed.
+    max_new_tokens: int | None = None,
+    count_tokens: TokenCounter | None = None,
+) -> dict[str, tuple[Any, list[RowProblem]]]:
+    """Read the files of a submission that are there, and check their rows as both packing and grading do.
 
     Args:
-        policies: model by method, such as `{"aot": "runs/aot-toy"}`; `offline_best` and `online_best` belong to part
-            two.
-        out: the folder.
-        reward_model, prefs_jsonl: as in `score_submission_file`; None for no reward model.
-        overwrite, progress: of both functions.
-        generation: other keyword arguments of `generate_submission_file`.
+        folder: the submission.
+        methods: methods whose files are read.
+        prompts_jsonl, prefs_jsonl: data that the submission was made on; None for the embedded data.
+        max_new_tokens: maximum number of tokens in a response; None for 256, or 48 for the embedded prompts.
+        count_tokens: counts the tokens of a text, to check the lengths in the rows. None for the embedded tokenizer
+            with the embedded prompts, and for no check with others.
 
     Returns:
-        The files.
+        The result of `read_responses` or `read_pair_scores` by method.
 
     Raises:
-        ValueError: a policy's name is not a valid file name; nothing was loaded.
-        FileNotFoundError, FileExistsError: see the two functions named above.
+        FileNotFoundError, ValueError: as `load_prompts` and `load_pairs`.
     """
-    written = {"overwrite": overwrite, "progress": progress}
-    places = {name: Path(out) / submission_file(name) for name in policies}
-    for name, place in places.items():
-        generate_submission_file(policies[name], place, **generation, **written)
-    files = list(places.values())
-    if reward_model is not None:
-        files.append(Path(out) / submission_file(REWARD_MODEL))
-        score_submission_file(reward_model, files[-1], prefs_jsonl=prefs_jsonl, **written)
-    return files
-
-
-@dataclass(frozen=True)
-class PublicData:
-    """The data against which the files of a submission are checked, both in packing and in grading.
-
-    Attributes:
-        prompts, pairs: from `load_prompts` and `load_pairs`.
-        max_new_tokens: maximum number of tokens in a response.
-        count_tokens: counts the tokens of a text, to check the lengths in the rows; None for no check.
-    """
-
-    prompts: list[dict[str, Any]]
-    pairs: list[dict[str, Any]]
-    max_new_tokens: int
-    count_tokens: TokenCounter | None
-
-    @classmethod
-    def load(
-        cls,
-        methods: Iterable[str],
-        *,
-        prompts_jsonl: str | Path | None = None,
-        prefs_jsonl: str | Path | None = None,
-        max_new_tokens: int | None = None,
-        count_tokens: TokenCounter | None = None,
-    ) -> PublicData:
-        """Load the data for some methods' files; pairs are read if the reward model is one of the methods.
-
-        Args:
-            methods: methods whose files are checked.
-            prompts_jsonl, prefs_jsonl: data that the submission was made on; None for the embedded data.
-            max_new_tokens: None for 256, or 48 for the embedded prompts.
-            count_tokens: None for the embedded tokenizer with the embedded prompts, and for no check with others.
-
-        Raises:
-            FileNotFoundError, ValueError: as `load_prompts` and `load_pairs`.
-        """
-        return cls(
-            prompts=load_prompts(prompts_jsonl),
-            pairs=load_pairs(prefs_jsonl) if REWARD_MODEL in methods else [],
-            max_new_tokens=default_max_new_tokens(prompts_jsonl) if max_new_tokens is None else max_new_tokens,
-            count_tokens=token_counter("toy") if count_tokens is None and prompts_jsonl is None else count_tokens,
-        )
-
-    def read(self, folder: str | Path, method: str) -> tuple[Any, list[RowProblem]]:
-        """The result of `read_responses` or `read_pair_scores` on a method's file."""
-        path = Path(folder) / submission_file(method)
-        if method == REWARD_MODEL:
-            rows, problems = read_pair_scores(path, [row["row_id"] for row in self.pairs])
+    limits: dict[str, Any] = {"max_new_tokens": max_new_tokens or default_max_new_tokens(prompts_jsonl)}
+    limits["count_tokens"] = token_counter("toy") if count_tokens is None and prompts_jsonl is None else count_tokens
+    prompts = load_prompts(prompts_jsonl)
+    found = {}
+    for name in methods:
+        path = Path(folder) / submission_file(name)
+        if not path.is_file():
+            continue
+        if name == REWARD_MODEL:
+            found[name] = read_pair_scores(path, [row["row_id"] for row in load_pairs(prefs_jsonl)])
         else:
-            limits = {"max_new_tokens": self.max_new_tokens, "count_tokens": self.count_tokens}
-            rows, problems = read_responses(path, self.prompts, **limits)
+            found[name] = read_responses(path, prompts, **limits)
         if path.read_bytes().startswith(BOM_UTF8):
             mark = "begins with a UTF-8 byte order mark, on which the course's grader stops; pack leaves it out"
-            problems = [*problems, RowProblem(str(path), None, mark, fatal=False)]
-        return rows, problems
+            found[name][1].append(RowProblem(None, mark, fatal=False))
+    return found
 
 
 def pack_submission(
     folder: str | Path,
     out: str | Path,
-    methods: Iterable[str] = (REWARD_MODEL, *METHODS, *PART_TWO),
+    methods: Collection[str],
     *,
     overwrite: bool = False,
     **data: Any,
@@ -312,38 +228,37 @@ def pack_submission(
         out: the archive.
         methods: methods that a submission may have.
         overwrite: replace an existing archive.
-        data: keyword arguments of `PublicData.load`.
+        data: keyword arguments of `read_submission`.
 
     Returns:
         `files` with their sizes in bytes, `missing` files, `warnings`, and the archive's `bytes` and `sha256`.
 
     Raises:
-        FileNotFoundError: the folder does not exist, or contains none of the files.
+        FileNotFoundError: the folder contains none of the files.
         FileExistsError: the archive exists.
-        ValueError: some rows would not be graded; the message names the first five.
+        ValueError: some rows of a file would not be graded; the message names the first five.
     """
     folder, out = Path(folder), Path(out)
-    if not folder.is_dir():
-        raise FileNotFoundError(f"no folder {folder}")
     if out.exists() and not overwrite:
         raise FileExistsError(f"{out} exists: choose another --out, or replace it with --overwrite")
-    names = list(methods)
-    there = [name for name in names if (folder / submission_file(name)).is_file()]
+    files = {name: submission_file(name) for name in methods}
+    there = read_submission(folder, methods, **data)
     if not there:
-        raise FileNotFoundError(f"{folder} holds no file of a submission, such as {submission_file(names[0])}")
-    checked = PublicData.load(there, **data)
-    problems = [problem for name in there for problem in checked.read(folder, name)[1]]
-    refuse_fatal(problems)
+        raise FileNotFoundError(f"{folder} holds no file of a submission, such as {next(iter(files.values()))}")
+    warnings = []
+    for name, (_, problems) in there.items():
+        refuse_fatal(folder / files[name], problems)
+        warnings += [f"{folder / files[name]}: {problem}" for problem in problems]
     with replacing(out) as temporary, zipfile.ZipFile(temporary, "w", zipfile.ZIP_DEFLATED) as archive:
-        for file in sorted(map(submission_file, there)):
+        for file in sorted(files[name] for name in there):
             # Use a fixed time, so that the archive depends only on its content.
             entry = zipfile.ZipInfo(file, date_time=(1980, 1, 1, 0, 0, 0))
             entry.compress_type, entry.external_attr = zipfile.ZIP_DEFLATED, 0o644 << 16
             archive.writestr(entry, (folder / file).read_bytes().removeprefix(BOM_UTF8))
     return {
-        "files": {submission_file(name): (folder / submission_file(name)).stat().st_size for name in there},
-        "missing": [submission_file(name) for name in names if name not in there],
-        "warnings": [str(problem) for problem in problems],
+        "files": {files[name]: (folder / files[name]).stat().st_size for name in there},
+        "missing": [file for name, file in files.items() if name not in there],
+        "warnings": warnings,
         "bytes": out.stat().st_size,
         "sha256": hashlib.sha256(out.read_bytes()).hexdigest(),
     }

@@ -5,13 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from trl_ext.evaluation.command_line import (
-    CommandParser,
-    at_least_one,
-    format_table,
-    one_line_errors,
-    print_json,
-)
+from trl_ext.evaluation.command_line import CommandParser, at_least_one, format_table, one_line_errors, print_json
 from trl_ext.evaluation.statistics.intervals import Estimate
 from trl_ext.evaluation.tasks.task import task_names
 

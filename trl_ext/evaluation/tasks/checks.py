@@ -8,7 +8,7 @@ from typing import Any
 from trl_ext.data.benchmark import EMBEDDED, known_score
 from trl_ext.evaluation.judging.protocol import last_user_text
 from trl_ext.evaluation.tasks.task import Row, Task
-from trl_ext.names import load_function, nearest
+from trl_ext.names import check_choice, load_function
 from trl_ext.rewards.verified import KINDS, Grader, VerifiedGrader
 from trl_ext.rollouts.responses import graded
 
@@ -31,9 +31,8 @@ def make_check(task: Task, rows: Sequence[Row]) -> Callable[[Sequence[Row], Sequ
         ValueError, FileNotFoundError: an unknown check, or the rows or the task lack what it needs.
     """
     name = task.check
-    if name not in CHECKS and ":" not in name:
-        known = f"{', '.join(CHECKS)}, or your own file.py:function"
-        raise ValueError(f"check: {name!r} is no check{nearest(name, CHECKS)} Known: {known}")
+    if ":" not in name:
+        check_choice("check", name, [*CHECKS, "your own file.py:function"])
     if name in (*KINDS, "exact", "contains") and task.answer is None:
         raise ValueError(f'the check {name} needs the key answer, such as answer: "{{answer}}"')
     if task.answer is not None and not all(isinstance(row["answer"], str) for row in rows):
@@ -45,14 +44,9 @@ def make_check(task: Task, rows: Sequence[Row]) -> Callable[[Sequence[Row], Sequ
         grade = VerifiedGrader(name)
         return lambda rows, found: [_verified(row, one, grade) for row, one in zip(rows, found, strict=True)]
     if name == "rubric":
-        check = _rubric(task)
-    else:
-        of_one = _check_of_one(name)
-
-        def check(rows: Sequence[Row], found: Sequence[Any]) -> list[Metrics]:
-            return [of_one(row, one) for row, one in zip(rows, found, strict=True)]
-
-    return lambda rows, found: [_columns(metrics) for metrics in check(rows, found)]
+        return _rubric(task)
+    of_one = _check_of_one(name)
+    return lambda rows, found: [_columns(of_one(row, one)) for row, one in zip(rows, found, strict=True)]
 
 
 def _columns(metrics: Mapping[str, Any]) -> Row:
@@ -103,9 +97,9 @@ def _rubric(task: Task):
     api = "chat" if task.base_url else "responses"
     reward = RubricReward(OpenAIModel(task.judge, base_url=task.base_url, api=api))
 
-    def check(rows: Sequence[Row], found: Sequence[Any]) -> list[Metrics]:
+    def check(rows: Sequence[Row], found: Sequence[Any]) -> list[Row]:
         rubrics = [row.get("rubric") or task.rubric for row in rows]
         values = reward([row["prompt"] for row in rows], [one.text for one in found], rubric=rubrics)
-        return [{"rubric": value} for value in values]
+        return [_columns({"rubric": value}) for value in values]
 
     return check

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from statistics import fmean
@@ -23,7 +23,7 @@ from trl_ext.models.loading import find_policy, load_policy, model_sha256
 from trl_ext.models.scoring import score_responses
 from trl_ext.rewards.verified import KINDS
 from trl_ext.rollouts.generation import Generation, SamplingSettings
-from trl_ext.rollouts.responses import Item, load_engine, sample_responses, save_rows, settings_path
+from trl_ext.rollouts.responses import Engine, Item, load_engine, sample_responses, save_rows, settings_path
 
 RESPONSES, SCORES = "responses.jsonl", "scores.jsonl"
 
@@ -83,12 +83,14 @@ def evaluate(
     if of_pairs:
         done = _score_pairs(model, dtype, rows[:limit], check, batch_size, options)
     else:
-        engine = _Engine(model, task, {"dtype": dtype, "use_vllm": use_vllm}, batch_size)
+        limits = {"max_new_tokens": task.max_new_tokens, "batch_size": batch_size}
+        sampling = SamplingSettings(**limits, temperature=task.temperature, top_p=task.top_p, stop=tuple(task.stop))
+        engine = _engine_of(task, cache(lambda: load_engine(model, sampling, dtype=dtype, use_vllm=use_vllm)))
         asked = [{**row, "prompt_text": _text(row["prompt"])} for row in rows[:limit]]
         prompts = [row["prompt"] for row in asked]
         done = sample_responses(asked, prompts, engine, check, samples=task.samples, progress=name, **options)
-    sampling = {"temperature": task.temperature, "top_p": task.top_p}
-    run = {"objective": f"evaluation ({name})", "model": model, "dataset": name, "sampling": sampling, "seed": seed}
+    decoding = {"temperature": task.temperature, "top_p": task.top_p}
+    run = {"objective": f"evaluation ({name})", "model": model, "dataset": name, "sampling": decoding, "seed": seed}
     results: dict[str, Any] = {"run": run, "tasks": {name: summarize(_by_row(done).values())}}
     if task.check in KINDS:
         ks = [2**power for power in range(task.samples.bit_length())] if task.samples > 1 else []
@@ -106,21 +108,17 @@ def evaluate(
     return results
 
 
-class _Engine:
+def _engine_of(task: Task, load: Callable[[], tuple[Engine, Any]]) -> Engine:
     """The engine of a task, whose model is loaded with the first prompt: a finished evaluation needs none."""
+    template = None if task.template is None else load_prompt_template(task.template)
 
-    def __init__(self, model: str, task: Task, options: Mapping[str, Any], batch_size: int):
-        names = ("max_new_tokens", "temperature", "top_p")
-        own = {name: getattr(task, name) for name in names}
-        settings = SamplingSettings(**own, stop=tuple(task.stop), max_prompt_tokens=None, batch_size=batch_size)
-        self.load = cache(lambda: load_engine(model, settings, **options))
-        self.template = None if task.template is None else load_prompt_template(task.template)
-
-    def __call__(self, prompts: Sequence[Any], **options: Any) -> list[Generation]:
-        engine, tokenizer = self.load()
-        if self.template is None:
+    def respond(prompts: Sequence[Any], **options: Any) -> list[Generation]:
+        engine, tokenizer = load()
+        if template is None:
             return engine([_model_input(tokenizer, prompt) for prompt in prompts], **options)
-        return engine([render(self.template, _text(prompt)) for prompt in prompts], **options)
+        return engine([render(template, _text(prompt)) for prompt in prompts], **options)
+
+    return respond
 
 
 def _score_pairs(model: str, dtype: str, rows: list[Row], check, batch_size: int, options: dict) -> list[Row]:

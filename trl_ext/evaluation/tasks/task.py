@@ -14,7 +14,7 @@ from trl_ext.data.formats import convert_file
 from trl_ext.data.math import load_math
 from trl_ext.data.rows import first_error, read_json_rows
 from trl_ext.files import brief, read_yaml
-from trl_ext.names import nearest
+from trl_ext.names import check_choice
 
 TASKS = Path(__file__).parent / "tasks.yaml"
 Row = dict[str, Any]
@@ -74,20 +74,14 @@ def read_task(name: str) -> tuple[str, Task, Path]:
     Raises:
         FileNotFoundError, ValueError: no such task or file, or a wrong row; the message names the key.
     """
-    tasks = read_yaml(TASKS)
-    if name in tasks:
-        path, stem, row = TASKS, name, tasks[name]
-    elif name.endswith((".yaml", ".yml")):
-        path, stem, row = Path(name), Path(name).stem, read_yaml(name)
+    if name.endswith((".yaml", ".yml")):
+        path, row = Path(name), read_yaml(name)
     else:
-        known = f"{', '.join(tasks)}, or your own .yaml file"
-        raise ValueError(f"no task {name!r}{nearest(name, list(tasks))} Known: {known}")
-    if not isinstance(row, dict):
-        raise ValueError(f"{path}: a task is a mapping of {', '.join(Task.model_fields)}")
-    for key in row.keys() - Task.model_fields.keys():
-        raise ValueError(f"{path}: {key!r} is no key of a task{nearest(str(key), list(Task.model_fields))}")
+        tasks = read_yaml(TASKS)
+        check_choice("task", name, [*tasks, "your own .yaml file"])
+        path, row = TASKS, tasks[name]
     try:
-        return stem, Task.model_validate(row), path.parent
+        return Path(name).stem, Task.model_validate(row), path.parent
     except ValidationError as error:
         raise ValueError(f"{path}: {first_error(error)}") from None
 
@@ -99,11 +93,10 @@ def read_rows(task: Task, folders: list[Path]) -> list[Row]:
         FileNotFoundError: the data is in none of the folders.
         ValueError: a row is wrong, or lacks a column.
     """
-    path = next((folder / task.data for folder in folders if (folder / task.data).is_file()), None)
+    places = [folder / task.data for folder in folders]
+    path = next((place for place in places if place.is_file()), None)
     if path is None:
-        raise FileNotFoundError(
-            f"no file {task.data} in {', '.join(map(str, folders))}: --data is the folder that holds {task.data}"
-        )
+        raise FileNotFoundError(f"no file {' or '.join(map(str, places))}: --data is the folder of {task.data}")
     if task.layout == "math":
         raw = load_math(path)
     elif task.layout == "hh_rlhf":
@@ -112,12 +105,12 @@ def read_rows(task: Task, folders: list[Path]) -> list[Row]:
         raw = [row for _, row in read_json_rows(path)]
     rows = []
     for number, row in enumerate(raw, start=1):
+        own = {"row_id": str(row.get("row_id", number))}
         try:
-            own = {"row_id": str(row.get("row_id", number)), "prompt": fill(task.prompt, row)}
-            own |= {"answer": fill(task.answer, row)} if task.answer is not None else {}
+            own |= {name: fill(getattr(task, name), row) for name in ("prompt", "answer") if getattr(task, name)}
         except KeyError as error:
             raise ValueError(
-                f"{path}: row {number} has no column {error.args[0]!r}; it has {brief(', '.join(row), 160)}"
+                f"{path}: row {number} has no column {error}; it has {brief(', '.join(row), 160)}"
             ) from None
         except ValueError as error:
             raise ValueError(f"{path}: row {number}: {error}") from None
@@ -139,9 +132,7 @@ def fill(template: str, row: Mapping[str, Any]) -> Any:
     def text(found: re.Match) -> str:
         value = row[found[1]]
         if value is None or value != value:
-            raise ValueError(
-                f"the column {found[1]!r} is {'null' if value is None else value}; give a text, or leave out the row"
-            )
+            raise ValueError(f"the column {found[1]!r} is {value}; give a text, or leave out the row")
         # Data often has whole numbers as floats.
         value = int(value) if isinstance(value, float) and value.is_integer() else value
         return value if isinstance(value, str) else json.dumps(value)
