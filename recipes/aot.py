@@ -1,4 +1,7 @@
-"""Alignment via optimal transport. Without arguments it trains the embedded model on the embedded benchmark."""
+"""Alignment via optimal transport. Without arguments it trains the embedded model on the embedded benchmark.
+
+To change more than its flags do, copy preference.py, which it calls.
+"""
 
 from preference import main
 

@@ -1,4 +1,7 @@
-"""GRPO without its two biases. Trains the embedded model by default; needs a --reward_model."""
+"""GRPO without its two biases. Trains the embedded model by default; needs a --reward_model.
+
+To change more than its flags do, copy online.py, which it calls.
+"""
 
 from online import main
 

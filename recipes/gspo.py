@@ -1,4 +1,7 @@
-"""Group sequence policy optimisation. Trains the embedded model by default; needs a --reward_model."""
+"""Group sequence policy optimisation. Trains the embedded model by default; needs a --reward_model.
+
+To change more than its flags do, copy online.py, which it calls.
+"""
 
 from online import main
 

@@ -1,4 +1,7 @@
-"""Identity preference optimisation. Without arguments it trains the embedded model on the embedded benchmark."""
+"""Identity preference optimisation. Without arguments it trains the embedded model on the embedded benchmark.
+
+To change more than its flags do, copy preference.py, which it calls.
+"""
 
 from preference import main
 

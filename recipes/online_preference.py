@@ -1,4 +1,7 @@
-"""Online preference optimisation with optional replay. Trains the embedded model; needs a --reward_model."""
+"""Online preference optimisation with optional replay. Trains the embedded model; needs a --reward_model.
+
+To change more than its flags do, copy online.py, which it calls.
+"""
 
 from online import main
 

@@ -1,4 +1,7 @@
-"""Proximal policy optimisation with a value function. Trains the embedded model by default; needs a --reward_model."""
+"""Proximal policy optimisation with a value function. Trains the embedded model by default; needs a --reward_model.
+
+To change more than its flags do, copy online.py, which it calls.
+"""
 
 from online import main
 

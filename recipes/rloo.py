@@ -1,4 +1,7 @@
-"""REINFORCE leave-one-out. Trains the embedded model by default; needs a --reward_model."""
+"""REINFORCE leave-one-out. Trains the embedded model by default; needs a --reward_model.
+
+To change more than its flags do, copy online.py, which it calls.
+"""
 
 from online import main
 

@@ -122,14 +122,19 @@ def save_rows(
     kept: list[Any] = [[]]
     # The first process reads the saved rows for all.
     if path is not None and is_main:
-        if settings is not None:
-            check_settings(path, settings)
-        kept = [_kept(Path(path), items, save_every)]
+        try:
+            if settings is not None:
+                check_settings(path, settings)
+            kept = [_kept(Path(path), items, save_every)]
+        except (OSError, ValueError) as error:
+            kept = [error]
     if accelerator is not None and accelerator.num_processes > 1:
         from accelerate.utils import broadcast_object_list
 
         broadcast_object_list(kept)
     rows = kept[0]
+    if isinstance(rows, Exception):
+        raise rows
     # Under FSDP all processes do the same work, and must sample alike.
     alike = accelerator is None or str(accelerator.distributed_type).endswith("FSDP")
     rank = 0 if alike else accelerator.process_index

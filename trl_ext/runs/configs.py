@@ -24,4 +24,8 @@ def read_config(path: str | Path) -> dict[str, Any]:
         found = "is empty" if config is None else f"holds a {type(config).__name__}"
         raise ValueError(f"{path} must hold `key: value` lines, and {found}")
     base = config.pop("base", None)
-    return config if base is None else {**read_config(path.parent / base), **config}
+    if base is None:
+        return config
+    if not (path.parent / str(base)).is_file():
+        raise FileNotFoundError(f"{path}: there is no base {str(base)!r} in {path.parent}")
+    return {**read_config(path.parent / base), **config}

@@ -164,9 +164,10 @@ def describe_machine(accelerator) -> dict[str, Any]:
 
 def say_written(run: Mapping[str, Any], output_dir: str | Path, files: Sequence[str]) -> None:
     """Print the times of a run and the files that it wrote."""
-    training = f" in all, {run['training_seconds']:.0f} s of training" if "training_seconds" in run else ""
+    # Training includes the parts before a resumption, and the total does not.
+    training = f"{run['training_seconds']:.0f} s of training, " if "training_seconds" in run else ""
     names = ", ".join(name for name in files if (Path(output_dir) / name).exists())
-    print(f"\n{run['total_seconds']:.0f} s{training}; in {output_dir}: {names}")
+    print(f"\n{training}{run['total_seconds']:.0f} s since the start of this command; in {output_dir}: {names}")
 
 
 def estimate(found: Mapping[str, float], name: str = "mean", digits: int = 3) -> str:

@@ -80,7 +80,7 @@ def clear_run_folder(output_dir: str) -> None:
     model_files = ("adapter_*", "model*.safetensors*", "*config.json", "training_args.bin", "reward_model.json")
     for path in [*(folder / name for name in RESULT_FILES), *(p for name in model_files for p in folder.glob(name))]:
         path.unlink(missing_ok=True)
-    folders = ("samples", "best", "best.partial")
+    folders = ("samples", "reference_log_probs")
     for path in [*folder.glob("checkpoint-*"), *(folder / name for name in folders)]:
         shutil.rmtree(path, ignore_errors=True)
 

@@ -18,7 +18,8 @@ from trl_ext.data.benchmark import known_score
 from trl_ext.evaluation import GroundTruthJudge, best_of_n_curve, plot_best_of_n
 from trl_ext.evaluation.command_line import format_table
 from trl_ext.evaluation.comparing.generations import compare_generations
-from trl_ext.files import write_json, write_json_lines, write_text
+from trl_ext.evaluation.reporting.results import save_results
+from trl_ext.files import write_json_lines, write_text
 from trl_ext.models.loading import model_sha256
 from trl_ext.rollouts import (
     Generation,
@@ -40,6 +41,9 @@ from trl_ext.trainers.defaults import check_at_least, runs_on_cpu
 
 RESPONSES = "responses.jsonl"
 FILES = ("config.yaml", "results.json", "generations.jsonl", RESPONSES, "sft.jsonl", "best_of_n.png")
+# Settings that do not change the sampled and scored responses; a model is compared by the hash of its weights.
+_MAY_CHANGE = ("output_dir", "model_name_or_path", "use_cpu", "generation_batch_size", "reward_batch_size")
+_MAY_CHANGE += ("n", "keep", "keep_count", "keep_threshold")
 
 
 @dataclass
@@ -132,8 +136,8 @@ def _run(started: float) -> None:
     prompts = load_prompts(arguments)
     if arguments.use_vllm and accelerator.num_processes > 1:
         raise ValueError("vLLM is for one process here: launch with --num_processes 1")
-    settings = yaml.safe_load(resolved) | {"model_sha256": model_sha256(arguments.model_name_or_path)}
-    del settings["output_dir"]
+    settings = {name: value for name, value in yaml.safe_load(resolved).items() if name not in _MAY_CHANGE}
+    settings["model_sha256"] = model_sha256(arguments.model_name_or_path)
     if accelerator.is_main_process:
         _open(arguments, folder, settings)
         write_text(folder / "config.yaml", resolved)
@@ -184,7 +188,7 @@ def _run(started: float) -> None:
         title = f"{objective} by {reward_name}, model {arguments.model_name_or_path}, data {arguments.dataset_name}"
         with drawing("best_of_n.png"):
             plot_best_of_n(results["best_of_n"]["curve"], folder / "best_of_n.png", title=title)
-        write_json(folder / "results.json", results)
+        save_results(folder, results)
         print(f"\n{_table(results)}")
         say_written(results["run"], folder, FILES)
     end_processes(accelerator)

@@ -76,13 +76,13 @@ class Study:
         for name, (recipe, arguments) in self.methods.items():
             own_rewards = {"reward_model", "reward_function"} & settings_of(arguments).keys()
             for seed in seeds:
-                given = {**arguments, "seed": seed}
+                given, after = {**arguments, "seed": seed}, ()
                 if recipe in ONLINE_RECIPES and not own_rewards:
                     folder = self.folder / f"reward_model-{seed}"
                     given["reward_model"] = str(folder)
                     settings = {**self.reward_model, "seed": seed}
-                    reward_models[seed] = Run("reward_model", folder, settings, self.launcher)
-                runs.append(Run(recipe, self.folder / f"{name}-{seed}", given, self.launcher))
+                    after = (reward_models.setdefault(seed, Run("reward_model", folder, settings, self.launcher)),)
+                runs.append(Run(recipe, self.folder / f"{name}-{seed}", given, self.launcher, after))
         return [*reward_models.values(), *runs]
 
 

@@ -15,10 +15,11 @@ from trl_ext.data.formats import plain_prompt
 from trl_ext.data.math import load_prompt_template, render
 from trl_ext.data.rows import read_jsonl
 from trl_ext.evaluation.reasoning import summarize_reasoning
+from trl_ext.evaluation.reporting.results import save_results
 from trl_ext.evaluation.statistics.intervals import mean_with_interval
 from trl_ext.evaluation.tasks.checks import PAIRS, PREFIX, make_check
 from trl_ext.evaluation.tasks.task import Row, Task, read_rows, read_task
-from trl_ext.files import existing_file, read_json, write_json
+from trl_ext.files import existing_file, read_json
 from trl_ext.models.loading import find_policy, load_policy, model_sha256
 from trl_ext.models.scoring import score_responses
 from trl_ext.rewards.verified import KINDS
@@ -104,7 +105,7 @@ def evaluate(
     if earlier is not None:
         results["compared_with"] = str(compare)
         results["difference"] = difference(earlier, done)
-    write_json(folder / "results.json", results)
+    save_results(folder, results)
     return results
 
 

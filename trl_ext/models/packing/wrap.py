@@ -393,7 +393,7 @@ def _announce(line: str) -> None:
 # ---- Models ----
 
 
-def share_prefixes(*models, quiet: bool = False, compile_layers: bool = False) -> Packing:
+def share_prefixes(*models, quiet: bool = False, compile_layers: bool | None = None) -> Packing:
     """Make a trainer's forward passes leave out padding, and encode prefixes that rows have in common once.
 
     For TRL's trainers; this library's do it themselves. Losses, gradients, metrics and checkpoints are the same up to
@@ -412,7 +412,8 @@ def share_prefixes(*models, quiet: bool = False, compile_layers: bool = False) -
             distributed training. None is ignored.
         quiet: omit the log line when packing is used, but not the one that says why it is not.
         compile_layers: compile the layers of packed passes without dropout, on a GPU in half precision. Compilation
-            takes a minute or so at the first passes; batches of other lengths need no other one.
+            takes a minute or so at the first passes; batches of other lengths need no other one. None to leave a model
+            that is packed already as it is.
 
     Returns:
         The packing of the first model: whether it is `active`, the `reason` if not, token counts, and `remove()`.
@@ -429,8 +430,10 @@ def share_prefixes(*models, quiet: bool = False, compile_layers: bool = False) -
     for model in inner:
         packing = packing_of(model)
         if packing is not None and (packing.hooks or packing_obstacle(model) == packing.reason):
-            continue
-        packing = Packing(model, quiet=quiet or model is not inner[0], compile_layers=compile_layers)
+            if compile_layers in (None, packing.compiles) or not packing.active:
+                continue
+            packing.remove()
+        packing = Packing(model, quiet=quiet or model is not inner[0], compile_layers=bool(compile_layers))
         # On the backbone, which keeps the hooks in a copy that is freed of what trainers put on a model.
         vars(model.base_model)[_ATTRIBUTE] = packing
         if not packing.active:
