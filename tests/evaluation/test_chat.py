@@ -110,7 +110,7 @@ def test_a_model_without_a_chat_template_continues_plain_text(say, tmp_path, run
 def test_refusals(capsys):
     for arguments, words in (
         (["nowhere/at/all"], ["no model folder 'nowhere/at/all'"]),
-        (["toy", "--temperature", "-1", "--prompt", "x"], ["temperature", "not be negative", "-1.0"]),
+        (["toy", "--temperature", "-1", "--prompt", "x"], ["temperature", "at least 0", "-1.0"]),
         (["toy", "--temprature", "1"], ["unknown flag --temprature", "did you mean 'temperature'?"]),
         (["toy", "--base", "./nowhere"], ["no model folder './nowhere'"]),
         (["toy", "--max_new_tokens", "5000", "--prompt", "x"], ["no room for a prompt in 2048 tokens"]),

@@ -273,7 +273,7 @@ def test_sizes_of_the_course_become_those_of_trl(build):
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({"rollout_batch_size": 60, "group_size": 8}, "60 .* num_generations 8"),
+        ({"rollout_batch_size": 60, "group_size": 8}, "generation_batch_size .60. must be divisible"),
         ({"rollout_batch_size": 96, "train_batch_size": 64}, "train_batch_size 64 .* rollout_batch_size 96"),
         ({"train_batch_size": 24, "per_device_train_batch_size": 16}, "train_batch_size 24 .* 16"),
         ({"train_batch_size": 32, "gradient_accumulation_steps": 2}, "--train_batch_size means gradient_accumul"),
