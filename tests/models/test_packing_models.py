@@ -104,14 +104,11 @@ def test_head_on_a_cpu(monkeypatch):
     model.base_model.register_forward_pre_hook(
         lambda *_: seen.add((utils._CHUNKED_LOGPROB_CHUNK_SIZE, utils._use_triton(model.device)))
     )
-    got, got_gradient = values_and_gradient(model, batch)
-    again, again_gradient = values_and_gradient(model, batch)
+    for _ in range(2):
+        got, got_gradient = values_and_gradient(model, batch)
+        assert_same_outputs(got, expected)
+        assert relative(got_gradient, expected_gradient) < 1e-5
     assert seen == {(7, True), (7, False)}
-    assert_same_outputs(again, expected)
-    assert relative(again_gradient, expected_gradient) < 1e-5
-    assert own == (utils._CHUNKED_LOGPROB_CHUNK_SIZE, utils._use_triton)
-    assert_same_outputs(got, expected)
-    assert relative(got_gradient, expected_gradient) < 1e-5
     # Also where the pass fails, after which the next one is of its own batch.
     inputs = {"input_ids": batch["input_ids"][:, -9:], "use_cache": False}
     logits = model(**inputs).logits
@@ -276,25 +273,17 @@ def test_scores_where_padding_is_the_end_token(left):
     assert largest(got, expected) < 1e-5 and relative(got_gradient, expected_gradient) < 1e-5
 
 
-def test_calls_of_a_classifier_that_are_left_padded():
-    """Hidden states, and padding with another token, at which the model reads a score as at any.
-
-    A tuple and a loss from labels come from packed passes.
-    """
+def test_calls_of_a_classifier():
+    """Padding with another token, at which the model reads a score as at any, and a loss from labels."""
     batch = ragged()
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
     model, other = tiny_classifier(), tiny_classifier(pad_token_id=1)
     labels = torch.linspace(-1, 1, 6)
     expected, loss = other(**inputs).logits, model(**inputs, labels=labels).loss
     packing = share_prefixes(model)
-    assert isinstance(model(**inputs, return_dict=False), tuple)
-    assert isinstance(model(**inputs, output_hidden_states=True).hidden_states, tuple)
-    assert packing.left_padded == {"takes output_hidden_states": 1}
-    assert close(model(**inputs, labels=labels).loss, loss)
     # TRL's reward trainer passes a column of margins on; models do not read it.
-    packed = packing.packed_tokens
-    model(**inputs, margin=torch.ones(6))
-    assert packing.packed_tokens == packed + 96
+    assert close(model(**inputs, labels=labels, margin=torch.ones(6)).loss, loss)
+    assert packing.packed_tokens == 90 + 6 and not packing.left_padded
     packing = share_prefixes(other)
     assert other(**inputs).logits.equal(expected)
     assert packing.left_padded == {"is padded with another token than the model's": 1}
@@ -333,10 +322,6 @@ def ragged_plan(**options):
     return plan_batch(batch["input_ids"], batch["attention_mask"], **options)
 
 
-def layer(**options):
-    return SimpleNamespace(**options)
-
-
 def states(plan, heads: int = 2):
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(1, heads, plan.tokens, 4, generator=generator) for _ in range(3)]
@@ -354,25 +339,20 @@ def states(plan, heads: int = 2):
 def test_what_a_packed_attention_does_not_do(module, keywords, phrase):
     plan = ragged_plan()
     with pytest.raises(NotImplementedError, match=phrase):
-        packed_attention.attend(plan, layer(**module), *states(plan), **keywords)
-    packed_attention.attend(plan, layer(), *states(plan), softcap=None, s_aux=None)
+        packed_attention.attend(plan, SimpleNamespace(**module), *states(plan), **keywords)
 
 
 def test_dropout_of_attention_weights_goes_to_sdpa(monkeypatch):
     """varlen has no dropout: it would be called and do without."""
-
-    def never(*arguments):
-        raise AssertionError("varlen")
-
-    monkeypatch.setattr(packed_attention, "_varlen", never)
+    monkeypatch.setattr(packed_attention, "_varlen", lambda *_: pytest.fail("varlen"))
     plan = ragged_plan(share=False)
     plan.derived["backend"] = "varlen"
     given = states(plan)
-    kept = packed_attention.attend(plan, layer(), *given, dropout=1e-9)
+    kept = packed_attention.attend(plan, SimpleNamespace(), *given, dropout=1e-9)
     plan.derived["backend"] = "sdpa"
-    assert largest(kept, packed_attention.attend(plan, layer(), *given)) < 1e-5
+    assert largest(kept, packed_attention.attend(plan, SimpleNamespace(), *given)) < 1e-5
     torch.manual_seed(0)
-    assert largest(packed_attention.attend(plan, layer(), *given, dropout=0.5), kept) > 0.1
+    assert largest(packed_attention.attend(plan, SimpleNamespace(), *given, dropout=0.5), kept) > 0.1
 
 
 # ---- FSDP2 ----

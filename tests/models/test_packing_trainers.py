@@ -53,7 +53,6 @@ TRAINERS = {
     "reward, adapter": {"trainer": "RewardTrainer", "lora": True, **SCORED, "args": {"learning_rate": 0.05}},
     "GRPO": policy(epsilon=0.01, beta=0.05),
     "Dr. GRPO": policy("dr_grpo", epsilon=0.01),
-    "GSPO": policy("gspo", epsilon=0.001, epsilon_high=0.002),
     "RLOO": policy("rloo", beta=0.1),
     "DAPO": policy("dapo", epsilon=0.01, epsilon_high=0.02),
     "trl.DPO": {"trainer": "trl.DPOTrainer", "reference_seed": 1, "args": ACCUMULATED},
