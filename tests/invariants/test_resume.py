@@ -48,7 +48,6 @@ LIVES = {
     "policy": {
         "in a second epoch": [["step_end", 13]],
         "asked to end in a rollout": [["notice", 5]],
-        "asked to end by Ctrl-C": [["interrupt", 5]],
         "after the last checkpoint": [["saved", 14]],
     },
     # 2 updates to a rollout, which is an epoch.
@@ -108,14 +107,6 @@ def test_what_would_differ_is_there(runs):
     assert {row["num_tokens"] for row in metrics(runs / "policy") if "num_tokens" in row} != {0}
 
 
-@pytest.mark.parametrize("case", ["in a rollout", "by Ctrl-C"])
-def test_a_rollout_is_used_up_before_the_run_ends(case, runs):
-    """The signal comes in the sixth update; the second rollout serves the fifth to the eighth."""
-    log = (runs / named("policy", f"asked to end {case}") / "log.txt").read_text()
-    assert log.count("interrupted: saving after this step") == 1
-    assert "ended at step 8; --resume_from_checkpoint resumes from " in log
-
-
 # ---- Several processes ----
 
 
@@ -140,7 +131,6 @@ def models(tmp_path_factory) -> Path:
         ("preference", None, ["mid_save", 6, 1]),
         # The second process alone is told; both use the rollout up and save at the same step.
         ("policy", None, ["notice", 5, 1]),
-        pytest.param("preference", None, ["step_end", 5, 1], marks=pytest.mark.long),
         pytest.param("sft_by_length", "zero2", ["step_end", 5, 0], marks=pytest.mark.long),
     ],
 )
