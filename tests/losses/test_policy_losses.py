@@ -255,21 +255,11 @@ def test_sapo_and_gmpo_against_loops(name, has_token_advantages, seed):
 @pytest.mark.parametrize(
     "call, message",
     [
-        (
-            lambda: aggregate(CLIPPED, MASK, "token_maen"),
-            "unknown aggregation 'token_maen'; did you mean 'token_mean'",
-        ),
+        (lambda: aggregate(CLIPPED, MASK, "token_maen"), "did you mean 'token_mean'"),
         (lambda: aggregate(CLIPPED, MASK, "constant"), "'constant' divides by constant, which must be positive"),
-        (
-            lambda: aggregate(CLIPPED, MASK, "constant", constant=0.0),
-            "'constant' divides by constant, which must be p",
-        ),
         (lambda: masked_normalize(NEW, MASK, 0), "constant, which must be positive, got 0"),
-        (lambda: kl_estimate(NEW, OLD, "k4"), "unknown KL estimator 'k4'. Known: k1, k2, k3"),
-        (
-            lambda: algorithm("grpo", surrogate="gmpo", ratio="sequence"),
-            "--ratio sequence and --surrogate gmpo contradict.*use --ratio token",
-        ),
+        (lambda: kl_estimate(NEW, OLD, "k4"), "unknown KL estimator 'k4'"),
+        (lambda: algorithm("grpo", surrogate="gmpo", ratio="sequence"), "--ratio sequence and --surrogate gmpo"),
     ],
 )
 def test_refusals(call, message):
@@ -401,13 +391,12 @@ def test_masked_reductions(function, options, expected):
 
 def test_a_row_without_tokens():
     mask = torch.tensor([[1, 1, 0], [0, 0, 0]])
-    mean = masked_mean(VALUES, mask, 1)
-    assert mean[0].item() == 1.5 and math.isnan(mean[1].item())
+    assert masked_mean(VALUES, mask, 1).tolist() == pytest.approx([1.5, math.nan], nan_ok=True)
     assert masked_sum(VALUES, mask, 1).tolist() == [3.0, 0.0]
     assert math.isnan(masked_mean(VALUES, torch.zeros(2, 3)).item())
 
 
-@pytest.mark.parametrize("junk", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("junk", [math.nan, math.inf, -math.inf])
 def test_values_that_do_not_count_are_never_read(junk):
     values = torch.tensor([[1.0, junk, 3.0]], requires_grad=True)
     mask = torch.tensor([[1, 0, 1]])
