@@ -21,7 +21,6 @@ import torch
 from tests.support import REPOSITORY
 from tests.support.naive_policy import algorithm, check_against_loops, evaluate
 from tests.support.rollout_once import OWN_RECIPES
-from trl_ext.advantages import group_normalized
 from trl_ext.losses import PolicyScores, PreferenceObjective, PreferenceScores
 from trl_ext.names import load_function, load_module
 
@@ -122,28 +121,6 @@ def test_the_settings_of_the_papers(name, settings, group_size):
     assert objective.group_size == group_size
 
 
-@pytest.mark.parametrize(
-    "before, after, variation, divergence",
-    [(1e-5, 1e-3, 0.000990, 0.000944), (0.99, 0.8, 0.19, 0.181005), (0.5, 0.62, 0.12, 0.029663)],
-)
-def test_the_bounds_of_dppo(before, after, variation, divergence):
-    """A token is kept at a bound just above its divergence and dropped just below, if A pushes it further."""
-    new, old = (tensor([p]).log() for p in (after, before))
-    outward = tensor(1.0 if after > before else -1.0)
-
-    def scores(advantages):
-        return PolicyScores(new, old, torch.ones(1, 1), advantages)
-
-    for name, distance in (("dppo_tv", variation), ("dppo_kl", divergence)):
-        for factor, kept in ((1 + 1e-3, True), (1 - 1e-3, False)):
-            bounds = {"delta_low": distance * factor, "delta_high": distance * factor}
-            assert bool(function(name)(scores(outward), **bounds)) == kept
-            assert bool(function(name)(scores(-outward), **bounds))
-    # A ratio of 100 is capped.
-    cap = function("dppo_tv")(scores(outward), delta_low=1.0, delta_high=1.0) / (-outward * new)
-    assert cap.item() == pytest.approx(min(after / before, 10.0))
-
-
 def test_dppo_of_certain_tokens_is_finite():
     """Probabilities that round to 1."""
     new = torch.tensor([[0.0, -1e-9, -2.0, 0.0]], requires_grad=True)
@@ -188,26 +165,19 @@ def test_value_and_gradient_against_loops(name, has_token_advantages, seed):
 
 
 def test_clip_cov_draws_with_the_seed():
-    """Of 40 candidates among 100 tokens 5 are drawn: the same with the same seed, and each one sooner or later.
-
-    Half of the responses have advantage 1 and half -1; the four whose tokens are likelier than the mean and have
-    advantage 1 are the candidates.
-    """
+    """Of 40 candidates, those with advantage 1 and a log-probability above the mean, 5 are drawn among 100 tokens."""
     values, mask = torch.full((10, 10), -2.0), torch.ones(10, 10)
     values[:4] = -1.0
-    advantages = torch.tensor([1.0] * 4 + [-1.0] * 6)
-    clip_cov = function("clip_cov")
+    scores = PolicyScores(values, values, mask, torch.tensor([1.0] * 4 + [-1.0] * 6))
 
     def drawn(seed):
         torch.manual_seed(seed)
         # Covariances of 1.2 * 0.6 = 0.72 for the candidates and 0.8 * 0.4 = 0.32 for the others.
-        return clip_cov(PolicyScores(values, values, mask, advantages), share=0.05, cov_low=0.5, cov_high=1.0) == 0
+        return function("clip_cov")(scores, share=0.05, cov_low=0.5, cov_high=1.0) == 0
 
     assert torch.equal(drawn(1), drawn(1)) and not torch.equal(drawn(1), drawn(2))
-    counts = sum(drawn(seed).long() for seed in range(200))
-    assert counts[4:].sum() == 0 and counts.sum() == 1000
-    # 25 expected of each, with a standard deviation of 4.7.
-    assert counts[:4].min() > 5 and counts[:4].max() < 50
+    counts = sum(drawn(seed).long() for seed in range(50))
+    assert counts[4:].sum() == 0 and counts[:4].sum() == 250 and counts[:4].min() > 0
 
 
 # ---- GDPO ----
@@ -239,16 +209,12 @@ def test_what_changes_nothing_in_gdpo():
     one, other = (gdpo(c.sum(1), 4, c, weights) for c in (COMPONENTS, scaled))
     # But for the 1e-4 that is added to a deviation.
     torch.testing.assert_close(one, other, atol=5e-4, rtol=0)
-    assert not torch.allclose(group_normalized(COMPONENTS.sum(1), 4), group_normalized(scaled.sum(1), 4), atol=0.1)
-    # A function that says nothing of a response adds nothing there; equal rewards of every function are no signal.
+    # A function that says nothing of a response adds nothing there, and a response that could not be scored has 0.
     missing = COMPONENTS.clone()
     missing[4:, 1] = math.nan
     torch.testing.assert_close(gdpo(missing[:, 0], 4, missing, weights), one)
-    equal = torch.cat([COMPONENTS[:4], torch.full((4, 2), 0.1)])
-    assert not gdpo(equal.sum(1), 4, equal, weights)[4:].any()
-    # A response that could not be scored.
-    unscored = COMPONENTS.sum(1).index_fill(0, torch.tensor([1]), math.nan)
-    assert gdpo(unscored, 4, COMPONENTS.index_fill(0, torch.tensor([1]), math.nan), weights)[1] == 0
+    unscored = COMPONENTS.index_fill(0, torch.tensor([1]), math.nan)
+    assert gdpo(unscored.sum(1), 4, unscored, weights)[1] == 0
 
 
 # ---- BCO ----
@@ -341,12 +307,6 @@ def test_an_update_is_that_of_its_definition(recipe):
     for index, (own, start) in enumerate(zip(model.parameters(), before.parameters(), strict=True)):
         total = sum(weight * noise[index].double() for weight, noise in zip(weights, noises, strict=True))
         torch.testing.assert_close(own.double(), start.double() + 0.5 / 3 * total, rtol=0, atol=2e-6)
-
-
-def test_equal_rewards_leave_the_parameters_as_they_were(recipe):
-    model = policy()
-    recipe["update"](model, lambda: 0.3, SEEDS)
-    assert all(own.equal(start) for own, start in zip(model.parameters(), policy().parameters(), strict=True))
 
 
 def test_it_runs(recipe, capsys):

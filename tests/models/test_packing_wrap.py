@@ -60,10 +60,9 @@ def test_second_trainer_on_the_same_model():
     """The head of a second trainer is called on the same packed passes, whether it comes before them or after."""
     model, batch = tiny_model("qwen2", head=False), ragged()
     packing = share_prefixes(model)
-    add_fused_lm_head(model, outputs=("log_probs",))
-    forward(model, batch)
-    add_fused_lm_head(model, temperature=0.5, outputs=("log_probs", "entropy"))
-    got = forward(model, batch)
+    for head in ({"outputs": ("log_probs",)}, {"temperature": 0.5, "outputs": ("log_probs", "entropy")}):
+        add_fused_lm_head(model, **head)
+        got = forward(model, batch)
     assert share_prefixes(model) is packing and packing.packed_tokens == 180
     packing.remove()
     expected = forward(model, batch)
@@ -112,20 +111,16 @@ def test_mixed_precision_of_accelerate(hook_first, mixed_precision):
 def test_copy_packs_by_itself():
     model, batch = tiny_model("qwen2"), ragged()
     packing = share_prefixes(model)
-    forward(model, batch)
+    before = forward(model, batch).log_probs
     twin = copy.deepcopy(model)
     with torch.no_grad():
         for parameter in twin.parameters():
             parameter.mul_(1.5)
     log_probs = forward(twin, batch).log_probs
-    assert (packing.packed_tokens, packing_of(twin).packed_tokens) == (90, 180)
-    assert packing_of(twin).model is twin
-    fresh = tiny_model("qwen2")
-    fresh.load_state_dict(twin.state_dict())
-    assert close(log_probs, forward(fresh, batch).log_probs)
-    assert (log_probs - forward(model, batch).log_probs).abs().max() > 0.1
+    assert (packing.packed_tokens, packing_of(twin).packed_tokens) == (90, 180) and packing_of(twin).model is twin
     packing_of(twin).remove()
     assert packing.active and packing_of(twin) is None
+    assert close(log_probs, forward(twin, batch).log_probs) and (log_probs - before).abs().max() > 0.1
 
 
 def test_a_model_that_is_dropped_is_freed():
@@ -253,19 +248,17 @@ def test_a_pass_that_differs_from_the_padded_one_is_noticed(architecture, dtype,
 
 
 def test_canary_leaves_random_state_and_modes_alone():
-    model, batch = tiny_model("qwen2", attention_dropout=0.1), ragged()
+    model, batch = tiny_model("qwen2", attention_dropout=0.1), {name: rows[:1] for name, rows in ragged().items()}
     model.model.layers[1].eval()
-    modes = {name: module.training for name, module in model.named_modules()}
-    share_prefixes(model)
-    torch.manual_seed(5)
-    model(**{name: batch[name][:1] for name in batch})  # Not a fused call: no canary, three draws of dropout.
-    expected = torch.rand(3)
-    torch.manual_seed(5)
-    packing = packing_of(model)
-    packing._settle()
-    assert packing.backend == "sdpa"
-    model(**{name: batch[name][:1] for name in batch})
-    assert torch.rand(3).equal(expected)
+    modes, drawn = {name: module.training for name, module in model.named_modules()}, []
+    packing = share_prefixes(model)
+    for settles in (False, True):
+        torch.manual_seed(5)
+        if settles:
+            packing._settle()
+        model(**batch)  # Not a fused call: no canary, three draws of dropout.
+        drawn.append(torch.rand(3))
+    assert packing.backend == "sdpa" and drawn[0].equal(drawn[1])
     assert {name: module.training for name, module in model.named_modules()} == modes
     assert all(parameter.grad is None for parameter in model.parameters())
 
