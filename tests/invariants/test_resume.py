@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import recipes
+from tests.support import REPOSITORY, recipes
 from tests.support.files import read_rows
-from tests.support.resume_once import KINDS, differences, metrics, run_jobs, save_models
+from tests.support.resume_once import KINDS, differences, environment, metrics, run_jobs, save_models
 from tests.support.train_once import launch
 
 pytestmark = pytest.mark.slow
@@ -173,3 +173,15 @@ def test_a_recipe_that_is_told_to_end(number, code, tmp_path):
     assert done.returncode == 0, done.stderr[-4000:]
     rows = read_rows(tmp_path / "run" / "metrics.jsonl")
     assert [row["step"] for row in rows if "loss" in row] == list(range(1, 41))
+
+
+@pytest.mark.long
+def test_runs_killed_at_random_moments_end_as_the_straight_one():
+    """A few of the kills of `benchmarks/kills.py`, at other moments each time; a failure names the seed."""
+    seed = str(int(time.time()))
+    command = [sys.executable, "-m", "benchmarks.kills", "--kills", "6", "--trainers", "preference", "policy"]
+    options = {"cwd": REPOSITORY, "env": environment(), "capture_output": True, "text": True, "timeout": 900}
+    done = subprocess.run([*command, "--seed", seed], **options)
+    same = "3 kills, largest difference 0, 0 runs with other metrics"
+    found = [line for line in done.stdout.splitlines() if "kills" in line]
+    assert found == [f"preference: {same}", f"policy: {same}"], f"{seed}: {done.stdout[-500:]} {done.stderr[-4000:]}"

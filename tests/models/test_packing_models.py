@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import trl.trainer.utils
-from torch import Tensor
+from torch import Tensor, distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from trl.trainer.utils import add_fused_lm_head
 
 from tests.support.float64 import float64_throughout
@@ -28,7 +33,7 @@ from tests.support.packing import (
     values_and_gradient,
     varlen_by_contract,
 )
-from tests.support.train_once import in_processes
+from tests.support.train_once import in_processes, relative_difference
 from trl_ext.models.packing import attention as packed_attention
 from trl_ext.models.packing import packed_inputs, share_prefixes, wrap
 from trl_ext.models.packing.plan import plan_batch
@@ -40,11 +45,6 @@ FILLED = {"round_up": True}
 def assert_same_outputs(got, expected) -> None:
     for name in OUTPUTS:
         assert largest(getattr(got, name), getattr(expected, name)) < 1e-4, name
-
-
-def relative(got: Tensor, expected: Tensor) -> float:
-    """Norm of the difference over the norm of what is expected."""
-    return ((got - expected).norm() / expected.norm()).item()
 
 
 # ---- float32 ----
@@ -69,7 +69,7 @@ def test_equal_to_the_padded_pass(architecture):
     assert got.label_mask.equal(expected.label_mask)
     assert got.aux_loss is None
     assert got.loss.item() == pytest.approx(expected.loss.item(), abs=1e-5)
-    assert relative(got_gradient, expected_gradient) < 1e-5
+    assert relative_difference(got_gradient, expected_gradient) < 1e-5
     assert packing.largest_difference < 1e-4
     # The differences would be small too if the values were: tokens are told apart.
     assert expected.log_probs[expected.label_mask].std() > 0.1
@@ -107,7 +107,7 @@ def test_head_on_a_cpu(monkeypatch):
     for _ in range(2):
         got, got_gradient = values_and_gradient(model, batch)
         assert_same_outputs(got, expected)
-        assert relative(got_gradient, expected_gradient) < 1e-5
+        assert relative_difference(got_gradient, expected_gradient) < 1e-5
     assert seen == {(7, True), (7, False)}
     # Also where the pass fails, after which the next one is of its own batch.
     inputs = {"input_ids": batch["input_ids"][:, -9:], "use_cache": False}
@@ -185,8 +185,8 @@ def test_equal_in_float64(architecture, monkeypatch):
         filled, filled_gradient = finished(hidden[:, :-1][mask])
         assert packing.packed_tokens == 96 + 128
     assert largest(got, expected) < 1e-12 and largest(filled, expected) < 1e-12
-    assert relative(got_gradient, expected_gradient) < 1e-12
-    assert relative(filled_gradient, expected_gradient) < 1e-12
+    assert relative_difference(got_gradient, expected_gradient) < 1e-12
+    assert relative_difference(filled_gradient, expected_gradient) < 1e-12
 
 
 def test_gradients_of_shared_keys_are_rounded_once():
@@ -228,7 +228,7 @@ def test_gradient_checkpointing(architecture, reentrant):
     packing, apart, gradient_apart = compare(model)
     assert packing.packed_tokens == 90
     assert apart < 1e-4 and gradient_apart < 1e-5
-    assert relative(values_and_gradient(model, ragged())[1], plain) < 1e-5
+    assert relative_difference(values_and_gradient(model, ragged())[1], plain) < 1e-5
 
 
 # ---- Scores ----
@@ -252,7 +252,7 @@ def test_scores(architecture):
     got, got_gradient = score_gradient(model, inputs)
     assert packing.backend == "sdpa" and packing.packed_tokens == 175 - 20 - 20 - 15 - 15 - 9
     assert largest(got, expected) < 1e-5 and expected.std() > 0.01
-    assert relative(got_gradient, expected_gradient) < 1e-5
+    assert relative_difference(got_gradient, expected_gradient) < 1e-5
 
 
 @pytest.mark.parametrize("left", [False, True])
@@ -270,7 +270,7 @@ def test_scores_where_padding_is_the_end_token(left):
     packing = share_prefixes(model)
     got, got_gradient = score_gradient(model, inputs)
     assert packing.packed_tokens > 0 and not packing.left_padded
-    assert largest(got, expected) < 1e-5 and relative(got_gradient, expected_gradient) < 1e-5
+    assert largest(got, expected) < 1e-5 and relative_difference(got_gradient, expected_gradient) < 1e-5
 
 
 def test_calls_of_a_classifier():
@@ -358,10 +358,49 @@ def test_dropout_of_attention_weights_goes_to_sdpa(monkeypatch):
 # ---- FSDP2 ----
 
 
+def fsdp_gradients(architecture: str, *, sharded: bool, checkpointing: bool) -> list[Tensor]:
+    """In a process of a group: the mean gradients over the processes of three batches, which differ between them."""
+    model = tiny_model(architecture)
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    if sharded:
+        packing, mesh = share_prefixes(model), init_device_mesh("cpu", (distributed.get_world_size(),))
+        for module in (*model.model.layers, model):
+            fully_shard(module, mesh=mesh)
+    found = []
+    for step in range(3):
+        _, gradient = values_and_gradient(model, ragged(seed=10 * step + distributed.get_rank()))
+        if not sharded:
+            distributed.all_reduce(gradient)
+            gradient /= distributed.get_world_size()
+        found.append(gradient)
+    if sharded:
+        assert packing.active and packing.packed_tokens < packing.padded_tokens and not packing.left_padded
+    return found
+
+
+def write_largest_differences(path: str) -> None:
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo")
+    apart = {}
+    for architecture, checkpointing in itertools.product(("llama", "gemma3", "qwen2_moe"), (False, True)):
+        both = [fsdp_gradients(architecture, sharded=s, checkpointing=checkpointing) for s in (True, False)]
+        apart[f"{architecture}, checkpointing {checkpointing}"] = max(
+            itertools.starmap(relative_difference, zip(*both, strict=True))
+        )
+    if distributed.get_rank() == 0:
+        Path(path).write_text(json.dumps(apart))
+    distributed.destroy_process_group()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [2, 4])
 def test_under_fsdp2_gradients_are_those_of_padded_passes(processes, tmp_path):
     """Each process has its own batches, packed rows of its own lengths, and a part of the parameters."""
-    in_processes(processes, "-m", "tests.support.fsdp_once", str(tmp_path / "largest.json"))
+    in_processes(processes, "-m", __name__, str(tmp_path / "largest.json"))
     largest = json.loads((tmp_path / "largest.json").read_text())
     assert len(largest) == 6 and all(0 < apart < 1e-5 for apart in largest.values()), largest
+
+
+if __name__ == "__main__":
+    write_largest_differences(sys.argv[1])
