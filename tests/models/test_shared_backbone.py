@@ -23,7 +23,7 @@ from tests.support.reward_adapters import (
     separate_scores,
 )
 from tests.support.tiny import save_tiny_model
-from trl_ext.models import SharedBackbone, score_sequences
+from trl_ext.models import SharedBackbone
 
 
 @pytest.fixture(scope="module")
@@ -72,17 +72,6 @@ def test_shared_scores_are_those_of_a_separate_copy(name, tiny_model_path, adapt
     for backbone in (SharedBackbone(load_policy(tiny_model_path)), SharedBackbone.load(tiny_model_path)):
         names = {variant: backbone.add_reward_adapter(folder) for variant, folder in adapters.items()}
         assert apart(backbone.score(names[name], SEQUENCES, batch_size=2, pad_token_id=0), separate) <= 2e-6
-
-
-def test_the_score_is_read_at_the_last_token_that_is_not_padding(tiny_model_path, adapters):
-    """With the end token as padding, a sequence scores as without its end: transformers' rule, in both copies."""
-    _, backbone, name = on_policy(tiny_model_path, adapters["plain"])
-    ends_with_padding = [[5, 9, 33, 2], [7, 8, 9, 10, 2]]
-    shared = backbone.score(name, ends_with_padding, pad_token_id=2)
-    separate = load_adapter(tiny_model_path, adapters["plain"])
-    assert apart(shared, plain_scores(separate, [row[:-1] for row in ends_with_padding])) <= 2e-6
-    separate.config.pad_token_id = 2
-    assert apart(shared, score_sequences(separate, ends_with_padding, pad_token_id=2)) <= 1e-6
 
 
 def test_scores_in_bfloat16(tiny_model_path, adapters):
