@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.support.naive_policy import ADVANTAGES, LOG_RATIO, MASK, NEW, by_loops
 from tests.support.tiny import alpaca, build_tokenizer, perturbed, with_special_tokens
 from trl_ext import course, rewards
 
@@ -162,13 +163,8 @@ def test_dpo_of_a_transformer(tiny_model_path):
         assert plain.abs().max() > 1e-3
 
 
-# The batch of tests/losses/test_policy_losses.py: two responses of 3 and 2 tokens. Ratios 1.349859, 0.904837, 1.051271
-# and 0.670320, 1.221403; the clip at 0.2 makes the loss larger at the first token of each.
-LOG_RATIO = torch.tensor([[0.3, -0.1, 0.05], [-0.4, 0.2, 0.0]])
-MASK = torch.tensor([[1, 1, 1], [1, 1, 0]])
-REWARDS = torch.tensor([[1.0], [0.0]])
-ADVANTAGES = torch.tensor([[1.0], [-1.0]])
-NEW = torch.tensor([[-1.0, -0.7, -0.5], [-2.0, -0.3, -0.9]])
+# The batch of tests/losses/test_policy_losses.py: the clip at 0.2 makes the loss larger at the first token of each.
+REWARDS, ADVANTAGES = torch.tensor([[1.0], [0.0]]), ADVANTAGES[:, None]
 GIVEN = {"raw_rewards": REWARDS, "advantages": ADVANTAGES, "old_log_probs": NEW - LOG_RATIO, "cliprange": 0.2}
 
 
@@ -184,19 +180,6 @@ def test_clip_loss_by_hand():
     assert metadata["clip_fraction"].item() == pytest.approx(2 / 6)
 
 
-def token_loss(loss_type: str, log_prob: float, old: float, reward: float, advantage: float, cliprange: float):
-    """Loss of one token, and its derivative by the token's log-probability."""
-    if loss_type == "no_baseline":
-        return -reward * log_prob, -reward, False
-    if loss_type == "reinforce_with_baseline":
-        return -advantage * log_prob, -advantage, False
-    ratio = math.exp(log_prob - old)
-    clipped_ratio = min(max(ratio, 1 - cliprange), 1 + cliprange)
-    if loss_type == "grpo_clip" and clipped_ratio * advantage < ratio * advantage:
-        return -clipped_ratio * advantage, 0.0, True
-    return -ratio * advantage, -ratio * advantage, False
-
-
 def random_batch():
     """5 responses of 0 to 9 tokens with ratios of about 0.5 to 2, in float64."""
     generator = torch.Generator().manual_seed(0)
@@ -209,38 +192,34 @@ def random_batch():
     return log_probs.requires_grad_(), mask, arguments
 
 
-@pytest.mark.parametrize("loss_type", ["no_baseline", "reinforce_with_baseline", "grpo_clip", "grpo_no_clip"])
-def test_losses_and_gradients_token_by_token(loss_type):
-    """Per token, and then the step: each row's mean, over 5 rows and 3 micro-batches; an empty row counts as 0."""
-    log_probs, mask, arguments = random_batch()
-    losses, metadata = course.policy_gradient_loss(log_probs, loss_type, **arguments)
-    (gradient,) = torch.autograd.grad(losses.sum(), log_probs)
-    loss, step_metadata = course.policy_microbatch_step(log_probs, mask, 3, loss_type, **arguments)
-    total, clipped_tokens, clipped_counted = 0.0, 0, 0
-    for row in range(5):
-        length = int(mask[row].sum())
-        for t in range(9):
-            value, slope, clipped = token_loss(
-                loss_type,
-                log_probs[row, t].item(),
-                arguments["old_log_probs"][row, t].item(),
-                arguments["raw_rewards"][row].item(),
-                arguments["advantages"][row].item(),
-                0.15,
-            )
-            weight = 1 / (length * 5 * 3) if mask[row, t] else 0.0
-            assert losses[row, t].item() == pytest.approx(value, rel=1e-12)
-            assert gradient[row, t].item() == pytest.approx(slope, rel=1e-12)
-            assert log_probs.grad[row, t].item() == pytest.approx(weight * slope, rel=1e-12)
-            assert metadata["clipped"][row, t].item() == clipped
-            total += weight * value
-            clipped_tokens += clipped
-            clipped_counted += clipped and bool(mask[row, t])
-    assert loss.item() == pytest.approx(total, rel=1e-12)
-    assert metadata["clip_fraction"].item() == pytest.approx(clipped_tokens / 45)
-    assert torch.equal(step_metadata["clipped"], metadata["clipped"] & mask)
-    assert step_metadata["clip_fraction"].item() == pytest.approx(clipped_counted / int(mask.sum()))
-    assert (clipped_counted > 2) == (loss_type == "grpo_clip")
+@pytest.mark.parametrize(
+    ("loss_type", "surrogate", "signal"),
+    [
+        ("no_baseline", "reinforce", "raw_rewards"),
+        ("reinforce_with_baseline", "reinforce", "advantages"),
+        ("grpo_clip", "clip", "advantages"),
+        ("grpo_no_clip", "no_clip", "advantages"),
+    ],
+)
+def test_losses_and_gradients_against_loops(loss_type, surrogate, signal):
+    """Of all tokens, and of the step: each row's mean, over 5 rows and 3 micro-batches; an empty row counts as 0."""
+    log_probs, mask, given = random_batch()
+    old, advantages, clips = given["old_log_probs"], given[signal].expand(5, 9), {"clip_low": 0.15, "clip_high": 0.15}
+    losses, metadata = course.policy_gradient_loss(log_probs, loss_type, **given)
+    (gradient,) = torch.autograd.grad(losses.sum() / 5, log_probs)
+    expected, slope = by_loops(surrogate, "sum", log_probs, old, old, mask | True, advantages, clips)
+    assert losses.sum().item() / 5 == pytest.approx(expected, rel=1e-12)
+    torch.testing.assert_close(gradient, slope, rtol=1e-12, atol=1e-15)
+    loss, step_metadata = course.policy_microbatch_step(log_probs, mask, 3, loss_type, **given)
+    expected, slope = by_loops(surrogate, "sequence_mean", log_probs, old, old, mask, advantages, clips)
+    assert loss.item() == pytest.approx(expected / 3, rel=1e-12)
+    torch.testing.assert_close(log_probs.grad, slope / 3, rtol=1e-12, atol=1e-15)
+    ratio = (log_probs - old).exp()
+    clipped = torch.where(advantages > 0, ratio > 1.15, ratio < 0.85) & (loss_type == "grpo_clip")
+    for found, of in ((metadata, mask | True), (step_metadata, mask)):
+        assert torch.equal(found["clipped"].bool(), clipped & of)
+        assert found["clip_fraction"].item() == pytest.approx((clipped & of).sum().item() / of.sum().item())
+    assert ((clipped & mask).sum() > 2) == (loss_type == "grpo_clip")
 
 
 def test_no_gradient_through_the_old_policy():
