@@ -230,12 +230,3 @@ def test_a_recipe_leaves_a_model_for_plain_transformers(engine, tmp_path):
     assert 1e-6 < moved < 1e-2
     tokens = AutoTokenizer.from_pretrained(tmp_path / "run")("What", return_tensors="pt")
     assert model.generate(**tokens, max_new_tokens=3).shape[1] > tokens["input_ids"].shape[1]
-
-
-def test_fsdp_on_a_cpu_is_refused_and_not_trained(tmp_path):
-    """accelerate starts one process without it, and says nothing."""
-    script = [str(recipes.RECIPES / "aot.py"), *SHORT, f"--output_dir={tmp_path / 'run'}"]
-    refused = launch("fsdp2", script, tmp_path)
-    assert refused.returncode != 0
-    assert "error: FSDP2 was asked for" in refused.stderr and "--allow_engine_fallback" in refused.stderr
-    assert not (tmp_path / "run").exists()
