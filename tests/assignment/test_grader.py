@@ -90,17 +90,15 @@ def test_hidden_cases_are_drawn_anew_unless_they_have_a_seed(tmp_path):
 
 def test_what_cannot_be_written_is_refused(tmp_path):
     source = small(tmp_path)
-    (tmp_path / "course_grader").mkdir()
-    (tmp_path / "course_grader" / "thesis.tex").write_text("x")
-    with pytest.raises(ValueError, match="course_grader is there already"):
-        write_assignment(source, tmp_path / "course")
     spec = read_yaml(source / "assignment.yaml")
     few = {"points": {"aggregate": 5}, "tests": spec["tests"] | {"hidden": 1}}
     for change, part in (({"points": {"ipoo": 5}}, "unknown ipoo"), (few, "do not show the mistake")):
         (source / "assignment.yaml").write_text(yaml.safe_dump(spec | change))
         with pytest.raises(ValueError, match=part):
             write_assignment(source, tmp_path / "other")
-    assert not (tmp_path / "course").exists() and not (tmp_path / "other").exists()
+    with pytest.raises(ValueError, match="own is there already"):
+        write_assignment(source, source)
+    assert not (tmp_path / "other").exists()
 
 
 @pytest.mark.slow

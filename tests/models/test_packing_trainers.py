@@ -223,17 +223,3 @@ def test_the_key_of_the_reference_holds_its_configuration(tiny_model_path, tmp_p
     assert reference_key(trainer("mixed", args={"bf16": True})) != key
     plain.model.config.rope_parameters = {**plain.model.config.rope_parameters, "rope_theta": 100.0}
     assert reference_key(plain) != key
-
-
-# ---- Stock trainers ----
-
-
-def test_a_packed_model_is_saved_as_a_padded_one(tiny_model_path, tmp_path):
-    trainer = train_once.build({"model": tiny_model_path, "trainer": "trl.DPOTrainer", "args": STEPS}, str(tmp_path))
-    trainer.save_model(tmp_path / "padded")
-    share_prefixes(trainer.model)
-    trainer.evaluate(trainer.train_dataset)
-    assert packing_of(trainer.model).packed_tokens > 0
-    trainer.save_model(tmp_path / "packed")
-    saved = [{path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("padded", "packed")]
-    assert saved[0] == saved[1]

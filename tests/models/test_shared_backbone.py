@@ -158,11 +158,6 @@ def test_within_a_disabled_adapter(tiny_model_path, adapters):
         assert torch.equal(policy(ids).logits, reference)
     assert state(policy) == enabled
     assert not torch.equal(policy(ids).logits, reference)
-    with policy.disable_adapter():
-        added = backbone.add_reward_adapter(adapters["all linear, rank 6"])
-        assert torch.equal(policy(ids).logits, reference), "also where it wraps modules that were bare before"
-    expected = separate_scores(tiny_model_path, adapters["all linear, rank 6"])
-    assert torch.equal(backbone.score(added, SEQUENCES, batch_size=2, pad_token_id=0), expected)
 
 
 def test_only_the_policy_is_saved(tiny_model_path, adapters, tmp_path):
