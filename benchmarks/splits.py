@@ -34,6 +34,8 @@ from tests.support.splits_once import (
 from tests.support.train_once import Run
 
 WHOLE = "1 x 8"
+# Not every trainer takes a token budget.
+DIVISIONS = [name for name, split in SPLITS.items() if split[-1] == "off"]
 
 
 def measure(cases: list[str], optimizers: list[str], folder: Path) -> dict[str, dict]:
@@ -41,10 +43,10 @@ def measure(cases: list[str], optimizers: list[str], folder: Path) -> dict[str, 
     save_models(folder)
     results: dict[str, dict] = {case: {} for case in cases}
     for optimizer in optimizers:
-        jobs = [(case, optimizer, split) for case in cases for split in SPLITS]
+        jobs = [(case, optimizer, split) for case in cases for split in DIVISIONS]
         runs = run_all(jobs, folder / optimizer, folder, dtype="float32")
         for case in cases:
-            results[case][optimizer] = compare({split: runs[case, optimizer, split] for split in SPLITS})
+            results[case][optimizer] = compare({split: runs[case, optimizer, split] for split in DIVISIONS})
     return results
 
 
