@@ -7,7 +7,6 @@ differ from the rest of the library. Shapes: B responses of up to T tokens, N = 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -82,23 +81,12 @@ def compute_group_normalized_rewards(
         groups without signal.
 
     Raises:
-        ValueError: the lists differ in length, `group_size` does not divide it, or a reward is missing or not finite;
-            the message names the response.
+        ValueError: the lists differ in length, `group_size` does not divide it, or a reward is not finite.
     """
-    if len(rollout_responses) != len(repeated_ground_truths) or not len(rollout_responses):
-        raise ValueError(
-            f"expected one ground truth per response and at least one, got {len(rollout_responses)} "
-            f"rollout_responses and {len(repeated_ground_truths)} repeated_ground_truths"
-        )
     scores = [reward_fn(*pair) for pair in zip(rollout_responses, repeated_ground_truths, strict=True)]
-    for number, score in enumerate(scores):
-        reward = score.get("reward") if isinstance(score, dict) else None
-        if not isinstance(reward, (int, float)):
-            wanted = "reward_fn must return a dict with a number 'reward'"
-            raise ValueError(f"{wanted}, got {score!r} for response {number}")
-        if not math.isfinite(reward):
-            raise ValueError(f"reward_fn returned a reward of {reward} for response {number}")
     rewards = torch.tensor([float(score["reward"]) for score in scores], dtype=torch.float32)
+    if not rewards.isfinite().all():
+        raise ValueError(f"reward_fn returned rewards that are not finite: {rewards.tolist()}")
     if normalize_by_std:
         advantages = group_normalized(rewards, group_size, std_ddof=1, eps=advantage_eps)
     else:

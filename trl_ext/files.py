@@ -89,6 +89,11 @@ def read_yaml(path: str | Path) -> Any:
                     raise yaml.constructor.ConstructorError(None, None, f"repeated key {key.value!r}", key.start_mark)
             return super().construct_mapping(node, deep)
 
+    # As in YAML 1.2, `on` and `off` are words and not truth values.
+    truth = "tag:yaml.org,2002:bool"
+    resolvers = yaml.SafeLoader.yaml_implicit_resolvers.items()
+    Loader.yaml_implicit_resolvers = {first: [one for one in found if one[0] != truth] for first, found in resolvers}
+    Loader.add_implicit_resolver(truth, re.compile("^(true|True|TRUE|false|False|FALSE)$"), [*"tTfF"])
     try:
         return yaml.load(existing_file(path).read_text(encoding="utf-8-sig"), Loader=Loader)
     except (yaml.YAMLError, ValueError) as error:

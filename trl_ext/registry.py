@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -109,18 +109,7 @@ class Registry(dict[str, EntryType], Generic[EntryType]):
         self.kind, self.entry_class = kind, entry_class
 
     def register(self, name: str, **attributes: Any) -> Callable[[Callable], Callable]:
-        """Decorator that adds a function under `name`, with the other attributes of an entry.
-
-        Raises:
-            ValueError: the name is taken, or there is no such attribute.
-        """
-        known = [own.name for own in fields(self.entry_class) if own.name not in ("name", "function")]
-        for attribute in attributes:
-            if attribute not in known:
-                raise ValueError(
-                    f"the {self.kind} {name!r} has no setting {attribute!r}: it takes {', '.join(known)}"
-                    f"{nearest(attribute, known)}"
-                )
+        """Decorator that adds a function under `name`, with the other attributes of an entry."""
 
         def register(function: Callable) -> Callable:
             self.add(self.entry_class(name, function, **attributes))

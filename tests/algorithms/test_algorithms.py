@@ -366,7 +366,6 @@ def own(**settings):
 @pytest.mark.parametrize(
     ("registered", "overrides", "message"),
     [
-        ({"advantages": "group_rank"}, {}, "no setting 'advantages'.*did you mean 'advantage'"),
         ({"epsilon": 0.2}, {}, "--epsilon 0.2 and --surrogate own contradict.*give your function an option"),
         ({"surrogate": "clip"}, {}, "--surrogate clip contradict.*a surrogate of its own"),
         ({"name": "grpo"}, {}, "'grpo' is already defined"),

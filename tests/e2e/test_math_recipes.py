@@ -20,8 +20,8 @@ from tests.support.trl_private import logged_metrics, score_rollout
 from trl_ext import PolicyConfig, PolicyTrainer
 from trl_ext.data.math import load_math
 from trl_ext.resilience.checkpoints import MARKER, is_complete
-from trl_ext.rewards import verified_reward
-from trl_ext.rewards.verified import category_of, grader
+from trl_ext.rewards import VerifiedReward
+from trl_ext.rewards.verified import VerifiedGrader, category_of
 from trl_ext.runs import reasoning
 from trl_ext.runs.folder import config_text
 from trl_ext.toy import MODEL_DIR
@@ -40,7 +40,7 @@ def stop_trainer(folder: Path, stop: list[str] | None, **settings) -> PolicyTrai
     rows = [{"prompt": [{"role": "user", "content": f"What is {n} + 25?"}], "answer": str(n + 25)} for n in range(20)]
     return PolicyTrainer(
         AutoModelForCausalLM.from_pretrained(MODEL_DIR),
-        reward_funcs=verified_reward("r1_zero"),
+        reward_funcs=VerifiedReward("r1_zero"),
         args=config,
         processing_class=AutoTokenizer.from_pretrained(MODEL_DIR),
         train_dataset=Dataset.from_list(rows),
@@ -91,7 +91,7 @@ def test_rewards_read_no_more_than_evaluations(tmp_path):
 
     def reward(completions, **columns):
         seen.extend(completions)
-        return verified_reward("r1_zero")(None, completions, answer=columns["answer"])
+        return VerifiedReward("r1_zero")(None, completions, answer=columns["answer"])
 
     trainer = stop_trainer(tmp_path, ["</answer>"])
     trainer.reward_funcs, trainer.reward_func_names = [reward], ["reward"]
@@ -217,11 +217,11 @@ def test_rows_are_graded_and_beside_the_base(finished):
     problems = load_math("toy", "test")[:16]
     assert [row["row_id"] for row in rows] == [row["row_id"] for row in problems]
     for row, other, problem in zip(rows, base, problems, strict=True):
-        rewards = grader()(row["response_text"], problem)
+        rewards = VerifiedGrader()(row["response_text"], problem)
         assert row["category"] == category_of(rewards["format_reward"], rewards["answer_reward"])
         assert row["score"] == rewards["reward"] and row["answer"] == problem["answer"]
         assert row["base_response_text"] == other["response_text"]
-        assert row["base_score"] == grader()(other["response_text"], problem)["reward"]
+        assert row["base_score"] == VerifiedGrader()(other["response_text"], problem)["reward"]
     evaluations = [row for row in read(run, "metrics.jsonl") if "eval_score" in row]
     assert [row["step"] for row in evaluations] == [0, 3, 6]
     for row in evaluations:
@@ -273,7 +273,7 @@ class TestChoosingDemonstrations:
         assert counts == {"kept": 293, "of": 400} and len(rows) == 100
         problems = {row["row_id"]: row for row in load_math("toy", "train")}
         for row in rows:
-            assert grader()(row["completion"][0]["content"], problems[row["row_id"]])["reward"] == 1
+            assert VerifiedGrader()(row["completion"][0]["content"], problems[row["row_id"]])["reward"] == 1
         # Smaller sizes are the beginning of larger ones.
         assert self.choose(monkeypatch, "--num_examples=30")[0] == rows[:30]
 

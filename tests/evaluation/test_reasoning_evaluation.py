@@ -17,7 +17,7 @@ from trl_ext.evaluation.reasoning import (
     summarize_reasoning,
     vote_of,
 )
-from trl_ext.rewards.verified import category_of, count_categories, grader
+from trl_ext.rewards.verified import VerifiedGrader, category_of, count_categories
 from trl_ext.rollouts import Generation, SamplingSettings, TransformersEngine
 from trl_ext.rollouts.responses import evaluate_reasoning
 
@@ -27,7 +27,6 @@ from trl_ext.rollouts.responses import evaluate_reasoning
 def test_the_three_categories():
     names = [category_of(*rewards) for rewards in ((1, 1), (1, 0), (0, 0))]
     assert names == ["correct", "wrong_answer", "wrong_format"]
-    assert_refused(lambda: category_of(0, 1), "only be correct in the right form")
     rows = [{"category": "correct"}, {"category": "correct"}, {"category": "wrong_format"}]
     assert count_categories(rows) == {"correct": 2, "wrong_answer": 0, "wrong_format": 1}
 
@@ -43,9 +42,9 @@ def test_graders():
         ("countdown", "x </think> <answer> 4 + 6 </answer>", 1),
         ("countdown", right, 0),
     ):
-        assert grader(reward)(response, row)["reward"] == found, (reward, response)
-    assert_refused(lambda: grader("countdown")("x", {"row_id": "b", "answer": "10"}), "numbers None")
-    assert_refused(lambda: grader("r1-zero"), "r1-zero", "did you mean")
+        assert VerifiedGrader(reward)(response, row)["reward"] == found, (reward, response)
+    assert_refused(lambda: VerifiedGrader("countdown")("x", {"row_id": "b", "answer": "10"}), "numbers None")
+    assert_refused(lambda: VerifiedGrader("r1-zero"), "r1-zero", "did you mean")
 
 
 @pytest.mark.parametrize("n", [1, 4, 6])
@@ -101,7 +100,7 @@ def test_votes_are_of_what_the_reward_reads(reward, truth, responses, majority, 
 
     problem = {"row_id": "a", "prompt_text": "?", "answer": truth, "numbers": [4, 6]}
     count = len(responses)
-    rows = evaluate_reasoning([problem], ["?"], engine, grader(reward), samples=count)
+    rows = evaluate_reasoning([problem], ["?"], engine, VerifiedGrader(reward), samples=count)
     assert [row["parsed_answer"] for row in rows] == parsed
     assert summarize_reasoning(rows, (count,))["maj_at"][str(count)]["mean"] == pytest.approx(majority)
 
@@ -209,7 +208,7 @@ def run(toy, additions, calls: int | None = None, **options):
             raise Interrupted
         return engine(prompts, **keywords)
 
-    return evaluate_reasoning(*additions, counted, grader(), samples=3, seed=1, save_every=7, **options)
+    return evaluate_reasoning(*additions, counted, VerifiedGrader(), samples=3, seed=1, save_every=7, **options)
 
 
 @pytest.fixture(scope="module")
@@ -224,7 +223,7 @@ def test_rows_of_a_run(uninterrupted, additions):
     assert [(row["row_id"], row["sample"]) for row in rows] == places
     assert [json.loads(line) for line in saved.splitlines()] == rows
     for row in rows:
-        assert row.items() >= grader()(row["response_text"], row).items()
+        assert row.items() >= VerifiedGrader()(row["response_text"], row).items()
         assert row["category"] == category_of(row["format_reward"], row["answer_reward"])
         assert not row["format_reward"] or (row["response_text"].endswith("</answer>") and row["finished"])
     assert len({row["response_text"] for row in rows[:3]}) > 1, "samples of a problem differ"
@@ -258,6 +257,6 @@ def test_what_cannot_be_graded_is_named(additions):
 
     rows = [{**additions[0][0], "answer": ""}]
     assert_refused(
-        partial(evaluate_reasoning, rows, additions[1][:1], engine, grader()), f"row_id {rows[0]['row_id']}: "
+        partial(evaluate_reasoning, rows, additions[1][:1], engine, VerifiedGrader()), f"row_id {rows[0]['row_id']}: "
     )
-    assert_refused(partial(evaluate_reasoning, rows, [], engine, grader()), "0 prompts for 1 rows")
+    assert_refused(partial(evaluate_reasoning, rows, [], engine, VerifiedGrader()), "0 prompts for 1 rows")

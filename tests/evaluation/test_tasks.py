@@ -26,7 +26,7 @@ from trl_ext.evaluation.tasks.checks import make_check
 from trl_ext.evaluation.tasks.evaluate import difference
 from trl_ext.evaluation.tasks.task import Task, fill, read_rows, read_task, task_names
 from trl_ext.files import write_json, write_json_lines
-from trl_ext.rewards.verified import grader
+from trl_ext.rewards.verified import VerifiedGrader
 from trl_ext.rollouts import Generation
 
 DATA = Path(os.environ.get("TRL_EXT_BENCHMARK_DATA", REPOSITORY.parent / "shared" / "data"))
@@ -166,7 +166,7 @@ class TestRun:
             (p["row_id"], n) for p in problems for n in range(4)
         ]
         truths = {problem["row_id"]: problem for problem in problems}
-        rewards = [grader()(row["response_text"], truths[row["row_id"]]) for row in rows]
+        rewards = [VerifiedGrader()(row["response_text"], truths[row["row_id"]]) for row in rows]
         assert [row["reward"] for row in rows] == [reward["reward"] for reward in rewards], error
         results = json.loads((tmp_path / "run" / "results.json").read_text())
         metrics, summary = results["tasks"]["additions"], results["reasoning"]

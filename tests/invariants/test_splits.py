@@ -67,7 +67,7 @@ def spread(models, tmp_path_factory, request):
 @pytest.fixture(scope="module")
 def spread_in_passes(models, tmp_path_factory, request):
     test = test_token_budgets_on_processes_change_nothing
-    return on_two_processes(test, "2 x 2 x 2 in passes", models, tmp_path_factory, request)
+    return on_two_processes(test, "2 x 1 x 4 in passes", models, tmp_path_factory, request)
 
 
 def check(name, run, whole) -> None:

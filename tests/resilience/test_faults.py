@@ -94,7 +94,7 @@ def test_out_of_memory_is_told_with_the_flags(trainer, step, args, flags, spec, 
 
 
 def test_the_search_of_transformers_is_refused(spec, tmp_path):
-    with pytest.raises(ValueError, match="auto_find_batch_size cannot be used.* gradient_accumulation_steps by"):
+    with pytest.raises(ValueError, match="auto_find_batch_size changes the optimizer batch"):
         build(spec("PreferenceTrainer", args={"auto_find_batch_size": True}), str(tmp_path))
 
 
@@ -169,7 +169,6 @@ def test_a_loss_that_is_not_finite_on_one_process_is_skipped_on_both(spec, tmp_p
     assert stopped["finite"]
     for end in ends:
         assert end.runs[-1]["error"].startswith("FloatingPointError: stopped at step 3: 2 updates in a row were not")
-        assert "look at the data" in end.runs[-1]["error"]
     assert (tmp_path / f"{len(specs) - 1}-run" / "checkpoint-3" / "model.safetensors").is_file()
 
 
@@ -274,7 +273,7 @@ def test_fewer_rows_than_a_batch_are_refused_before_training(trainer, tiny_model
     if trainer == "KTOTrainer":
         rows = [{"prompt": r["prompt"], "completion": r["chosen"], "label": i % 2 == 0} for i, r in enumerate(rows)]
     spec = {"trainer": trainer, "model": tiny_model_path, "dtype": None, "rows": rows, "args": args}
-    with pytest.raises(ValueError, match="^the training data has 3 rows, and dataloader_drop_last leaves"):
+    with pytest.raises(ValueError, match="^the training data has 3 rows, too few for a batch"):
         train_once.build(spec, str(tmp_path))
     args["dataloader_drop_last"] = False
     built = train_once.build(spec, str(tmp_path))

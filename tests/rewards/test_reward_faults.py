@@ -85,32 +85,33 @@ def test_a_response_that_one_of_two_functions_fails_on_has_no_reward(fault, is_a
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-@pytest.mark.parametrize(
-    "mode, fails_from, calls", [("skip", 1, [64]), ("raise", 1, [64, 1, 1]), ("raise", 2, [64, *[1] * 64])]
-)
-def test_calls_of_a_function_that_fails(mode, fails_from, calls, is_async, caplog):
-    """Rows are scored one by one only to name the first faulty one, where the run ends; `fails_from` rows fail."""
+@pytest.mark.parametrize("mode", ["skip", "raise"])
+def test_calls_of_a_function_that_fails(mode, is_async, caplog):
+    """It is called once, and its error is told with the rows of the call and its line."""
     seen = []
 
     def judge(prompts, **_):
         seen.append(len(prompts))
-        if "bad" in prompts and len(prompts) >= fails_from:
-            raise KeyError("no answer")
-        return [1.0] * len(prompts)
+        raise KeyError("no answer")
 
     guard = RewardGuard(mode)
     guarded = guard.wrap(as_async(judge) if is_async else judge)
-    arguments = {"prompts": ["good", "bad", *["good"] * 61, "bad"]}
-    named = "failed on the prompt 'bad': KeyError" if fails_from == 1 else "failed on 64 responses together"
+    arguments = {"prompts": ["p"] * 64, "row_id": [f"row{index // 2}" for index in range(64)]}
+
+    def call():
+        return asyncio.run(guarded(**arguments)) if is_async else guarded(**arguments)
+
     if mode == "raise":
-        with pytest.raises(RewardError, match=named):
-            asyncio.run(guarded(**arguments)) if is_async else guarded(**arguments)
+        with pytest.raises(RewardError) as caught:
+            call()
+        message = str(caught.value)
     else:
-        rewards = asyncio.run(guarded(**arguments)) if is_async else guarded(**arguments)
-        assert (rewards, guard.failed) == ([None] * 64, set(range(64)))
-        (record,) = caplog.records
-        assert "KeyError: 'no answer'" in record.message and "all 64 responses of the call" in record.message
-    assert seen == calls
+        assert (call(), guard.failed) == ([None] * 64, set(range(64)))
+        (message,) = [record.message for record in caplog.records]
+        assert "all 64 responses of the call" in message
+    assert message.startswith("the reward function 'judge' failed on row_id 'row0', row_id 'row1', row_id 'row2', ")
+    assert "...: KeyError: 'no answer' (test_reward_faults.py, line " in message
+    assert seen == [64]
 
 
 def test_where_errors_are_skipped_a_failed_call_trains_nothing(policy_path, tmp_path):
@@ -170,7 +171,7 @@ def test_a_comparison_with_the_base_goes_on_or_says_where_it_failed(mode, policy
     settings = GenerationSettings(max_prompt_tokens=None, max_new_tokens=8, batch_size=4)
     evaluation = GenerationEvaluation(trainer, rows, settings, reward_columns=partial(reward_columns, trainer))
     if mode == "raise":
-        with pytest.raises(RewardError, match="failed on row_id 'row1'"):
+        with pytest.raises(RewardError, match="failed on row_id 'row0', row_id 'row1'"):
             evaluation.compare()
         return
     comparison = evaluation.compare()

@@ -177,7 +177,7 @@ def test_that_ends_do_not_show_is_said_once(folders, tmp_path, caplog):
     """Where padding is the end token, a cut completion scores as a finished one: said when one is to be scored."""
 
     def lines() -> list[str]:
-        return [r.getMessage() for r in caplog.records if "missing_eos_penalty lowers its" in r.getMessage()]
+        return [r.getMessage() for r in caplog.records if "pads with its end-of-turn token" in r.getMessage()]
 
     padded = RewardModel(with_end_as_padding(folders["adapter"], tmp_path / "padded"))
     scores = padded.score(PROMPTS, COMPLETIONS)
@@ -185,8 +185,7 @@ def test_that_ends_do_not_show_is_said_once(folders, tmp_path, caplog):
     assert not lines()
     for _ in range(2):
         assert (padded.score(PROMPTS, COMPLETIONS, finished=[True, False, False, True]) - scores).abs().max() <= 2e-6
-        (line,) = lines()
-    assert line.startswith("reward model padded: its padding token is the end-of-turn token")
+        assert len(lines()) == 1
     RewardModel(folders["adapter"]).score(PROMPTS, COMPLETIONS, finished=[False] * 4)
     assert len(lines()) == 1
 
@@ -298,7 +297,6 @@ def no_reward_models(tmp_path: Path, folders: dict[str, str], base: str) -> dict
         "policy": (lambda: base, "no score head, so the scores would be random"),
         "half a file": (half_a_file, "model.safetensors: no complete safetensors file"),
         "no weights": (lambda: without("model.safetensors"), r"no \*.safetensors with weights"),
-        "no tokenizer": (lambda: without("*token*"), "no tokenizer_config.json here; save the tokenizer there"),
     }
 
 
@@ -312,17 +310,14 @@ def test_what_is_no_reward_model_is_refused_in_one_line(name, folders, tiny_mode
 
 def test_arguments_and_texts_that_are_refused(folders):
     for arguments, message in (
-        ({"dtype": "int8"}, "dtype must be one of float32, bfloat16, float16, got 'int8'"),
-        ({"batch_size": 0}, "batch_size must be at least 1"),
+        ({"dtype": "int8"}, "dtype 'int8'.* float32, bfloat16, float16"),
         ({"base": "toy"}, "base=toy is for adapters, and this is a full model"),
     ):
         with pytest.raises(ValueError, match=message):
             RewardModel(folders["full"], **arguments)
     reward = RewardModel(folders["full"])
-    with pytest.raises(ValueError, match="prompts: 3 for 4 completions"):
+    with pytest.raises(ValueError, match="argument 2 is longer"):
         reward.score(PROMPTS[:3], COMPLETIONS)
-    with pytest.raises(ValueError, match="finished: 1 for 4 completions"):
-        reward.score(PROMPTS, COMPLETIONS, finished=[True])
     with pytest.raises(ValueError, match="sequence 1 is empty"):
         reward.score(["a", ""], ["b", ""], finished=[True, False])
     with pytest.raises(ValueError, match="reward model full-run: completion 0: a response is one assistant message"):
@@ -407,8 +402,6 @@ def test_share_or_load_always(tiny_model_path, folders):
             share_or_load([RewardModel(folders[kind])], base, "always")
     with pytest.raises(ValueError, match="backbone: the engine shards it"):
         share_or_load([RewardModel(folders["adapter"])], policy, "always", policy_reason="the engine shards it")
-    with pytest.raises(ValueError, match="mode must be auto, always or never, got 'sometimes'"):
-        share_or_load([], None, "sometimes")
 
 
 def test_an_adapter_that_turns_out_not_to_fit_the_policy(tiny_model_path, tmp_path):

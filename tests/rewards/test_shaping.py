@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 
 import pytest
 
@@ -160,33 +159,27 @@ def test_every_kind_and_its_settings():
     ]
     steps = parse_shaping(json.dumps(["center", "center_reference", *entries[2:]]))
     assert [step.kind for step in steps] == [*STEPS]
-    assert ShapedReward(given([1.0]), steps).to_dict()["steps"] == entries
+    assert ShapedReward(given([1.0]), steps).state_dict()["steps"] == entries
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("[", "reward_shaping: bad JSON"),
-        ("[]", "must be a list of steps"),
-        ('["center", "clipp"]', "step 2: unknown kind 'clipp'.*did you mean.*clip"),
-        ('[{"kind": "clip"}]', "step 1: clip: limit: Field required .it takes limit."),
-        ('[{"kind": "whiten", "ddof": 2}]', "whiten: ddof: Input should be 0 or 1"),
-        ('[{"kind": "clip", "limit": "5"}]', "clip: limit: Input should be a valid number"),
-        ('[{"kind": "clip", "limits": 5}]', "clip: limits: Unexpected keyword argument .it takes limit."),
-        ('[{"kind": "center", "mean": 1}]', "center: mean: Unexpected keyword argument .it takes no settings."),
+        ("[]", "give a list of steps"),
+        ('["center", "clipp"]', "unknown kind 'clipp'; did you mean 'clip'"),
+        ('[{"kind": "clip"}]', "clip: .*limit"),
+        ('[{"kind": "clip", "limits": 5}]', "clip: .*limits"),
+        ('[{"kind": "clip", "limit": 0}]', "clip: limit must be positive"),
+        ('[{"kind": "whiten", "ddof": 2}]', "whiten: ddof must be 0 or 1"),
     ],
 )
-def test_settings_that_are_none(text, message):
-    with pytest.raises(ValueError, match=re.compile(message, re.IGNORECASE)) as caught:
+def test_settings_that_are_refused(text, message):
+    with pytest.raises(ValueError, match=message):
         parse_shaping(text)
-    assert "\n" not in str(caught.value)
 
 
-def test_what_cannot_be_shaped():
-    with pytest.raises(ValueError, match="shaped already: give all steps to one ShapedReward"):
-        ShapedReward(ShapedReward(given([3.0]), ["center"]), ["center"])
-    with pytest.raises(ValueError, match="at least one step"):
-        ShapedReward(given([1.0]), [])
+def test_a_wrong_number_of_rewards_is_refused():
     with pytest.raises(ValueError, match="the reward returned 1 rewards for 2 completions"):
         ShapedReward(given([1.0]), ["center"])(["p"] * 2, ["c"] * 2)
 
@@ -207,7 +200,7 @@ def test_a_process_whose_reward_fails_adds_nothing_to_the_sums(monkeypatch):
     shaped = ShapedReward(fails, ["center"])
     with pytest.raises(KeyError):
         shaped(["p"] * 3, ["c"] * 3)
-    assert calls == [[0.0, 0.0, 0.0, math.inf, -math.inf]]
+    assert calls == [[]]
     assert shaped.scores_groups and not ShapedReward(fails, ["center_reference"]).scores_groups
 
 

@@ -15,6 +15,7 @@ import pytest
 from tests.support import REPOSITORY
 from tests.support.files import read_rows
 from trl_ext.rewards import (
+    VerifiedReward,
     countdown_reward,
     gsm8k_reward,
     is_correct,
@@ -22,7 +23,6 @@ from trl_ext.rewards import (
     parse_mmlu_response,
     question_only_reward,
     r1_zero_reward,
-    verified_reward,
 )
 from trl_ext.rewards.answers import last_boxed
 from trl_ext.rewards.math_worker import _worker
@@ -174,7 +174,7 @@ def test_hostile_answers_are_refused_quickly(answer):
 
 def test_as_a_reward_function_of_trl():
     """Correct, wrong, no form: the means of format and answer are 2/3 and 1/3."""
-    reward = verified_reward("r1_zero", truth_column="truth", name="math")
+    reward = VerifiedReward("r1_zero", truth_column="truth", name="math")
     assert reward.__name__ == "math"
     texts = [TAGGED.format("5"), TAGGED.format("6"), "5"]
     columns, metrics = {}, {}
@@ -198,13 +198,13 @@ def test_as_a_reward_function_of_trl():
 
 
 def test_reward_functions_say_where_the_data_is_wrong():
-    reward = verified_reward("question_only", truth_column="answr")
-    with pytest.raises(ValueError, match="no column 'answr', but answer; .* did you mean 'answer'"):
+    reward = VerifiedReward("question_only", truth_column="answr")
+    with pytest.raises(ValueError, match="no column 'answr': give truth_column"):
         reward(prompts=["p"], completions=["c"], answer=["5"])
     with pytest.raises(ValueError, match="row 1, column 'answer': the truth must be .* got None"):
-        verified_reward("question_only")(prompts=["p"] * 2, completions=["c"] * 2, answer=["5", None])
+        VerifiedReward("question_only")(prompts=["p"] * 2, completions=["c"] * 2, answer=["5", None])
     with pytest.raises(ValueError, match="r1_zero, question_only, gsm8k, countdown, got 'gsm8'; did you mean 'gsm8k'"):
-        verified_reward("gsm8")
+        VerifiedReward("gsm8")
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,7 @@ def test_reward_functions_say_where_the_data_is_wrong():
 def test_countdown(answer, expected):
     assert parts(countdown_reward(TAGGED.format(answer), [25, 5, 3, 1], 80)) == expected
     assert parts(countdown_reward(answer, [25, 5, 3, 1], 80)) == (0, 0, 0)
-    reward = verified_reward("countdown", truth_column="target", numbers_column="nums")
+    reward = VerifiedReward("countdown", truth_column="target", numbers_column="nums")
     given = {"target": [80], "nums": [[25, 5, 3, 1]]}
     assert reward(prompts=["p"], completions=[TAGGED.format(answer)], **given) == [expected[2]]
 

@@ -39,7 +39,7 @@ def test_stop_strings_end_a_response():
     sampler = fast_rollouts(model)
     criteria = [StopInResponse(tokenizer, stop, 17)]
     found = model.generate(**given, generation_config=settings(), stopping_criteria=criteria)
-    assert torch.equal(found, expected) and not torch.equal(found[:, 17:], plain) and not sampler.left
+    assert torch.equal(found, expected) and not torch.equal(found[:, 17:], plain) and sampler.log_probs is not None
 
 
 @pytest.mark.parametrize("fast", [False, True])
@@ -83,7 +83,7 @@ def test_rollouts_with_a_stop_string_that_begins_in_the_prompt(tmp_path, tiny_mo
     arguments = GRPOConfig(str(tmp_path), stop=stop, **settings)
     trainer = GRPOTrainer(tiny_model_path, lengths, arguments, train_dataset=data)
     trainer.train()
-    assert trainer.sampler.reason is None and not trainer.sampler.left
+    assert trainer.sampler.reason is None and trainer.sampler.log_probs is not None
     [rollout] = rollout_batches(trainer)
     difference = trainer.score(trainer.model, rollout).log_probs - rollout["sampling_per_token_logps"]
     difference = difference * rollout["completion_mask"]

@@ -34,9 +34,9 @@ DATA["problems"] = [{"question": "Sum?", "answer": "4"}, {"row_id": "b", "questi
 REFUSED = {
     "kto": [
         (["--dataset_name=not_boolean.jsonl"], "9 bad rows: line 1, row_id r0: label: Input should be a"),
-        (["--dataset_name=all_good.jsonl"], "no undesirable response among its 8: KTO weighs"),
+        (["--dataset_name=all_good.jsonl"], "KTO needs responses of both labels"),
     ],
-    "dpo": [(["--dataset_name=labelled.jsonl"], "holds labelled responses and no pairs ... recipes/kto.py")],
+    "dpo": [(["--dataset_name=labelled.jsonl"], "train_dataset has no column 'chosen'")],
     "preference": [
         (["--loss=dpoo"], "did you mean 'dpo'?"),
         (["--loss=simpo", '--loss_kwargs={"gama": 1}'], "no option 'gama' ... did you mean 'gamma'?"),
@@ -46,22 +46,21 @@ REFUSED = {
     "aot": [
         (["--beta=0"], "beta must be positive, got 0.0"),
         (["--bta=1"], "unknown flag --bta; did you mean 'beta'?"),
-        (["--loss=dpo"], "AOTConfig is the loss 'aot' and cannot be 'dpo'"),
-        (["--label_smoothing=0.1"], "'aot' has no label smoothing"),
+        (["--loss=dpo"], "AOTConfig is the loss 'aot' and not 'dpo'"),
+        (["--label_smoothing=0.1"], "'aot' has no label_smoothing"),
         (["--dataset_name=./no-such-folder"], "no-such-folder"),
         (["--model_name_or_path=./no-such-model"], "no model folder './no-such-model'"),
         (["--model_name_or_path=nobody/no-model"], "'nobody/no-model' could not be loaded"),
         (["--config=no.yaml"], "no configuration file 'no.yaml'"),
         (["--resume_from_checkpoint", "--output_dir=empty"], "empty has no checkpoint to resume"),
-        (["--train_split=test_gen"], "train_dataset has no column 'chosen' ... name another --train_split"),
-        (["--eval_split=test_gen"], "eval_dataset has no column 'chosen' ... name another --eval_split"),
+        (["--train_split=test_gen"], "train_dataset has no column 'chosen' ... name another split"),
+        (["--eval_split=test_gen"], "eval_dataset has no column 'chosen' ... name another split"),
         (["--per_device_train_batch_size=0"], "per_device_train_batch_size must be at least 1, got 0"),
-        (["--learning_rate", "-1e-3"], "learning_rate must be a number from 0 up, got -0.001"),
     ],
     "reward_model": [
         (["--max_length=64"], "max_length is not used by RewardConfig"),
         (["--label_smoothing=0.5"], "label_smoothing must lie in [0, 0.5), got 0.5"),
-        (["--margin_column=strength"], "margin_column 'strength' needs margins: name a margin_column of the train"),
+        (["--margin_column=strength"], "the margin_column 'strength' is not in the train"),
         (["--eval_split=test_gen"], "eval_dataset has no column 'chosen'"),
         (["--selection_split=test_gen"], "selection_split has no column 'chosen'"),
         (["--dataset_name=empty.jsonl"], "empty.jsonl: empty; expected at least one row"),
@@ -73,11 +72,11 @@ REFUSED = {
         (["--reward_function", "nothing.py:f"], "nothing.py"),
         (["--reward_function", "my_rewards.py:unknown"], "no reward function 'unknown'"),
         ([KNOWN, "--num_generations", "1"], "num_generations 1"),
-        ([KNOWN, "--num_generations", "7"], "generation_batch_size 448"),
+        ([KNOWN, "--num_generations", "7"], "must be divisible by num_generations (7)"),
         ([KNOWN, "--max_completion_length", "4000"], "--max_completion_length"),
         ([KNOWN, "--calibrate_rewards", "true"], "several --reward_model"),
         ([KNOWN, "--reward_shaping", "["], "reward_shaping: bad JSON"),
-        ([KNOWN, "--reward_shaping", '["clip"]'], "reward_shaping, step 1: clip: limit: Field required"),
+        ([KNOWN, "--reward_shaping", '["clip"]'], "reward_shaping: clip: "),
     ],
     "remax": [([KNOWN, "--reward_shaping", '["center"]'], "center and whiten do not go with remax")],
     "sft_math": [
@@ -101,7 +100,7 @@ REFUSED = {
         ([], "nothing to reward responses with: give --reward_model FOLDER"),
         (["--n", "4", "--num_samples", "2"], "num_samples 2 is less than the largest n, 4"),
         (["--temperature", "0"], "best-of-n at temperature 0 or top_k 1 would pick from equal responses"),
-        (["--missing_eos_penalty", "-1"], "missing_eos_penalty must be a number from 0 up, got -1.0"),
+        (["--missing_eos_penalty", "-1"], "missing_eos_penalty must be at least 0, got -1.0"),
         (["--keep", "threshold"], "keep threshold needs keep_threshold"),
         (["--keep", "worst"], "keep must be one of best, top_k, threshold, got 'worst'"),
         ([KNOWN, "--prompt_split", "none"], "no file none.jsonl for the split 'none'"),
@@ -361,3 +360,13 @@ def test_a_reader_that_closes_the_output_is_no_error():
     program = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=REPOSITORY)
     program.stdout.close()
     assert program.stderr.read() == b"" and program.wait() == 1
+
+
+def test_on_and_off_in_a_file_are_words(monkeypatch, tmp_path):
+    (tmp_path / "own.yaml").write_text(
+        "doctor: off\npacking: off\ntokens_per_pass: off\nkeep_groups: on\nbf16: false\n"
+    )
+    given = [*REWARD["grpo"], f"--config={tmp_path / 'own.yaml'}"]
+    _, _, training = recipes.parse(monkeypatch, "grpo", *given)
+    assert (training.packing, training.tokens_per_pass, training.keep_groups) == ("off", "off", "on")
+    assert training.bf16 is False

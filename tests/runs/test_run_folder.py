@@ -139,21 +139,21 @@ LINES = [
     (
         {"loss": 0.6923, "entropy": 1.3, "mean_token_accuracy": 0.6, "rewards/accuracies": 0.61}
         | {"rewards/margins": -0.02, "learning_rate": 3e-4},
-        "step  3/10  loss 0.692  accuracy 0.610  margin -0.020  lr 3.0e-04  0:14 left",
+        "step  3/10  loss  0.692  accuracy 0.610  margin -0.020  lr 3.0e-04  0:00:14 left",
     ),
     (
         {"loss": 0.0, "reward": 0.5, "kl": 0.00031, "entropy": 1.25, "completions/mean_length": 13.8}
         | {"completions/clipped_ratio": 0.25, "clip_ratio/region_mean": 0.01, "learning_rate": 1e-6},
-        "step  3/10  reward  0.500  kl/token 0.0003  entropy 1.250  length 13.8  cut 0.250  clip ratio 0.010  "
-        "lr 1.0e-06  0:14 left",
+        "step  3/10  reward  0.500  kl/token 0.0003  entropy 1.250  length  13.8  truncated 0.250  clip ratio 0.010  "
+        "lr 1.0e-06  0:00:14 left",
     ),
     (
         {"loss": 0.1, "entropy": 1.25, "mean_token_accuracy": 0.97, "learning_rate": 1e-3},
-        "step  3/10  loss 0.100  token accuracy 0.970  lr 1.0e-03  0:14 left",
+        "step  3/10  loss  0.100  token accuracy 0.970  lr 1.0e-03  0:00:14 left",
     ),
     (
         {"score": 0.5, "win_rate": 0.6, "kl": 0.1, "completions/mean_length": 12.0, "distinct_2": 0.3},
-        "step  3/10  held out:  score 0.500  win rate 0.600  kl/response 0.1000  length 12.0",
+        "step  3/10  held out:  score 0.500  win rate 0.600  kl/response 0.1000  length  12.0",
     ),
     ({"train_runtime": 3.0, "train_loss": 0.5, "reward": 0.5}, ""),
 ]

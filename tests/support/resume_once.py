@@ -88,7 +88,7 @@ def build(kind: str, models: Path, folder: Path):
 def _expert(arguments: dict, output: str):
     from trl_ext import ExpertIterationConfig, ExpertIterationTrainer
     from trl_ext.data.math import load_math, math_prompt
-    from trl_ext.rewards.verified import grader
+    from trl_ext.rewards.verified import VerifiedGrader
     from trl_ext.rollouts import SamplingSettings
     from trl_ext.toy import MODEL_DIR
 
@@ -96,7 +96,7 @@ def _expert(arguments: dict, output: str):
     rounds = {"n_steps": 3, "questions_per_step": 24, "rollouts_per_question": 2, "learning_rate": 5e-4, "seed": 3}
     quiet = {"report_to": "none", "use_cpu": True, "disable_tqdm": True, "per_device_train_batch_size": 1}
     args = ExpertIterationConfig(output_dir=output, **rounds, **quiet, **arguments)
-    given = {"rows": rows, "prompts": [math_prompt(row, None) for row in rows], "grade": grader("r1_zero")}
+    given = {"rows": rows, "prompts": [math_prompt(row, None) for row in rows], "grade": VerifiedGrader("r1_zero")}
     settings = SamplingSettings(max_new_tokens=48, batch_size=48)
     return ExpertIterationTrainer(str(MODEL_DIR), args, settings=settings, **given)
 

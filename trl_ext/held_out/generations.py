@@ -15,7 +15,7 @@ from trl_ext.losses import PreferenceScores
 from trl_ext.models import score_responses
 from trl_ext.rollouts import Generation, generate_responses, map_over_ranks
 from trl_ext.rollouts.generation import recorded_log_probs
-from trl_ext.trainers.context import check_generations
+from trl_ext.trainers.context import check_context
 from trl_ext.trainers.policies import base_policy, trained_policy
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class GenerationEvaluation:
         self.prompts = list(prompts)
         self.settings = settings
         limits = {"max_new_tokens": settings.max_new_tokens, "max_prompt_tokens": settings.max_prompt_tokens}
-        check_generations(trainer.model, trainer.processing_class, [row["prompt"] for row in self.prompts], limits)
+        check_context(trainer.model, [row["prompt"] for row in self.prompts], limits, trainer.processing_class)
         self.judge = judge
         self.score_function = score_function
         self.reward_columns = reward_columns
@@ -91,7 +91,6 @@ class GenerationEvaluation:
             self.prompts[:count],
             own,
             self._base_generations[:count],
-            max_new_tokens=self.settings.max_new_tokens,
             judge=self.judge,
             score_function=self.score_function,
             rewards=self._rewards(own, count),

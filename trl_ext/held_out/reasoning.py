@@ -16,7 +16,7 @@ from trl_ext.held_out.table import log_held_out
 from trl_ext.rewards.verified import Grader
 from trl_ext.rollouts import SamplingSettings, TransformersEngine, response_entropies
 from trl_ext.rollouts.responses import evaluate_reasoning
-from trl_ext.trainers.context import check_generations
+from trl_ext.trainers.context import check_context
 from trl_ext.trainers.policies import trained_policy
 
 DECODINGS = ("sampled", "greedy")
@@ -29,7 +29,7 @@ class ReasoningEvaluation:
         trainer: any trainer of a language model from this library or TRL.
         rows: problems, as `trl_ext.data.math.load_math` returns them.
         template: prompt template; None for the chat template.
-        grade: grader from `trl_ext.rewards.verified.grader`.
+        grade: such as a `trl_ext.rewards.verified.VerifiedGrader`.
         settings: settings of sampled decoding; greedy decoding differs only in temperature.
     """
 
@@ -47,7 +47,7 @@ class ReasoningEvaluation:
         self.grade = grade
         self.settings = settings
         limits = {"max_new_tokens": settings.max_new_tokens, "max_prompt_tokens": settings.max_prompt_tokens}
-        check_generations(trainer.model, trainer.processing_class, self.prompts, limits)
+        check_context(trainer.model, self.prompts, limits, trainer.processing_class)
 
     def evaluate(
         self,

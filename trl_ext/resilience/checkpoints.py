@@ -9,12 +9,6 @@ from trl_ext.files import read_json, write_json
 
 MARKER = "checkpoint_complete.json"
 STATE_FILE = "trainer_state.json"
-# What TRL's own trainers, which write no marker, must have left: one file of each row.
-_NEEDED_TO_RESUME = {
-    STATE_FILE: (STATE_FILE,),
-    "weights": ("*.safetensors", "*.safetensors.index.json", "global_step*", "pytorch_model_fsdp*"),
-    "scheduler.pt and no optimizer, as save_only_model leaves it": ("scheduler.pt", "global_step*"),
-}
 
 
 def step_of(checkpoint: Path) -> int | None:
@@ -54,19 +48,19 @@ def check_checkpoint(checkpoint: str | Path) -> None:
 
     Raises:
         FileNotFoundError: there is no such folder, or it has no trainer_state.json.
-        ValueError: it has no weights or no optimizer, or is one of this library's that was not written to its end.
+        ValueError: it was not written to its end, or by `save_only_model`, without an optimizer.
     """
     folder = Path(checkpoint)
-    if not folder.is_dir():
-        raise FileNotFoundError(f"no checkpoint {checkpoint}: give the path of its folder")
     if is_complete(folder):
         return
-    for what, patterns in _NEEDED_TO_RESUME.items():
-        if not any(any(folder.glob(pattern)) for pattern in patterns):
-            kind = FileNotFoundError if what == STATE_FILE else ValueError
-            raise kind(f"the checkpoint {checkpoint} cannot be resumed from: it has no {what}; name an earlier one")
-    if any(folder.glob("progress_*.pt")):
-        raise ValueError(f"the checkpoint {checkpoint} was not written to its end: name an earlier one")
+    if not (folder / STATE_FILE).is_file():
+        raise FileNotFoundError(f"no checkpoint {checkpoint}: give a folder with a {STATE_FILE}")
+    has_optimizer = (folder / "scheduler.pt").is_file() or any(folder.glob("global_step*"))
+    if not has_optimizer or any(folder.glob("progress_*.pt")):
+        raise ValueError(
+            f"the checkpoint {checkpoint} was not written to its end, or has no optimizer, as with save_only_model: "
+            "name an earlier one"
+        )
 
 
 def delete(checkpoint: Path) -> None:

@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-_DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
 
 class TrainingFault(RuntimeError):
     """A fault that ends a run and that its user can fix; the message says what happened and how to continue."""
@@ -21,7 +19,7 @@ def plain_faults() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in _DISK_IS_FULL:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
         raise not_written(error.filename or "a file", error) from error
 
@@ -50,5 +48,5 @@ def out_of_memory(error: Exception, args, step: int) -> TrainingFault:
 
 def _first_line(error: Exception) -> str:
     """The first line of an error's message; a trace of C++ calls may follow."""
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0][:200]}"
+    line, _, _ = str(error).strip().partition("\n")
+    return f"{type(error).__name__}: {line[:200]}"

@@ -16,8 +16,7 @@ class UpdateGuard(TrainerCallback):
     The step then changes neither the parameters nor the optimizer's state. The step counter and the learning-rate
     schedule advance. After `limit` such steps in a row, the run saves a checkpoint, if its trainer can, and stops.
 
-    DeepSpeed takes the step inside the backward pass, and itself skips steps whose gradient is not finite, which are
-    counted here. With DeepSpeed, a reward that is not finite ends the run.
+    DeepSpeed itself skips steps whose gradient is not finite, inside the backward pass; they are counted here.
 
     Attributes:
         skipped: number of skipped steps by cause: `reward`, `loss` or `gradient`.
@@ -46,8 +45,7 @@ class UpdateGuard(TrainerCallback):
     def observe_reward(self, bad: torch.Tensor) -> None:
         """Record whether a micro-batch's loss was computed from a reward that was not finite.
 
-        Raises:
-            FloatingPointError: it was, under DeepSpeed, which skips only steps whose gradient is not finite.
+        Raises FloatingPointError if it was, under DeepSpeed, which skips only steps whose gradient is not finite.
         """
         self._observe("reward", bad)
         if self.trainer.is_deepspeed_enabled and bad:
@@ -75,11 +73,10 @@ class UpdateGuard(TrainerCallback):
             logger.warning(f"step {state.global_step + 1}: the {cause} was not finite, the update is skipped")
         if self.in_a_row >= self.limit:
             counts = ", ".join(f"{count} x {name}" for name, count in self.skipped.items() if count)
-            source = "reward function" if hasattr(self.trainer, "reward_guard") else "data"
             self.failure = (
                 f"stopped at step {state.global_step + 1}: {self.in_a_row} updates in a row were not finite "
                 f"(in all: {counts}); the last checkpoint in {args.output_dir} has finite parameters. Lower the "
-                f"learning rate, look at the {source}, or raise max_skipped_updates"
+                "learning rate, look at the data and the rewards, or raise max_skipped_updates"
             )
             # The checkpoint that follows is meant to be resumed with other settings.
             self.in_a_row = 0
@@ -88,11 +85,10 @@ class UpdateGuard(TrainerCallback):
     def _cause(self) -> str | None:
         """What was not finite on any process; None if the update can be applied."""
         accelerator = self.trainer.accelerator
-        norm = torch.as_tensor(self._gradient_norm, device=accelerator.device)
-        none = norm.new_zeros((), dtype=torch.bool)
-        flags = [self._faults.get("reward", none), self._faults.get("loss", none), ~norm.isfinite()]
-        flags = torch.stack([flag.to(accelerator.device, torch.float32) for flag in flags])
-        rewards, losses, gradient = accelerator.reduce(flags, reduction="sum").tolist()
+        gradient = ~torch.as_tensor(self._gradient_norm).isfinite()
+        flags = [self._faults.get("reward", False), self._faults.get("loss", False), gradient]
+        flags = [torch.as_tensor(flag, device=accelerator.device, dtype=torch.float32) for flag in flags]
+        rewards, losses, gradient = accelerator.reduce(torch.stack(flags), reduction="sum").tolist()
         # In float16 an overflow is routine: the loss scaler skips the step itself and lowers its scale.
         gradient = gradient and accelerator.scaler is None
         return "reward" if rewards else "loss" if losses else "gradient" if gradient else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -16,56 +15,29 @@ from trl_ext.processes import warn_once_per_run
 REFERENCE_FILE = "reference.safetensors"
 # What transformers counts of the loss and does not save.
 _COUNTS = ("_total_loss_scalar", "_globalstep_last_logged")
-
-
-@dataclass
-class Progress:
-    """The progress of one process: losses and metrics since the last log, counts, and the order of the rows.
-
-    `epoch_start` and `generators` are the states of the generators that order the rows, at the beginning of the epoch
-    and now.
-    """
-
-    processes: int
-    loss: float
-    metrics: dict[str, dict[str, list[float]]]
-    # TRL chooses its metrics by the mode of the model, which a run without a remaining step does not set.
-    training: bool
-    counts: dict[str, Any]
-    epoch_start: dict[str, Tensor]
-    generators: dict[str, Tensor]
-
-    @classmethod
-    def of(cls, trainer) -> Progress:
-        """The progress of a trainer."""
-        return cls(
-            processes=trainer.args.world_size,
-            loss=trainer._tr_loss.item(),
-            metrics={
-                mode: {name: [float(value) for value in values] for name, values in metrics.items()}
-                for mode, metrics in trainer._metrics.items()
-            },
-            training=trainer.model.training,
-            counts=counts_of(trainer, (*trainer.carried_over, *_COUNTS)),
-            epoch_start=trainer.epoch_start,
-            generators=states_of(trainer.generators),
-        )
-
-    def restore(self, trainer) -> None:
-        """Restore all but the order of the rows, after transformers has set its counts to zero."""
-        trainer._tr_loss = torch.tensor(self.loss, device=trainer.args.device)
-        for mode, metrics in self.metrics.items():
-            trainer._metrics[mode].clear()
-            trainer._metrics[mode].update(metrics)
-        trainer.model.train(self.training)
-        set_counts(trainer, self.counts)
+# Losses and metrics since the last log, counts, and the order of the rows.
+Progress = dict[str, Any]
 
 
 def write_progress(trainer, checkpoint: Path) -> None:
     """Write the progress of this process."""
+    progress = {
+        "processes": trainer.args.world_size,
+        "loss": trainer._tr_loss.item(),
+        "metrics": {
+            mode: {name: [float(value) for value in values] for name, values in metrics.items()}
+            for mode, metrics in trainer._metrics.items()
+        },
+        # TRL chooses its metrics by the mode of the model, which a run without a remaining step does not set.
+        "training": trainer.model.training,
+        "counts": counts_of(trainer, (*trainer.carried_over, *_COUNTS)),
+        # The states of the generators that order the rows, at the beginning of the epoch and now.
+        "epoch_start": trainer.epoch_start,
+        "generators": states_of(trainer.generators),
+    }
     # With save_only_model, transformers makes the folder on the first process alone, or on one of each machine.
     checkpoint.mkdir(parents=True, exist_ok=True)
-    torch.save(asdict(Progress.of(trainer)), checkpoint / f"progress_{trainer.args.process_index}.pt")
+    torch.save(progress, checkpoint / f"progress_{trainer.args.process_index}.pt")
 
 
 def read_progress(trainer, checkpoint: Path) -> Progress | None:
@@ -75,31 +47,35 @@ def read_progress(trainer, checkpoint: Path) -> Progress | None:
     if path is None:
         warn_once_per_run(f"{checkpoint} has no progress_0.pt: metrics since its last log, and counts, begin anew")
         return None
-    progress = Progress(**torch.load(path, weights_only=True))
-    if progress.processes != trainer.args.world_size:
+    progress = torch.load(path, weights_only=True)
+    if progress["processes"] != trainer.args.world_size:
         warn_once_per_run(
-            f"{checkpoint} was written by {progress.processes} processes, and {trainer.args.world_size} resume from "
-            "it: random numbers, and metrics until the next log, differ from those of an unbroken run"
+            f"{checkpoint} was written by {progress['processes']} processes, and {trainer.args.world_size} resume "
+            "from it: random numbers, and metrics until the next log, differ from those of an unbroken run"
         )
     return progress
 
 
-# ---- Counts, by dotted names ----
+def restore_progress(trainer, progress: Progress) -> None:
+    """Restore all but the order of the rows, after transformers has set its counts to zero."""
+    trainer._tr_loss = torch.tensor(progress["loss"], device=trainer.args.device)
+    for mode, metrics in progress["metrics"].items():
+        trainer._metrics[mode].clear()
+        trainer._metrics[mode].update(metrics)
+    trainer.model.train(progress["training"])
+    set_counts(trainer, progress["counts"])
 
 
 def counts_of(trainer, names: tuple[str, ...]) -> dict[str, Any]:
-    """The trainer's attributes of these names."""
+    """The trainer's attributes of these dotted names."""
     return {name: attrgetter(name)(trainer) for name in names}
 
 
 def set_counts(trainer, counts: dict[str, Any]) -> None:
-    """Set the trainer's attributes of these names."""
+    """Set the trainer's attributes of these dotted names."""
     for name, count in counts.items():
         owner, _, attribute = name.rpartition(".")
         setattr(attrgetter(owner)(trainer) if owner else trainer, attribute, count)
-
-
-# ---- Generators ----
 
 
 def generators_of(dataloader) -> dict[str, torch.Generator]:

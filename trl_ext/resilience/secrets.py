@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Sequence
 from typing import Any
 
-# In lower case, with underscores for hyphens.
-SECRET_NAMES = frozenset(
-    ("token", "hub_token", "hf_token", "push_to_hub_token", "auth_token", "use_auth_token", "access_token")
-    + ("api_token", "bearer_token", "api_key", "apikey", "x_api_key", "hf_api_key", "openai_api_key", "wandb_api_key")
-    + ("judge_api_key", "vllm_api_key", "password", "passwd", "secret", "client_secret", "secret_key")
-    + ("private_key", "access_key", "credentials", "authorization", "cookie")
+SECRET_NAMES = re.compile(
+    r"(?:(?:(?:push_to_)?hub|hf|(?:use_)?auth|access|api|bearer)_)?token|(?:\w+_)?api_?key|passw(?:or)?d"
+    r"|(?:client_)?secret|(?:secret|private|access)_key|credentials|authorization|cookie",
+    re.IGNORECASE,
 )
 
 
 def _is_secret(name: Any, value: Any = "") -> bool:
     # A number is no credential: a weight of a column called token, say, or `token=True` for the stored login.
-    return str(name).replace("-", "_").lower() in SECRET_NAMES and not isinstance(value, (int, float, type(None)))
+    is_number = isinstance(value, (int, float, type(None)))
+    return not is_number and SECRET_NAMES.fullmatch(str(name).replace("-", "_")) is not None
 
 
 def without_secrets(value: Any) -> Any:
-    """Remove the keys of `SECRET_NAMES` from dictionaries, at any depth of dictionaries and lists, but not numbers."""
+    """Remove keys that match `SECRET_NAMES`, at any depth of dictionaries and lists, unless the value is a number."""
     if isinstance(value, list):
         return [without_secrets(entry) for entry in value]
     if isinstance(value, dict):
@@ -34,9 +34,8 @@ def arguments_without_secrets(arguments: Sequence[str]) -> list[str]:
     shown, hide = [], False
     for argument in arguments:
         name, equals, value = argument.partition("=") if argument.startswith("--") else ("", "", argument)
-        if name:
-            hide = _is_secret(name.lstrip("-"))
-        hidden = value and (hide or any(f'"{secret}"' in value.lower() for secret in SECRET_NAMES))
+        hide = _is_secret(name.lstrip("-")) if name else hide
+        hidden = value and (hide or any(map(_is_secret, re.findall('"([^"]+)"', value))))
         shown.append(name + equals + ("***" if hidden else value))
     return shown
 
@@ -45,7 +44,7 @@ class KeepsSecrets:
     """Mixin before TRL's configurations, whose `hub_token` and `model_init_kwargs` may hold credentials.
 
     Credentials are left out of training_args.bin, which transformers pickles with every saved model, and out of the
-    settings that it sends to trackers. Copies keep them.
+    settings that it sends to trackers. Copies keep them, to load a private model.
     """
 
     def __getstate__(self) -> dict[str, Any]:
@@ -57,8 +56,8 @@ class KeepsSecrets:
         return made
 
     def __deepcopy__(self, memo: dict[int, Any]):
-        made = object.__new__(type(self))
-        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        made = copy.copy(self)
+        made.__dict__ = copy.deepcopy(self.__dict__, memo)
         return made
 
     def to_dict(self) -> dict[str, Any]:

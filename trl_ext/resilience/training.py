@@ -1,6 +1,6 @@
 """`ResilientTraining`: exact resuming, complete checkpoints, and one clear message for a fault that ends the run.
 
-The mixin wraps three private methods of `Trainer`: `_save_checkpoint` adds this process's `Progress` and the marker of
+The mixin wraps three private methods of `Trainer`: `_save_checkpoint` adds this process's progress and the marker of
 a complete checkpoint, `_run_epoch` restores the order of the rows, and `_get_grad_norm` shows `UpdateGuard` the norm.
 """
 
@@ -28,6 +28,7 @@ from trl_ext.resilience.progress import (
     generators_of,
     load_reference,
     read_progress,
+    restore_progress,
     save_reference,
     states_of,
     write_progress,
@@ -65,8 +66,8 @@ class ResilientTraining:
         super().__init__(*args, **kwargs)
         if self.args.auto_find_batch_size:
             raise ValueError(
-                "auto_find_batch_size cannot be used, as it changes the optimizer batch: lower "
-                "per_device_train_batch_size and raise gradient_accumulation_steps by the same factor"
+                "auto_find_batch_size changes the optimizer batch: lower per_device_train_batch_size and raise "
+                "gradient_accumulation_steps by the same factor"
             )
         self._require_a_batch()
         check_vocabulary(self.model, self.processing_class)
@@ -101,9 +102,9 @@ class ResilientTraining:
             with temporarily(self.args, save_total_limit=None):
                 result = super().train(checkpoint, *args, **kwargs)
         except Exception as error:
-            if not should_reduce_batch_size(error):
-                raise
-            raise out_of_memory(error, self.args, self.state.global_step + 1) from error
+            if should_reduce_batch_size(error):
+                raise out_of_memory(error, self.args, self.state.global_step + 1) from error
+            raise
         if self.update_guard.failure is not None:
             raise FloatingPointError(self.update_guard.failure)
         best, ended = self.state.best_model_checkpoint, self.state.global_step >= self.state.max_steps
@@ -117,13 +118,10 @@ class ResilientTraining:
         # transformers would train on nothing, and save the model as it came.
         needed = self._train_batch_size * self.accelerator.num_processes if self.args.dataloader_drop_last else 1
         rows = len(self.train_dataset) if isinstance(self.train_dataset, Sized) else needed
-        rows *= getattr(self.args, "num_generations", 1)
-        if rows < needed:
+        if rows * getattr(self.args, "num_generations", 1) < needed:
             raise ValueError(
-                f"the training data has {rows} rows, and dataloader_drop_last leaves out a batch of fewer than "
-                f"{needed}: give more rows or a smaller per_device_train_batch_size"
-                if rows
-                else "the training data has no rows"
+                f"the training data has {rows or 'no'} rows, too few for a batch: give more rows or a smaller "
+                "per_device_train_batch_size"
             )
 
     def _checkpoint_to_resume(self, wanted: str | bool | None) -> str | None:
@@ -149,10 +147,7 @@ class ResilientTraining:
         now = self.get_total_train_batch_size(self.args)
         begun = checkpoints.optimizer_batch_of(checkpoint)
         if begun not in (None, now):
-            raise ValueError(
-                f"{checkpoint} is of a run with {begun} examples to an update, and now it is {now}: processes times "
-                f"per_device_train_batch_size times gradient_accumulation_steps must be {begun} to resume it"
-            )
+            raise ValueError(f"{checkpoint} is of a run with {begun} examples to an update, and now it is {now}")
 
     # ---- Epochs and updates ----
 
@@ -168,7 +163,7 @@ class ResilientTraining:
             # transformers makes the batches of a begun epoch again, skips those of earlier steps, and only then loads
             # the checkpoint's random state.
             in_the_middle = kwargs["steps_trained_in_current_epoch"] > 0
-            states = begun.epoch_start if in_the_middle else begun.generators
+            states = begun["epoch_start" if in_the_middle else "generators"]
             for name in self.generators.keys() & states.keys():
                 self.generators[name].set_state(states[name])
         self.epoch_start = states_of(self.generators)
@@ -236,5 +231,5 @@ class _RestoreProgress(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         if self.trainer._progress is not None:
-            self.trainer._progress.restore(self.trainer)
+            restore_progress(self.trainer, self.trainer._progress)
             load_reference(self.trainer, self.trainer._resumed_from)

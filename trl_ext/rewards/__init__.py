@@ -11,7 +11,6 @@ from trl_ext.rewards.verified import (
     gsm8k_reward,
     question_only_reward,
     r1_zero_reward,
-    verified_reward,
 )
 
 __all__ = [
@@ -29,5 +28,4 @@ __all__ = [
     "question_only_reward",
     "r1_zero_reward",
     "share_or_load",
-    "verified_reward",
 ]

@@ -61,12 +61,10 @@ def _coefficient(aggregate: str, given: float | None, quantile: float, ddof: int
     if aggregate not in AGGREGATES:
         raise ValueError(f"aggregate must be one of {', '.join(AGGREGATES)}, got {aggregate!r}")
     default = DEFAULT_COEFFICIENTS.get(aggregate)
-    if given is not None and default is None:
-        raise ValueError(f"aggregate {aggregate!r} takes no coefficient; leave it out, or use mean_minus_std or uwo")
-    if given is not None and not 0 <= given < math.inf:
-        raise ValueError(f"coefficient must be a number of at least 0, got {given}: it weighs a penalty")
+    if given is not None and (default is None or not 0 <= given < math.inf):
+        raise ValueError(f"coefficient must be at least 0, and is read by mean_minus_std and uwo alone, got {given}")
     if not 0 <= quantile <= 1:
-        raise ValueError(f"quantile must lie in [0, 1], got {quantile}: 0.25 is the lower quartile")
+        raise ValueError(f"quantile must lie in [0, 1], got {quantile}")
     if ddof not in (0, 1):
         raise ValueError(f"ddof must be 0 (population) or 1 (sample), got {ddof}")
     if default is not None and members <= ddof:
@@ -126,17 +124,11 @@ class RewardEnsemble:
         """
         raw = self._raw_scores(prompts, completions, finished, **columns).double()
         for name, scores in zip(self.names, raw, strict=True):
-            bad = (~scores.isfinite()).nonzero().flatten().tolist()
-            if bad:
-                raise ValueError(
-                    f"member {name}: no finite score for {len(bad)} of {len(scores)} calibration completions, the "
-                    f"first of them number {bad[0]}; leave those out"
-                )
             # Scores that should be equal can differ in the last bits of float32.
-            if scores.std(correction=0) <= 1e-6 * max(1.0, scores.abs().max().item()):
+            if not scores.std(correction=0) > 1e-6 * max(1.0, scores.abs().max().item()):
                 raise ValueError(
-                    f"member {name}: all {len(scores)} calibration completions score {scores[0].item():.6g}, so it "
-                    "has no scale; calibrate on more varied completions"
+                    f"member {name}: its {len(scores)} calibration scores are not finite or all alike, so it has no "
+                    "scale; calibrate on other completions"
                 )
         self.shifts, self.scales = raw.mean(dim=1).tolist(), raw.std(dim=1, correction=0).tolist()
         self.calibrated_on = len(completions)
@@ -184,12 +176,16 @@ class RewardEnsemble:
 
     def to_dict(self) -> dict[str, Any]:
         """Settings, members and calibration, for a JSON file."""
-        sources = [str(getattr(member, "folder", "") or type(member).__name__) for member in self.members]
-        parts = zip(self.names, sources, self.shifts, self.scales, strict=True)
-        members = [dict(zip(("name", "source", "shift", "scale"), part, strict=True)) for part in parts]
-        settings = {"aggregate": self.aggregate, "coefficient": self.coefficient, "ddof": self.ddof}
-        if self.aggregate == "quantile":
-            settings["quantile"] = self.quantile
+        members = [
+            {
+                "name": name,
+                "source": str(getattr(member, "folder", type(member).__name__)),
+                "shift": shift,
+                "scale": scale,
+            }
+            for name, member, shift, scale in zip(self.names, self.members, self.shifts, self.scales, strict=True)
+        ]
+        settings = {name: getattr(self, name) for name in ("aggregate", "coefficient", "quantile", "ddof")}
         return {**settings, "calibrated_on": self.calibrated_on, "members": members}
 
     def _raw_scores(self, prompts, completions, finished, **kwargs) -> Tensor:
@@ -205,12 +201,11 @@ class RewardEnsemble:
 
 def _member_names(members: Sequence) -> list[str]:
     """The members' names; from the second on, equal ones are numbered, around names that are taken."""
-    own = [getattr(member, "__name__", None) or type(member).__name__ for member in members]
+    own = [getattr(member, "__name__", type(member).__name__) for member in members]
     names: list[str] = []
     for name in own:
         numbered = (f"{name}-{number}" for number in itertools.count(2))
-        free = (candidate for candidate in numbered if candidate not in (*own, *names))
-        names.append(name if name not in names else next(free))
+        names.append(name if name not in names else next(free for free in numbered if free not in (*own, *names)))
     return names
 
 

@@ -27,6 +27,7 @@ from trl_ext.models.shared_backbone import (
     read_reward_adapter,
     tensor_shapes,
 )
+from trl_ext.names import check_choice
 
 logger = logging.getLogger(__name__)
 
@@ -69,13 +70,8 @@ class RewardModel:
         base: str | None = None,
         packing: Literal["auto", "off"] = "auto",
     ):
-        for argument, value, choices in (("dtype", dtype, DTYPES), ("packing", packing, ("auto", "off"))):
-            if value not in choices:
-                raise ValueError(f"{argument} must be one of {', '.join(choices)}, got {value!r}")
-        if batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+        check_choice("dtype", dtype, DTYPES)
         self.folder, self.adapter = find_reward_model(folder_or_hub_name, base=base)
-        self._tokenizer_from = _tokenizer_source(self.folder, self.adapter)
         self.name = self.__name__ = name or telling_name(str(folder_or_hub_name))
         limits = self.folder / LIMITS_FILE
         saved = json.loads(limits.read_text(encoding="utf-8")) if limits.is_file() else {}
@@ -98,7 +94,8 @@ class RewardModel:
         """The tokenizer that encodes completions."""
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(self._tokenizer_from)
+        has_own = (self.folder / "tokenizer_config.json").is_file()
+        return AutoTokenizer.from_pretrained(self.folder if has_own or not self.adapter else self.adapter.base)
 
     @cached_property
     def pad_token_id(self) -> int:
@@ -178,15 +175,10 @@ class RewardModel:
         Raises:
             ValueError: the lengths differ, or a completion cannot be encoded.
         """
-        was_cut = finished is not None and not all(finished)
-        if was_cut and not self._warned and self.pad_token_id == self.tokenizer.eos_token_id:
+        if not all(finished or ()) and not self._warned and self.pad_token_id == self.tokenizer.eos_token_id:
             self._warned = True
-            logger.warning(
-                "reward model %s: its padding token is the end-of-turn token, so scores are read before it, and a "
-                "completion that was cut scores as if it had ended; in training and best-of-n, missing_eos_penalty "
-                "lowers its reward; said once",
-                self.name,
-            )
+            pads = f"reward model {self.name} pads with its end-of-turn token"
+            logger.warning(f"{pads}, so a truncated completion scores as a complete one: use missing_eos_penalty")
         sequences = self._encode(prompts, completions, finished)
         options = {"batch_size": self.batch_size, "pad_token_id": self.pad_token_id, "progress": progress}
         if self.backbone is not None:
@@ -198,9 +190,6 @@ class RewardModel:
         return self.score(prompts, completions, finished=finished).tolist()
 
     def _encode(self, prompts, completions, finished) -> list[list[int]]:
-        for argument, values in (("prompts", prompts), ("finished", finished)):
-            if values is not None and len(values) != len(completions):
-                raise ValueError(f"{argument}: {len(values)} for {len(completions)} completions; give one for each")
         finished = [True] * len(completions) if finished is None else finished
         sequences = []
         for index, (prompt, completion, ended) in enumerate(zip(prompts, completions, finished, strict=True)):
@@ -216,13 +205,9 @@ class RewardModel:
 
 def telling_name(path: str) -> str:
     """The last part of a path, preceded by its parent's name if the last part is generic, such as `best`."""
-    *parents, last = [part for part in Path(path).absolute().parts if part not in ("/", "\\")] or ["reward"]
+    *_, parent, last = Path(path).absolute().parts
     says_little = last in ("best", "last", "final", "model", "adapter") or last.startswith("checkpoint-")
-    return f"{parents[-1]}-{last}" if says_little and parents else last
-
-
-# Files that a reward model is loaded from. Pickled weights are not downloaded.
-HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+    return f"{parent}-{last}" if says_little else last
 
 
 def find_reward_model(folder_or_hub_name: str | Path, *, base: str | None = None) -> tuple[Path, RewardAdapter | None]:
@@ -250,17 +235,6 @@ def find_reward_model(folder_or_hub_name: str | Path, *, base: str | None = None
     return folder, None
 
 
-def _tokenizer_source(folder: Path, adapter: RewardAdapter | None) -> str:
-    """The folder or hub name of the reward model's tokenizer: its own, otherwise its base's."""
-    for name in [str(folder)] if adapter is None else [str(folder), adapter.base]:
-        # A base on the hub is checked when it is loaded.
-        if not Path(name).is_dir() or (Path(name) / "tokenizer_config.json").is_file():
-            return name
-    raise FileNotFoundError(
-        f"{folder}: no tokenizer_config.json here{' or at its base' if adapter else ''}; save the tokenizer there"
-    )
-
-
 def _local_folder(name: str) -> Path:
     if Path(name).is_dir():
         return Path(name)
@@ -273,7 +247,9 @@ def _local_folder(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, allow_patterns=HUB_FILES))
+        # Pickled weights are not downloaded.
+        files = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+        return Path(snapshot_download(name, allow_patterns=files))
     except (OSError, ValueError) as error:
         raise FileNotFoundError(
             f"no reward model {name!r}: there is no such folder, and the hub has none of that name within reach"
@@ -307,47 +283,41 @@ def share_or_load(
     Raises:
         ValueError: `mode` is `always` and a model cannot use the policy's backbone.
     """
-    if mode not in ("auto", "always", "never"):
-        raise ValueError(f"mode must be auto, always or never, got {mode!r}")
-    # Of every model, where it was placed, or why it cannot be on the policy's backbone.
-    placed: dict[RewardModel, str] = {}
+    placed = {model: "where it was, on a shared backbone" for model in models if model.backbone is not None}
+    others = [model for model in dict.fromkeys(models) if model not in placed]
+    general = "sharing is switched off" if mode == "never" else policy_reason
+    backbone = None
+    # Why a model is not on the policy's backbone.
     reasons: dict[RewardModel, str] = {}
-    backbones: list[SharedBackbone] = []
-    for model in models:
-        if model.backbone is not None:
-            placed[model] = "where it was, on a shared backbone"
-        elif mode == "never":
-            reasons[model] = "sharing is switched off"
-        elif model.adapter is None:
-            reasons[model] = "it is a full model, not an adapter"
-        elif policy is None or policy_reason is not None:
-            reasons[model] = policy_reason or "there is no policy"
-        else:
-            try:
-                backbones = backbones or [SharedBackbone(policy)]
-                model.share(backbones[0])
-                placed[model] = f"on the policy's backbone, {model.base_name_or_path}"
-            except ValueError as error:
-                reasons[model] = str(error)
-        if mode == "always" and model in reasons:
-            raise ValueError(f"reward model {model.name} cannot sit on the policy's backbone: {reasons[model]}")
+    for model in others:
+        try:
+            if mode != "never" and model.adapter is None:
+                raise ValueError("it is a full model, not an adapter")
+            if general is not None or policy is None:
+                raise ValueError(general or "there is no policy")
+            backbone = backbone or SharedBackbone(policy)
+            model.share(backbone)
+            placed[model] = f"on the policy's backbone, {model.base_name_or_path}"
+        except ValueError as error:
+            reasons[model] = str(error)
+            if mode == "always":
+                raise ValueError(f"reward model {model.name} cannot sit on the policy's backbone: {error}") from None
     groups = defaultdict(list)
     for model in reasons:
         if mode == "auto" and model.adapter is not None and model.adapter.obstacle is None:
             groups[model.base_name_or_path, model.dtype].append(model)
     for (base, dtype), group in groups.items():
-        if len(group) < 2:
-            continue
-        packed = all(model.packing == "auto" for model in group)
-        frozen = SharedBackbone.load(base, dtype=dtype, device=device, packed=packed)
-        for model in group:
-            try:
-                model.share(frozen)
-                placed[model] = f"on one frozen copy of {base} with others: {reasons[model]}"
-            except ValueError as error:
-                reasons[model] = f"{reasons[model]}; and {error}"
-    for model, reason in reasons.items():
+        if len(group) > 1:
+            packed = all(model.packing == "auto" for model in group)
+            frozen = SharedBackbone.load(base, dtype=dtype, device=device, packed=packed)
+            for model in group:
+                try:
+                    model.share(frozen)
+                    placed[model] = f"on one frozen copy of {base} with others: {reasons[model]}"
+                except ValueError as error:
+                    reasons[model] += f"; and {error}"
+    for model in others:
         if model not in placed:
             model.load(device)
-            placed[model] = f"a copy of its own: {reason}"
+            placed[model] = f"a copy of its own: {reasons[model]}"
     return [f"{model.name}: {placed[model]}" for model in models]

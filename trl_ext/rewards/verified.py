@@ -83,9 +83,6 @@ class VerifiedGrader:
         kind: `r1_zero` (tags), `question_only` (a box), `gsm8k` (the last number), or `countdown` (tags around an
             expression of the row's `numbers` that makes its `answer`).
         fast: as for `is_correct`.
-
-    Raises:
-        ValueError: there is no such kind.
     """
 
     kind: str = "r1_zero"
@@ -93,9 +90,8 @@ class VerifiedGrader:
 
     def __post_init__(self):
         if self.kind not in KINDS:
-            raise ValueError(
-                f"the reward must be one of {', '.join(KINDS)}, got {self.kind!r}{nearest(str(self.kind), [*KINDS])}"
-            )
+            known, kind = ", ".join(KINDS), str(self.kind)
+            raise ValueError(f"the reward must be one of {known}, got {kind!r}{nearest(kind, [*KINDS])}")
 
     def __call__(self, response: str, row: Mapping[str, Any]) -> dict[str, float]:
         """`reward`, `format_reward` and `answer_reward` of a response, each 0 or 1."""
@@ -110,10 +106,6 @@ class VerifiedGrader:
         return last_boxed(response) if self.kind == "question_only" else parse_gsm8k_response(response)
 
 
-# The name under which evaluations and recipes create it.
-grader = VerifiedGrader
-
-
 class VerifiedReward:
     """A reward function for TRL's trainers, which can be pickled.
 
@@ -123,9 +115,6 @@ class VerifiedReward:
             `countdown`, its target.
         name: the name that TRL logs it under; None for the kind.
         numbers_column: for `countdown`, the column with the numbers to use.
-
-    Raises:
-        ValueError: there is no such kind.
     """
 
     def __init__(
@@ -137,7 +126,7 @@ class VerifiedReward:
         fast: bool = True,
         numbers_column: str = "numbers",
     ):
-        self.grade = grader(kind, fast=fast)
+        self.grade = VerifiedGrader(kind, fast=fast)
         self.truth_column, self.numbers_column = truth_column, numbers_column
         self.__name__ = name or kind
 
@@ -157,14 +146,14 @@ class VerifiedReward:
         Raises:
             ValueError: the truth's column is missing, or a row has no truth.
         """
-        given = {"answer": self._column(self.truth_column, columns)}
-        if self.grade.kind == "countdown":
-            given["numbers"] = self._column(self.numbers_column, columns)
+        if self.truth_column not in columns:
+            raise ValueError(f"{self.__name__}: the dataset has no column {self.truth_column!r}: give truth_column")
+        truths = columns[self.truth_column]
+        numbers = columns.get(self.numbers_column) or [None] * len(truths)
         rewards = []
-        for index, (completion, *values) in enumerate(zip(completions, *given.values(), strict=True)):
+        for index, (completion, truth, given) in enumerate(zip(completions, truths, numbers, strict=True)):
             try:
-                row = dict(zip(given, values, strict=True))
-                rewards.append(self.grade(completion_text(completion), row))
+                rewards.append(self.grade(completion_text(completion), {"answer": truth, "numbers": given}))
             except ValueError as error:
                 raise ValueError(f"{self.__name__}: row {index}, column {self.truth_column!r}: {error}") from error
         for part in ("format", "answer"):
@@ -174,19 +163,6 @@ class VerifiedReward:
             if log_metric is not None and values:
                 log_metric(f"rewards/{self.__name__}/{part}", sum(values) / len(values))
         return [reward["reward"] for reward in rewards]
-
-    def _column(self, name: str, columns: dict[str, Any]) -> Sequence:
-        if name not in columns:
-            given = sorted(key for key, values in columns.items() if isinstance(values, (list, tuple)))
-            raise ValueError(
-                f"{self.__name__}: the dataset has no column {name!r}, but {', '.join(given) or 'none'}; name it with "
-                f"truth_column{nearest(name, given)}"
-            )
-        return columns[name]
-
-
-# The name under which recipes create it.
-verified_reward = VerifiedReward
 
 
 def completion_text(completion: str | Sequence[dict[str, Any]]) -> str:
@@ -223,25 +199,14 @@ def _scores(formatted: bool, correct: bool) -> dict[str, float]:
     return {"reward": float(correct), "format_reward": float(formatted), "answer_reward": float(correct)}
 
 
-# Category -> format and answer reward. An answer in the wrong form is never graded, so (0, 1) does not occur.
-CATEGORIES = {"correct": (1.0, 1.0), "wrong_answer": (1.0, 0.0), "wrong_format": (0.0, 0.0)}
 # f(response, row) -> `reward`, `format_reward` and `answer_reward`, each 0 or 1.
 Grader = Callable[[str, Mapping[str, Any]], dict[str, float]]
+CATEGORIES = ("correct", "wrong_answer", "wrong_format")
 
 
 def category_of(format_reward: float, answer_reward: float) -> str:
-    """The category of a graded response: `correct`, `wrong_answer` (in the correct form) or `wrong_format`.
-
-    Raises:
-        ValueError: rewards other than 0 and 1, or a correct answer in the wrong form.
-    """
-    for name, rewards in CATEGORIES.items():
-        if (format_reward, answer_reward) == rewards:
-            return name
-    raise ValueError(
-        f"format_reward {format_reward} and answer_reward {answer_reward}: each must be 0 or 1, and an answer can "
-        "only be correct in the right form"
-    )
+    """The category of a graded response; an answer in the wrong form is never correct."""
+    return "correct" if answer_reward else "wrong_answer" if format_reward else "wrong_format"
 
 
 def count_categories(rows: Iterable[Mapping[str, Any]]) -> dict[str, int]:

@@ -29,10 +29,9 @@ class GenerationDiagnostics:
         n: number of responses.
         mean_tokens: per text; tokens, 0 for an empty response.
         distinct_1, distinct_2: pooled; distinct n-grams / n-grams within responses (Li et al., 2016).
-        unique_token_ratio: per text; distinct tokens / tokens, over the responses with tokens.
-        dominant_token_fraction: per text; count of the most frequent token / tokens, over the responses with tokens.
-        repetition: per text; 1 - distinct n-grams / n-grams, n = `repetition_ngram`, over the responses with at least
-            n tokens (seq-rep-n of Welleck et al., 2020).
+        unique_token_ratio: per text; distinct tokens / tokens.
+        dominant_token_fraction: per text; count of the most frequent token / tokens.
+        repetition: per text; 1 - distinct 4-grams / 4-grams (seq-rep-n of Welleck et al., 2020).
         empty_fraction: share of the responses whose text is empty or whitespace.
         truncated_fraction: share of the responses cut at the token limit; None if not known.
         compression_ratio: pooled; UTF-8 bytes of the concatenated texts / their bytes under zlib level 9.
@@ -47,7 +46,6 @@ class GenerationDiagnostics:
     unique_token_ratio: float | None
     dominant_token_fraction: float | None
     repetition: float | None
-    repetition_ngram: int
     empty_fraction: float
     truncated_fraction: float | None
     compression_ratio: float | None
@@ -64,7 +62,6 @@ def diagnose_generations(
     *,
     token_ids: Sequence[Sequence[int]] | None = None,
     finished: Sequence[bool] | None = None,
-    max_new_tokens: int | None = None,
 ) -> GenerationDiagnostics:
     """Measure a set of responses and flag a collapsed policy.
 
@@ -72,27 +69,11 @@ def diagnose_generations(
     above 0.5, or if no response has a token.
 
     Args:
-        responses: texts.
+        responses: texts, at least one.
         token_ids: the token ids of each response, without padding; default: the words between whitespace.
         finished: False for a response that was cut at the token limit.
-        max_new_tokens: the token limit. Without `finished`, a response counts as cut if its `token_ids` reach the
-            limit, even if it ended there naturally.
-
-    Raises:
-        ValueError: there are no responses, or `token_ids` or `finished` has another length.
     """
-    if isinstance(responses, str) or len(responses) == 0:
-        raise ValueError("responses: must be a non-empty list of texts")
-    for name, values in (("token_ids", token_ids), ("finished", finished)):
-        if values is not None and len(values) != len(responses):
-            raise ValueError(f"{name}: has {len(values)} entries for {len(responses)} responses; give one for each")
-    if token_ids is None:
-        tokens: list[list[Hashable]] = [text.split() for text in responses]
-    else:
-        # Convert to integers: elements of a tensor hash by identity, so equal tokens would count as distinct.
-        tokens = [[int(token) for token in ids] for ids in token_ids]
-        if finished is None and max_new_tokens is not None:
-            finished = [len(ids) < max_new_tokens for ids in tokens]
+    tokens: Sequence[Tokens] = [text.split() for text in responses] if token_ids is None else token_ids
     unique = _mean([distinct_ngram_ratio([text], 1) for text in tokens])
     dominant = _mean([max(Counter(text).values()) / len(text) if text else None for text in tokens])
     distinct = [distinct_ngram_ratio([text], REPETITION_NGRAM) for text in tokens]
@@ -110,7 +91,6 @@ def diagnose_generations(
         unique_token_ratio=unique,
         dominant_token_fraction=dominant,
         repetition=_mean([None if ratio is None else 1 - ratio for ratio in distinct]),
-        repetition_ngram=REPETITION_NGRAM,
         empty_fraction=fmean(not text.strip() for text in responses),
         truncated_fraction=None if finished is None else fmean(not ended for ended in finished),
         compression_ratio=len(data) / len(zlib.compress(data, level=9)) if data else None,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,12 +20,9 @@ from trl_ext.processes import warn_once_per_run
 from trl_ext.rollouts.sampler import evaluation_sampler
 from trl_ext.rollouts.stopping import StopInResponse, check_stop, cut_at_stop
 
-# Settings saved with a model that are no part of the distribution of its responses.
-_NOT_OF_THE_DISTRIBUTION = frozenset(
-    {"do_sample", "max_length", "max_new_tokens", "use_cache", "cache_implementation", "transformers_version"}
-)
-
-
+# Settings of the distribution of responses that models are saved with.
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "no_repeat_ngram_size")
+_SAMPLING += ("suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id")
 ANSWER_END = "</answer>"
 
 
@@ -51,10 +47,7 @@ class Generation:
 
 
 def recorded_log_probs(generations: Sequence[Generation]) -> list[Tensor] | None:
-    """Token log-probabilities of responses as their engine recorded them; None if it did not.
-
-    Those of responses sampled at temperature 1 from the whole vocabulary are the model's own.
-    """
+    """Token log-probabilities of responses as their engine recorded them; None if it did not."""
     if any(generation.log_probs is None for generation in generations):
         return None
     return [torch.tensor(generation.log_probs) for generation in generations]
@@ -79,14 +72,10 @@ class SamplingSettings:
 
     def __post_init__(self):
         check_stop(self.stop)
-        for name in ("max_new_tokens", "max_prompt_tokens", "batch_size", "top_k", "no_repeat_ngram_size"):
-            value, least = getattr(self, name), 0 if name in ("top_k", "no_repeat_ngram_size") else 1
-            if value is not None and value < least:
+        for name, least in {"max_new_tokens": 1, "max_prompt_tokens": 1, "batch_size": 1, "temperature": 0}.items():
+            value = getattr(self, name)
+            if value is not None and not value >= least:
                 raise ValueError(f"{name} must be at least {least}, got {value}")
-        if not self.repetition_penalty > 0:
-            raise ValueError(f"repetition_penalty must be above 0, got {self.repetition_penalty}; 1 is none")
-        if self.temperature < 0:
-            raise ValueError(f"temperature must not be negative, got {self.temperature}; 0 is greedy decoding")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
 
@@ -109,7 +98,7 @@ def generate_responses(
     fast: bool = True,
     progress: str | None = None,
 ) -> list[Generation]:
-    """Generate one response for each prompt.
+    """Generate one response for each prompt, in order.
 
     Only the settings given here are used; generation settings saved with the model (a repetition penalty, top-k) are
     ignored. The random state of the process is restored. On a CPU, responses are sampled as by `fast_rollouts`.
@@ -129,15 +118,12 @@ def generate_responses(
         fast: False leaves sampling to transformers.
         progress: label of the progress bar; None for no bar.
 
-    Returns:
-        One `Generation` per prompt, in order.
-
     Raises:
         ValueError: a setting that `SamplingSettings` refuses, an empty prompt, a stop string that is a special token,
             or one prompt instead of a list.
     """
     if isinstance(prompts, str) or any(isinstance(prompt, dict) for prompt in prompts):
-        raise ValueError("prompts is one prompt, and must be a list of prompts: give [prompt]")
+        raise ValueError("prompts must be a list of prompts: give [prompt]")
     stop = check_stop(stop, tokenizer)
     limits = {"max_prompt_tokens": max_prompt_tokens, "batch_size": batch_size, "stop": stop}
     sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
@@ -199,22 +185,11 @@ def without_own_settings(model) -> Iterator[None]:
 
 
 def warn_of_ignored_settings(model, used: Mapping[str, Any]) -> None:
-    """Log in one line the settings saved with a model that differ from those `used` for rollouts, if there are any."""
+    """Log in one line the sampling settings saved with a model that differ from those `used`, if there are any."""
     saved = unwrapped(model).generation_config.to_diff_dict()
-    ignored = [
-        f"{name} {value}"
-        for name, value in sorted(saved.items())
-        if value is not False
-        and value not in (None, used.get(name))
-        and name not in _NOT_OF_THE_DISTRIBUTION
-        and not name.startswith("_")
-        and (not name.endswith("_token_id") or name.startswith("forced_"))
-    ]
+    ignored = [f"{name} {saved[name]}" for name in _SAMPLING if saved.get(name) not in (None, used.get(name))]
     if ignored:
-        warn_once_per_run(
-            "responses are sampled with the run's settings, and these of the model's generation_config are ignored: "
-            + ", ".join(ignored)
-        )
+        warn_once_per_run(f"sampling settings of the model's generation_config are ignored: {', '.join(ignored)}")
 
 
 def end_token_ids(model, tokenizer) -> set[int]:
@@ -248,8 +223,8 @@ def without_template(tokenizer, prompts: Sequence[list[dict] | str]) -> str | No
     if not tokenizer.chat_template or len(plain) <= len(prompts) / 2:
         return None
     return (
-        "the prompts are plain text, to which the model's chat template is not applied: a chat model may answer badly "
-        "or not at all; rename the column to prompt_text, or give messages, unless plain text is intended"
+        "the prompts are plain text, to which the model's chat template is not applied: rename the column to "
+        "prompt_text, or give messages, unless plain text is intended"
     )
 
 
@@ -265,7 +240,7 @@ class TransformersEngine:
     def __call__(
         self, prompts: Sequence[list[dict] | str], *, seed: int = 0, progress: str | None = None
     ) -> list[Generation]:
-        settings = dataclasses.asdict(self.settings)
+        settings = vars(self.settings)
         return generate_responses(self.model, self.tokenizer, prompts, **settings, seed=seed, progress=progress)
 
 
@@ -275,12 +250,8 @@ class VLLMEngine:
     Args:
         model_path: a folder or hub name.
         tokenizer: the model's tokenizer.
-        settings: sampling settings.
+        settings: sampling settings; a ValueError for `no_repeat_ngram_size`, which vLLM does not have.
         options: arguments for `vllm.LLM`, such as `gpu_memory_utilization`.
-
-    Raises:
-        ImportError: vLLM is not installed; the message names the extra.
-        ValueError: vLLM does not support a setting.
     """
 
     def __init__(self, model_path: str, tokenizer, settings: SamplingSettings, **options: Any):

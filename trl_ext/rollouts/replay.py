@@ -15,6 +15,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,28 +25,34 @@ from trl_ext.files import write_text
 WEIGHT_CHOICES = ("none", "sequence", "length_normalized")
 
 
-@dataclass(frozen=True)
-class SampledPair:
-    """Two responses to a prompt, with values recorded at sampling time; log-probabilities are sums in nats.
+class Response(NamedTuple):
+    """A sampled response: token ids, and sums of log-probabilities in nats.
 
     Attributes:
-        prompt_ids, chosen_ids, rejected_ids: token ids, as arrays of 32-bit integers.
-        chosen_log_prob, rejected_log_prob: under the policy that sampled them; NaN if unused.
-        ref_chosen, ref_rejected: log-probabilities under the loss's reference; NaN for a reference-free loss.
-        chosen_reward, rejected_reward: the rewards that labelled them.
+        ids: an array of 32-bit integers.
+        log_prob: under the policy that sampled it; NaN if unused.
+        ref_log_prob: under the loss's reference; NaN for a reference-free loss.
+    """
+
+    ids: array
+    log_prob: float
+    ref_log_prob: float
+
+
+@dataclass(frozen=True)
+class SampledPair:
+    """Two responses to a prompt.
+
+    Attributes:
+        prompt_ids: token ids, as an array of 32-bit integers.
+        chosen, rejected: the responses.
         version: number of optimizer updates of the policy that sampled them.
         reward_version: version of the reward that labelled them.
     """
 
     prompt_ids: array
-    chosen_ids: array
-    rejected_ids: array
-    chosen_log_prob: float
-    rejected_log_prob: float
-    ref_chosen: float
-    ref_rejected: float
-    chosen_reward: float
-    rejected_reward: float
+    chosen: Response
+    rejected: Response
     version: int
     reward_version: str
 
@@ -63,9 +70,7 @@ class ReplayBuffer:
     """
 
     def __init__(self, capacity: int, max_age: int, seed: int = 0):
-        self.capacity = capacity
-        self.max_age = max_age
-        self.seed = seed
+        self.capacity, self.max_age, self.seed = capacity, max_age, seed
         self.pairs: list[SampledPair] = []
 
     def __len__(self) -> int:
@@ -75,11 +80,9 @@ class ReplayBuffer:
         """Add pairs as the most recent."""
         self.pairs = [*self.pairs, *pairs][-self.capacity :]
 
-    def drop_old(self, version: int) -> int:
-        """Drop pairs older than `max_age` at this version of the policy, and return their number."""
-        before = len(self.pairs)
+    def drop_old(self, version: int) -> None:
+        """Drop pairs older than `max_age` at this version of the policy."""
         self.pairs = [pair for pair in self.pairs if version - pair.version <= self.max_age]
-        return before - len(self.pairs)
 
     def draw(self, count: int, version: int) -> list[SampledPair]:
         """Draw `count` pairs, or all if there are fewer, for this version of the policy, without replacement."""
@@ -88,14 +91,17 @@ class ReplayBuffer:
 
     def save(self, path: str | Path) -> None:
         """Write the pairs to a JSON file, atomically."""
-        rows = [{name: [*v] if isinstance(v, array) else v for name, v in vars(pair).items()} for pair in self.pairs]
-        write_text(path, json.dumps(rows))
+        write_text(path, json.dumps(list(map(vars, self.pairs)), default=list))
 
     def load(self, path: str | Path) -> None:
         """Replace the pairs with those in a file written by `save`, keeping the most recent up to the capacity."""
         rows = json.loads(Path(path).read_text(encoding="utf-8"))[-self.capacity :]
         self.pairs = [
-            SampledPair(**{name: array("i", v) if isinstance(v, list) else v for name, v in row.items()})
+            SampledPair(
+                array("i", row.pop("prompt_ids")),
+                *(Response(array("i", ids), *sums) for ids, *sums in (row.pop("chosen"), row.pop("rejected"))),
+                **row,
+            )
             for row in rows
         ]
 
@@ -119,18 +125,11 @@ def importance_weights(
             has lower variance but is biased (as GSPO's ratio, arXiv 2507.18071); `none` for 1.
         lengths: number of summed tokens, [P]; for `length_normalized`.
         cap: maximum weight; None for no cap.
-
-    Raises:
-        ValueError: the kind is unknown, or required lengths are missing.
     """
-    if kind not in WEIGHT_CHOICES:
-        raise ValueError(f"replay_weights must be one of {', '.join(WEIGHT_CHOICES)}, got {kind!r}")
     if kind == "none":
         return torch.ones_like(log_ratio)
     log_weights = log_ratio.detach()
     if kind == "length_normalized":
-        if lengths is None:
-            raise ValueError("length_normalized weights need the numbers of tokens")
         log_weights = log_weights / lengths.clamp(min=1)
     # Cap before exponentiating, which could overflow.
     return log_weights.clamp(max=math.inf if cap is None else math.log(cap)).exp()

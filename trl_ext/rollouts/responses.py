@@ -244,7 +244,7 @@ def evaluate_reasoning(
     Args:
         rows: problems with `row_id`, `prompt_text`, `answer` and the fields that the grader reads.
         prompts, engine, options: as for `sample_responses`, whose rows get the columns of `graded`.
-        grade: `f(response, row)`, such as a function created by `grader`.
+        grade: `f(response, row)`, such as a `VerifiedGrader`.
         entropies: computes the mean entropy of each response, for the column `entropy`; None to leave it out.
 
     Raises:

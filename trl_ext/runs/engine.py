@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from transformers.hf_argparser import HfArg
 
+from trl_ext.names import check_choice
 from trl_ext.processes import is_main_process, warn_once_per_run
 
 
@@ -23,10 +24,7 @@ class LaunchArguments:
     )
 
     def __post_init__(self):
-        # YAML reads a plain on or off as a truth value.
-        self.doctor = {"True": "on", "False": "off"}.get(self.doctor, self.doctor)
-        if self.doctor not in ("on", "off"):
-            raise ValueError(f"doctor must be on or off, got {self.doctor!r}")
+        check_choice("doctor", self.doctor, ("on", "off"))
 
 
 class Engine(NamedTuple):

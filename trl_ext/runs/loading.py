@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from datasets import Dataset
 from httpx import HTTPError
 from transformers.hf_argparser import HfArg
 from trl import get_peft_config, get_quantization_config
@@ -24,7 +25,7 @@ from trl_ext.names import nearest
 from trl_ext.processes import is_main_process, warn_once_per_run
 from trl_ext.resilience.faults import plain_faults
 from trl_ext.runs.arguments import MENDABLE_IN_TRAINING, ModelArguments, one_line_errors
-from trl_ext.trainers.context import check_rows
+from trl_ext.trainers.context import check_context
 from trl_ext.trainers.defaults import check_at_least
 from trl_ext.trainers.policies import remember_base
 
@@ -195,7 +196,8 @@ def load_trainer(trainer_class, model: ModelArguments, training, **datasets: Any
     names = ("max_length",) if isinstance(training, SFTConfig) else ("max_response_tokens", "max_prompt_tokens")
     limits = {name: getattr(training, name, None) for name in names}
     for dataset in (trainer.train_dataset, trainer.eval_dataset):
-        check_rows(trainer.model, dataset, limits)
+        if isinstance(dataset, Dataset):
+            check_context(trainer.model, dataset, limits)
     return trainer
 
 

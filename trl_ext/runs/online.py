@@ -109,7 +109,7 @@ def describe_online(trainer, arguments: RewardSources) -> dict[str, Any]:
         "reward_models": arguments.reward_model or [],
         "reward_functions": arguments.reward_function or [],
         "ensembles": [one.to_dict() for one in map(innermost, functions) if isinstance(one, RewardEnsemble)],
-        "reward_shaping": [one.to_dict() for one in functions if isinstance(one, ShapedReward)],
+        "reward_shaping": [one.state_dict() for one in functions if isinstance(one, ShapedReward)],
         "train_prompts": len(trainer.train_dataset),
         "rollouts": trainer.rollouts,
         "sampled_responses": trainer.sampled_responses,

@@ -14,8 +14,8 @@ from transformers.hf_argparser import HfArg
 from trl_ext.data.math import demonstration, load_math, load_prompt_template, math_prompt, render
 from trl_ext.held_out.reasoning import ReasoningCallback, ReasoningEvaluation, log_reasoning
 from trl_ext.processes import is_main_process
-from trl_ext.rewards import verified_reward
-from trl_ext.rewards.verified import grader
+from trl_ext.rewards import VerifiedReward
+from trl_ext.rewards.verified import VerifiedGrader
 from trl_ext.rollouts import SamplingSettings
 from trl_ext.rollouts.generation import ANSWER_END
 from trl_ext.runs.training_run import TrainingRun
@@ -122,7 +122,7 @@ class Problems:
 
     def reward_function(self, *, fast: bool):
         """The grader as a reward function of TRL; `fast` leaves math-verify out."""
-        return verified_reward(self.reward, fast=fast)
+        return VerifiedReward(self.reward, fast=fast)
 
     def dataset(self) -> Dataset:
         """The rows in TRL's format: prompts, and the columns that the reward reads."""
@@ -150,7 +150,7 @@ def load_problems(arguments: ProblemArguments, split: str, setting: str | None =
         reward = "countdown" if has_numbers else "question_only" if within in BOXED else "r1_zero"
     elif reward == "countdown" and not all("numbers" in row for row in rows):
         raise ValueError(f"the reward countdown needs problems with nums and target, which {split!r} has not")
-    return Problems(rows, template, name, reward, grader(reward, fast=not arguments.use_math_verify))
+    return Problems(rows, template, name, reward, VerifiedGrader(reward, fast=not arguments.use_math_verify))
 
 
 def load_problem_sets(arguments: ValidatedProblems) -> tuple[Problems, Problems, Problems]:

@@ -260,7 +260,6 @@ def _compare(
         asked,
         [Generation([], response_ids(pick, tokenizer), pick["response_text"], pick["finished"]) for pick in own],
         other,
-        max_new_tokens=arguments.max_new_tokens,
         score_function=arguments.score_function,
     )
     for row, pick in zip(comparison.rows, own, strict=True):

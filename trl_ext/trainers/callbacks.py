@@ -7,6 +7,7 @@ import math
 import sys
 import time
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,25 +18,25 @@ from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCall
 from trl_ext.files import write_json_lines
 from trl_ext.resilience.guards import leave_epoch, stop_training
 
-# Columns of a step's line: the format of each, and its metrics, of which the first that was logged is shown.
-_COLUMNS = {
-    "loss": (".3f", "loss"),
-    "reward": (".3f", "reward", "rollouts/reward"),
-    "score": (".3f", "score"),
-    "win rate": (".3f", "win_rate"),
-    "accuracy": (".3f", "rewards/accuracies", "accuracy"),
-    "margin": (".3f", "rewards/margins", "margin"),
-    "token accuracy": (".3f", "mean_token_accuracy"),
+# Columns of a step's line: label, format, and metrics, of which the first that was logged is shown.
+_COLUMNS = (
+    ("loss", "6.3f", "loss"),
+    ("reward", "6.3f", "reward", "rollouts/reward"),
+    ("score", "5.3f", "score"),
+    ("win rate", "5.3f", "win_rate"),
+    ("accuracy", "5.3f", "rewards/accuracies", "accuracy"),
+    ("margin", "6.3f", "rewards/margins", "margin"),
+    ("token accuracy", "5.3f", "mean_token_accuracy"),
     # Nats per response of held-out rollouts and of KTO's loss, and nats per token of a training step's rollouts.
-    "kl/response": (".4f", "sampled_kl", "kl"),
-    "entropy": (".3f", "entropy", "rollouts/entropy"),
-    "length": (".1f", "completions/mean_length", "rollouts/mean_length"),
-    "cut": (".3f", "completions/clipped_ratio"),
-    "clip ratio": (".3f", "clip_ratio/region_mean"),
-    "value loss": (".3f", "value_loss"),
-    "kept": (".0f", "rollouts/kept"),
-    "lr": (".1e", "learning_rate"),
-}
+    ("kl", "6.4f", "sampled_kl", "kl"),
+    ("entropy", "5.3f", "entropy"),
+    ("length", "5.1f", "completions/mean_length", "rollouts/mean_length"),
+    ("truncated", "5.3f", "completions/clipped_ratio"),
+    ("clip ratio", "5.3f", "clip_ratio/region_mean"),
+    ("value loss", "6.3f", "value_loss"),
+    ("kept", ".0f", "rollouts/kept"),
+    ("lr", ".1e", "learning_rate"),
+)
 
 
 class MetricsFileCallback(TrainerCallback):
@@ -106,10 +107,7 @@ class StepLineCallback(TrainerCallback):
     """Prints the main metrics on one line whenever the trainer logs. `show_in` adds it to a trainer."""
 
     def __init__(self):
-        # Widths so far; the first ones leave room for a minus sign.
-        self._widths = {"reward": 6, "margin": 6}
         self._round: int | None = None
-        self._samples = False
         self._began: tuple[int, float] | None = None
 
     @classmethod
@@ -128,56 +126,42 @@ class StepLineCallback(TrainerCallback):
         # The last row summarizes the run; the recipe prints its own summary.
         if state.is_world_process_zero and logs and "train_runtime" not in logs:
             metrics = {name.removeprefix("eval_"): value for name, value in logs.items()}
-            self._samples |= "reward" in logs
-            if shown := _shown(metrics, self._samples):
-                tqdm.write(self._line(state, metrics, shown))
+            if columns := _columns(metrics):
+                tqdm.write("  ".join([self._place(state, metrics), *columns, *self._time_left(state, metrics)]))
                 sys.stdout.flush()
 
     def on_train_end(self, args, state, control, **kwargs):
         self._began = None
 
-    def _line(self, state, metrics: dict[str, Any], shown: dict[str, str]) -> str:
-        in_training = "learning_rate" in metrics
+    def _place(self, state, metrics: dict[str, Any]) -> str:
         # Rounds of expert iteration continue the step count, and their total is unknown.
         self._round = metrics.get("expert_step", self._round)
         place = f"step {state.global_step:{len(str(state.max_steps))}}"
-        if self._round is not None:
-            place = f"round {self._round}, {place}"
-        elif state.max_steps:
-            place += f"/{state.max_steps}"
-        if not in_training and "expert_step" not in metrics:
-            place += "  held out:"
-        parts = [place]
-        for label, text in shown.items():
-            width = self._widths[label] = max(len(text), self._widths.get(label, 0))
-            parts.append(f"{label} {text:>{width}}")
-        if in_training and self._round is None and self._began and state.global_step > self._began[0]:
-            taken = (time.monotonic() - self._began[1]) / (state.global_step - self._began[0])
-            minutes, seconds = divmod(round(taken * (state.max_steps - state.global_step)), 60)
-            left = f"{minutes}:{seconds:02}" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"
-            parts.append(f"{left} left")
-        return "  ".join(parts)
+        place = f"{place}/{state.max_steps}" if self._round is None else f"round {self._round}, {place}"
+        return place if {"learning_rate", "expert_step"} & metrics.keys() else f"{place}  held out:"
+
+    def _time_left(self, state, metrics: dict[str, Any]) -> list[str]:
+        if "learning_rate" not in metrics or self._round is not None or not self._began:
+            return []
+        first, began = self._began
+        steps, left = state.global_step - first, state.max_steps - state.global_step
+        seconds = round((time.monotonic() - began) / max(steps, 1) * left)
+        return [f"{timedelta(seconds=seconds)} left"]
 
 
-def _shown(metrics: dict[str, Any], samples: bool) -> dict[str, str]:
-    """The columns of a line, without a policy's loss and without metrics that a better one makes redundant."""
-    rewards = [value for name, value in metrics.items() if name.startswith("rewards/") and name.endswith("/mean")]
-    if len(rewards) == 1:
-        metrics = {"reward": rewards[0], **metrics}
-    shown = {}
-    for label, (form, *names) in _COLUMNS.items():
+def _columns(metrics: dict[str, Any]) -> list[str]:
+    # The loss of a policy says nothing of its progress, and of pairs there are better measures than the tokens'.
+    hidden = {"loss"} if "reward" in metrics else {"entropy"}
+    hidden |= {"token accuracy"} if "rewards/accuracies" in metrics else set()
+    columns = []
+    for label, form, *names in _COLUMNS:
         value = next((metrics[name] for name in names if name in metrics), None)
-        if label == "kl/response" and {"learning_rate", "completions/mean_length"} <= metrics.keys():
-            label = "kl/token"
-        if isinstance(value, int | float):
-            shown[label] = f"{value:{form if abs(value) < 1e5 else '.1e'}}"
-    if not samples and "reward" not in shown:
-        shown.pop("entropy", None)
-    if samples and "accuracy" not in shown:
-        shown.pop("loss", None)
-    if samples or {"accuracy", "margin"} & shown.keys():
-        shown.pop("token accuracy", None)
-    return shown
+        if label == "kl":
+            of_tokens = {"learning_rate", "completions/mean_length"} <= metrics.keys()
+            label = "kl/token" if of_tokens else "kl/response"
+        if isinstance(value, int | float) and label not in hidden:
+            columns.append(f"{label} {value:{form if abs(value) < 1e5 else '.1e'}}")
+    return columns
 
 
 class TimeBudgetCallback(TrainerCallback):

@@ -1,17 +1,15 @@
-"""Checks the model and the rows that a trainer is given, and truncates rows to their limits."""
+"""Checks the model and the data that a trainer is given, and truncates rows to their limits."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, IterableDataset
-from torch.nn import Module
 
-from trl_ext.files import brief
 from trl_ext.models.loading import resolve_model_path
 from trl_ext.processes import warn_once_per_run
 from trl_ext.rollouts.generation import prompt_tokens, without_template
@@ -22,55 +20,44 @@ Formats = Sequence[Sequence[str]]
 PAIRS = (("prompt", "chosen", "rejected"), ("chosen", "rejected"))
 LABELLED = (("prompt", "completion", "label"), *PAIRS)
 PROMPTS = (("prompt",),)
-# Columns that hold text or messages in every format that TRL reads.
-_TEXTS = ("prompt", "completion", "chosen", "rejected")
 
 
 # ---- Models and datasets ----
 
 
-def check_inputs(model: Any, datasets: Mapping[str, Any], formats: Formats, *, one_kind: bool = False) -> Any:
-    """The model as TRL takes it: a model or a name, with `toy` and `smollm2` resolved to their folders.
+def check_inputs(model: Any, given: Mapping[str, Any], formats: Formats) -> Any:
+    """Check a trainer's model, and its datasets by `check_dataset`; return the model as TRL takes it.
 
-    Args:
-        model: the model, its name or its folder.
-        datasets: a trainer's arguments, of which `train_dataset`, `eval_dataset` and `ref_model` are read.
-        formats: the columns of a dataset, in one or more ways; none to leave them to TRL.
-        one_kind: whether a row's texts must be all messages or all strings.
+    The names `toy` and `smollm2` become those of their folders.
 
     Raises:
         FileNotFoundError: the model's folder does not exist.
-        TypeError: the model or a dataset is of another type.
-        ValueError: the model is an adapter, a dataset is empty or lacks a column, or a row's text is neither a string
-            nor messages.
+        TypeError: the reference model is a name.
+        ValueError: the model is an adapter.
     """
     if isinstance(model, (str, os.PathLike)):
         model = resolve_model_path(os.fspath(model))
         if (Path(model) / "adapter_config.json").is_file() and not (Path(model) / "config.json").is_file():
-            raise ValueError(
-                f"{model} is an adapter, and training starts from a whole model: merge it into its base "
-                "(merge_and_unload, save_pretrained) and give that folder"
-            )
-    reference = datasets.get("ref_model")
-    for name, given, others in (("model", model, str), ("ref_model", reference, type(None))):
-        if not isinstance(given, (Module, others)):
-            raise TypeError(
-                f"{name} must be a model, got {type(given).__name__}: AutoModelForCausalLM.from_pretrained loads one"
-            )
-    named = {name: datasets.get(name) for name in ("train_dataset", "eval_dataset")}
-    if isinstance(named["eval_dataset"], Mapping):
-        named |= {f"eval_dataset[{key!r}]": one for key, one in named.pop("eval_dataset").items()}
-    for name, dataset in named.items():
+            raise ValueError(f"{model} is an adapter, and training starts from a whole model: merge it into its base")
+    if isinstance(given.get("ref_model"), str):
+        raise TypeError("ref_model must be a model, got str: AutoModelForCausalLM.from_pretrained loads one")
+    held_out = given.get("eval_dataset")
+    named = held_out if isinstance(held_out, Mapping) else {"eval_dataset": held_out}
+    for name, dataset in {"train_dataset": given.get("train_dataset"), **named}.items():
         # TRL says itself that there is no data to train on.
         if dataset is not None:
-            check_dataset(name, dataset, formats, one_kind=one_kind)
+            check_dataset(name, dataset, formats)
     return model
 
 
-def check_dataset(name: str, dataset: Any, formats: Formats, *, one_kind: bool = False) -> None:
-    """The same for one dataset; of a streamed one only the type is checked."""
-    if isinstance(dataset, Mapping):
-        raise TypeError(f"{name} holds several data sets, {', '.join(dataset)}: give one of them")
+def check_dataset(name: str, dataset: Any, formats: Formats) -> None:
+    """Check a dataset, which messages name `name`, by its first row; a streamed one by its type.
+
+    Raises:
+        TypeError: it is no dataset.
+        ValueError: it is empty, has the columns of none of the `formats` (none to leave them to TRL), or has a text
+            that is neither a string nor messages.
+    """
     if isinstance(dataset, IterableDataset):
         return
     if not isinstance(dataset, Dataset):
@@ -80,62 +67,29 @@ def check_dataset(name: str, dataset: Any, formats: Formats, *, one_kind: bool =
         )
     if not len(dataset):
         raise ValueError(f"{name} has no rows")
-    # A transform may add and change columns, and is not applied to all rows ahead.
-    first = dataset[0]
+    # A transform may add and change columns.
+    first = (dataset if dataset.format["type"] == "custom" else dataset.with_format(None))[0]
+    read = next((columns for columns in formats if {*columns} <= {*first}), ())
     if any(column.endswith("_ids") for column in first):
         return
-    read = next((columns for columns in formats if {*columns} <= {*first}), None)
-    if formats and read is None:
-        if formats == PAIRS and {*LABELLED[0]} <= {*first}:
-            raise ValueError(f"{name} holds labelled responses and no pairs: they are for KTOTrainer, recipes/kto.py")
+    if formats and not read:
         lacks = next(column for column in formats[0] if column not in first)
-        rows, split = ", or of ".join(map(", ".join, formats)), name.partition("_")[0]
+        rows = ", or of ".join(map(", ".join, formats))
         raise ValueError(
-            f"{name} has no column {lacks!r}: give rows of {rows}, or name another --{split}_split on the command "
-            f"line; it has {', '.join(first)}"
+            f"{name} has no column {lacks!r}: give rows of {rows}, or name another split on the command line; it has "
+            f"{', '.join(first)}"
         )
-    texts = [column for column in read or () if column in _TEXTS]
-    rows = [first]
-    if dataset.format["type"] != "custom":
-        rows = dataset.with_format(None).select_columns([*texts, *({"row_id"} & {*dataset.column_names})])
-    for index, row in enumerate(rows):
-        where = f"{name}, row {index}" + (f" (row_id {row['row_id']})" if "row_id" in row else "")
-        kinds = {column: _kind(row[column]) for column in texts}
-        for column, kind in kinds.items():
-            if kind is None:
-                raise ValueError(
-                    f"{where}: {column} must be text or messages such as [{{'role': 'user', 'content': '...'}}], got "
-                    f"{brief(repr(row[column]), 100)}"
-                )
-        if one_kind and len({*kinds.values()}) > 1:
-            described = ", ".join(f"{column} is {kind}" for column, kind in kinds.items())
-            raise ValueError(f"{where}: {described}: give all of them as messages, or all as text")
+    for column in {*read} & {"prompt", "completion", "chosen", "rejected"}:
+        text = first[column]
+        if not isinstance(text, str) and not (isinstance(text, list) and text and "role" in text[0]):
+            raise ValueError(f"{name}, row 0: {column} must be text or messages with roles, got {text!r:.100}")
 
 
-def _kind(value: Any) -> str | None:
-    """`text` or `messages`; None for anything else."""
-    if isinstance(value, str):
-        return "text"
-    is_messages = isinstance(value, list) and value and all(isinstance(m, Mapping) and m.get("role") for m in value)
-    return "messages" if is_messages else None
-
-
-def check_template(tokenizer: Any, dataset: Any) -> None:
-    """Raise ValueError, with what to do, if prompts are messages and the tokenizer has no chat template.
-
-    If there is one and prompts are plain text, to which it is not applied, a log line says so.
-    """
-    if not isinstance(dataset, Dataset) or not len(dataset):
-        return
-    if getattr(tokenizer, "chat_template", None):
-        prompts = dataset[:100]["prompt"] if "prompt" in dataset.column_names else []
-        if line := without_template(tokenizer, prompts):
-            warn_once_per_run(line)
-    elif any(_kind(dataset[0].get(column)) == "messages" for column in (*_TEXTS, "messages")):
-        raise ValueError(
-            f"the data holds messages, and the model {getattr(tokenizer, 'name_or_path', '')} has no chat template to "
-            "write them by: put a chat_template.jinja into the model's folder, or give plain text"
-        )
+def report_plain_prompts(tokenizer: Any, dataset: Any) -> None:
+    """Log a line if prompts are plain text and the tokenizer has a chat template, which is not applied to text."""
+    prompts = dataset[:100].get("prompt", []) if isinstance(dataset, Dataset) else []
+    if prompts and (line := without_template(tokenizer, prompts)):
+        warn_once_per_run(line)
 
 
 # ---- Rows as token ids ----
@@ -148,18 +102,14 @@ def map_rows(dataset: Any, function: Any, description: str, num_proc: int | None
     return dataset.map(function, **options)
 
 
-def name_of_row(row: Mapping[str, Any]) -> str:
-    """A row in a message: its `row_id`, or the beginning of what it holds."""
-    return f"row_id {row['row_id']}" if "row_id" in row else f"the row {str(row)[:100]}"
-
-
 @contextmanager
 def encoding(row: Mapping[str, Any]) -> Iterator[None]:
-    """Name the row in a ValueError if it cannot be encoded in the block."""
+    """Name the row, by its `row_id` or its beginning, in a ValueError if it cannot be encoded in the block."""
     try:
         yield
     except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{name_of_row(row)} cannot be encoded: {error}") from error
+        name = f"row_id {row['row_id']}" if "row_id" in row else f"the row {str(row)[:100]}"
+        raise ValueError(f"{name} cannot be encoded: {error}") from error
 
 
 def quiet_about_length(processing_class: Any) -> None:
@@ -171,13 +121,9 @@ def quiet_about_length(processing_class: Any) -> None:
 def truncate_rows(
     dataset: Any, dataset_name: str, args: Any, responses: Sequence[str] = ("chosen_ids", "rejected_ids")
 ) -> Any:
-    """Cut `prompt_ids` at the beginning and responses at the end, to the limits of a configuration.
+    """Truncate `prompt_ids` at the beginning and `responses` at the end, to the limits of a configuration.
 
-    A response that is cut loses its end token, so it does not teach the model to stop there. One line counts what is
-    cut.
-
-    Args:
-        responses: columns of token ids, of which a dataset may lack some.
+    A truncated response loses its end token, so it does not teach the model to stop there. One line counts them.
     """
     prompt_limit, response_limit = args.max_prompt_tokens, args.max_response_tokens
     if prompt_limit is None and response_limit is None:
@@ -187,10 +133,10 @@ def truncate_rows(
         counted = [name for name in responses if name in dataset.column_names and not name.startswith("KL_")]
         for side, limit, columns in (("prompt", prompt_limit, ["prompt_ids"]), ("response", response_limit, counted)):
             lengths = [len(ids) for column in columns for ids in dataset[column]] if limit else []
-            if cut := sum(length > limit for length in lengths):
+            if count := sum(length > limit for length in lengths):
                 warn_once_per_run(
-                    f"{dataset_name}: {cut} of {len(lengths)} {side}s are longer than max_{side}_tokens {limit} and "
-                    "are cut"
+                    f"{dataset_name}: {count} of {len(lengths)} {side}s are longer than max_{side}_tokens {limit} and "
+                    "are truncated"
                 )
 
     def truncate(row: Mapping[str, Any]) -> dict[str, list[int]]:
@@ -200,44 +146,29 @@ def truncate_rows(
     return map_rows(dataset, truncate, f"Truncating {dataset_name} dataset")
 
 
-# ---- Lengths and the model's context ----
+# ---- The model's context ----
 
 
-def check_generations(model, tokenizer, prompts: Iterable[Any], limits: dict[str, int | None]) -> None:
-    """Raise ValueError, naming the settings to lower, if prompts leave too little of the context for their responses.
+def check_context(model, data: Any, limits: Mapping[str, int | None], tokenizer: Any = None) -> None:
+    """Raise ValueError, naming the settings to lower, if a prompt and its response exceed the model's context.
 
     Args:
         model: a model with a `config`.
-        tokenizer: the model's tokenizer.
-        prompts: messages or text.
+        data: a tokenized dataset; or prompts for the tokenizer, whose responses may have the maximum length.
         limits: maximum tokens of a response, then of a prompt (None for no limit), by the names of the settings.
+        tokenizer: encodes the prompts.
     """
-    response, prompt = limits.values()
-    lengths = (len(prompt_tokens(tokenizer, one, prompt)) for one in prompts)
-    _check(model, limits, lambda: response + max(lengths, default=0))
-
-
-def check_rows(model, dataset: Any, limits: dict[str, int | None]) -> None:
-    """The same for the rows of a tokenized dataset, which may be no longer than the context."""
-    if not isinstance(dataset, Dataset):
-        return
-    columns = {*dataset.column_names}
-    responses = columns & {"chosen_ids", "rejected_ids", "completion_ids", "input_ids"}
-    if responses:
-        rows = dataset.select_columns(sorted(responses | columns & {"prompt_ids"}))
-        lengths = (len(row.get("prompt_ids", ())) + max(len(row[name]) for name in responses) for row in rows)
-        _check(model, limits, lambda: max(lengths))
-
-
-def _check(model, limits: dict[str, int | None], longest: Callable[[], int]) -> None:
-    """Compare the longest row with the context; it is not looked for if the limits alone fit into the context."""
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if context is None or (None not in limits.values() and sum(limits.values()) <= context):
         return
-    length = longest()
+    if isinstance(data, Dataset):
+        responses = {"chosen_ids", "rejected_ids", "completion_ids", "input_ids"} & {*data.column_names}
+        rows = data.select_columns(sorted(responses | {"prompt_ids"} & {*data.column_names}))
+        lengths = (len(row.pop("prompt_ids", ())) + max(map(len, row.values()), default=0) for row in rows)
+    else:
+        response, prompt_limit = limits.values()
+        lengths = (response + len(prompt_tokens(tokenizer, prompt, prompt_limit)) for prompt in data)
+    length = max(lengths, default=0)
     if length > context:
         flags = " or ".join(f"--{name} (now {value})" for name, value in limits.items())
-        raise ValueError(
-            f"a prompt and its response take up to {length} tokens, and the model's context holds {context}: lower "
-            f"{flags}"
-        )
+        raise ValueError(f"rows have up to {length} tokens, and the model's context holds {context}: lower {flags}")

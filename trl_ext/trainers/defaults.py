@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,20 +14,12 @@ import torch
 from transformers import TrainingArguments
 
 from trl_ext.names import check_choice
-from trl_ext.processes import warn_once_per_run
 from trl_ext.resilience.secrets import KeepsSecrets
 from trl_ext.trainers.trl_settings import refuse_given
 
-# Field of several configurations -> its least value.
-_LEAST = {
-    "max_prompt_tokens": 1,
-    "max_response_tokens": 1,
-    "per_device_train_batch_size": 1,
-    "per_device_eval_batch_size": 1,
-    "gradient_accumulation_steps": 1,
-    "learning_rate": 0,
-    "max_skipped_updates": 1,
-}
+# Counts that several configurations have.
+_COUNTS = ("max_prompt_tokens", "max_response_tokens", "per_device_train_batch_size", "per_device_eval_batch_size")
+_COUNTS += ("gradient_accumulation_steps", "max_skipped_updates")
 
 
 @dataclass
@@ -111,16 +104,14 @@ def resolve_device_defaults(args: TrainingArguments) -> None:
     """Resolve the fields that depend on the device and are unset (None), before TRL reads them.
 
     An accelerator uses bfloat16 where it has it, unless float16 is requested, gradient checkpointing, and packed
-    passes of the size of padded micro-batches. A CPU uses float32, no checkpointing and a pass for each micro-batch. A
-    precision that is requested is used.
+    passes of the size of padded micro-batches. A CPU uses float32, no checkpointing and a pass for each micro-batch.
 
     Raises:
-        ValueError: a precision is requested that training on a CPU cannot have.
+        ValueError: float16 is requested on a CPU.
     """
     args.use_cpu = runs_on_cpu(args.use_cpu)
-    for name in ("fp16", "tf32"):
-        if args.use_cpu and getattr(args, name):
-            raise ValueError(f"{name} needs a GPU, and this run is on a CPU: leave {name} out to train in float32")
+    if args.use_cpu and args.fp16:
+        raise ValueError("fp16 needs a GPU, and this run is on a CPU: leave fp16 out to train in float32")
     if args.gradient_checkpointing is None:
         args.gradient_checkpointing = not args.use_cpu
     if getattr(args, "tokens_per_pass", "off") is None:
@@ -128,8 +119,6 @@ def resolve_device_defaults(args: TrainingArguments) -> None:
     if args.bf16 is None:
         native = not torch.cuda.is_available() or torch.cuda.is_bf16_supported(including_emulation=False)
         args.bf16 = not args.use_cpu and not args.fp16 and native
-    elif args.bf16 and args.use_cpu:
-        warn_once_per_run("bf16 on a CPU is faster only if the processor multiplies in it; else use --bf16 false")
 
 
 def configuration(trainer: object, args: Any, config_class: type) -> Any:
@@ -144,37 +133,37 @@ def configuration(trainer: object, args: Any, config_class: type) -> Any:
     return args
 
 
-# ---- Checks of fields, which raise ValueError; None means "not given" ----
+# ---- Checks of fields ----
 
 
-def check_at_least(args: Any, least: dict[str, float]) -> None:
-    """Each field must be a finite number of at least its least value."""
-    for name, minimum in least.items():
-        bound = f"be at least {minimum}" if minimum else "be a number from 0 up"
-        _check(args, name, lambda value, minimum=minimum: minimum <= value < math.inf, bound)
+def check_at_least(
+    args: Any, least: dict[str, float], *, positive: Sequence[str] = (), shares: Sequence[str] = ()
+) -> None:
+    """Raise ValueError for a field that is neither None nor a finite number within its bounds.
 
-
-def check_positive(args: Any, *names: str) -> None:
-    """Each field must be a finite number above 0."""
-    for name in names:
-        _check(args, name, lambda value: 0 < value < math.inf, "be positive")
-
-
-def check_shares(args: Any, *names: str) -> None:
-    """Each field must lie in [0, 1]."""
-    for name in names:
-        _check(args, name, lambda value: 0 <= value <= 1, "lie in [0, 1]")
-
-
-def _check(args: Any, name: str, is_valid: Callable[[float], bool], bound: str) -> None:
-    value = getattr(args, name)
-    if value is not None and not is_valid(value):
-        raise ValueError(f"{name} must {bound}, got {value}")
+    Args:
+        args: the configuration.
+        least: least values of fields.
+        positive: fields that must be above 0.
+        shares: fields that must lie in [0, 1].
+    """
+    bounds = [
+        (name, f"be at least {bound}", lambda value, bound=bound: value >= bound) for name, bound in least.items()
+    ]
+    bounds += [(name, "be positive", lambda value: value > 0) for name in positive]
+    bounds += [(name, "lie in [0, 1]", lambda value: 0 <= value <= 1) for name in shares]
+    for name, bound, is_within in bounds:
+        value = getattr(args, name)
+        if value is not None and not (is_within(value) and value < math.inf):
+            raise ValueError(f"{name} must {bound}, got {value}")
 
 
 def check_training(args: TrainingArguments, **least: float) -> None:
     """Check the fields that configurations share; `least` has least values of further fields, or other ones."""
-    check_at_least(args, {name: value for name, value in _LEAST.items() if hasattr(args, name)} | least)
+    least = {name: 1 for name in _COUNTS if hasattr(args, name)} | least
+    check_at_least(args, least, positive=["num_train_epochs"] if args.max_steps == -1 else [])
+    if args.max_steps < 1 and args.max_steps != -1:
+        raise ValueError(f"max_steps must be at least 1, got {args.max_steps}; -1 trains num_train_epochs")
     if isinstance(args, PackedFields):
         check_choice("packing", args.packing, ("auto", "off"))
         given = "auto" if args.tokens_per_pass is None else str(args.tokens_per_pass)
@@ -182,20 +171,13 @@ def check_training(args: TrainingArguments, **least: float) -> None:
             raise ValueError(f"tokens_per_pass must be auto, off or a number of tokens, got {given!r}")
     if isinstance(args, TruncatedFields):
         refuse_given(args, {"max_length": "use max_prompt_tokens and max_response_tokens"})
-    if args.max_steps < 1 and args.max_steps != -1:
-        raise ValueError(f"max_steps must be at least 1, got {args.max_steps}; -1 trains num_train_epochs")
-    if args.max_steps == -1:
-        check_positive(args, "num_train_epochs")
 
 
 def parse_json_option(name: str, value: dict[str, Any] | str | None) -> dict[str, Any] | None:
     """An option that is a JSON object, from a dictionary or from text; a ValueError names one that is not."""
-    if not isinstance(value, str):
-        return value
-    try:
-        parsed = json.loads(value)
-    except json.JSONDecodeError:
-        parsed = None
-    if not isinstance(parsed, dict):
+    if isinstance(value, str):
+        with suppress(json.JSONDecodeError):
+            value = json.loads(value)
+    if value is not None and not isinstance(value, dict):
         raise ValueError(f"{name} must be a JSON object such as '{{\"gamma\": 0.5}}', got {value!r}")
-    return parsed
+    return value

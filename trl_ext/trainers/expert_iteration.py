@@ -5,13 +5,13 @@ from __future__ import annotations
 import gc
 import json
 import random
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import fmean
+from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
 
 import torch
@@ -84,16 +84,15 @@ class ExpertIterationTrainer(SFTTrainer):
     dataset to `{output_dir}/samples/expert_{k}_rollouts.jsonl` and `expert_{k}_dataset.jsonl`, and `checkpoint-{k}`.
     A run resumed from a checkpoint continues as the original would have, from the beginning of the next round.
 
-    Logged before a round's fine-tuning: `expert_step`, and of its responses `rollouts/reward`, `/format`, `/entropy`
-    (nats per token), `/mean_length`, `/kept`, `/questions` (with a kept response) and `/correct_but_cut` (cut at the
-    limit, and so not kept). Steps count the updates of all rounds.
+    Metrics of a round's responses (`rollouts/*`, entropy in nats per token) are logged before its fine-tuning. Steps
+    count the updates of all rounds.
 
     Args:
         model: as for `SFTTrainer`.
         args: an `ExpertIterationConfig`.
         rows: problems, with `row_id`, `prompt_text`, `answer` and the columns that the grader reads.
         prompts: the model's input for each problem, messages or text.
-        grade: as `trl_ext.rewards.verified.grader` makes it.
+        grade: such as a `trl_ext.rewards.verified.VerifiedGrader`.
         settings: how responses are sampled.
         validate: called before the first round and after each round's fine-tuning.
 
@@ -128,10 +127,7 @@ class ExpertIterationTrainer(SFTTrainer):
     ):
         args = configuration(self, args, ExpertIterationConfig)
         if len(rows) < args.questions_per_step:
-            raise ValueError(
-                f"questions_per_step {args.questions_per_step} is more than the {len(rows)} problems to train on: "
-                "lower it"
-            )
+            raise ValueError(f"questions_per_step {args.questions_per_step} is more than the {len(rows)} problems")
         self.rows, self.prompts, self.grade, self.settings = list(rows), list(prompts), grade, settings
         self.validate = validate or (lambda: None)
         self.stops: Callable[[], bool] = lambda: False
@@ -140,7 +136,7 @@ class ExpertIterationTrainer(SFTTrainer):
         example = demonstration(self.rows[0], self.prompts[0], str(self.rows[0]["answer"]))
         super().__init__(model, args, train_dataset=Dataset.from_list([example]), **kwargs)
         if self.is_deepspeed_enabled or self.is_fsdp_enabled:
-            raise ValueError("expert iteration has not been tried under DeepSpeed or FSDP: use one GPU or DDP")
+            raise ValueError("expert iteration has not been tested under DeepSpeed or FSDP: use one GPU or DDP")
         if args.use_vllm and (self.accelerator.num_processes > 1 or is_peft_model(self.model)):
             raise ValueError("use_vllm samples in one process from all parameters: leave out adapters and processes")
         warn_of_ignored_settings(self.model, asdict(settings))
@@ -164,9 +160,7 @@ class ExpertIterationTrainer(SFTTrainer):
         if self.rounds == 0:
             self.validate()
         for step in range(self.rounds + 1, self.args.n_steps + 1):
-            graded = self._sample(step)
-            demonstrations = self._keep(step, graded)
-            self._fine_tune(step, demonstrations)
+            self._fine_tune(step, self._keep(step, self._sample(step)))
             self.validate()
             self._save_checkpoint_of(step)
             self.rounds = step
@@ -208,8 +202,8 @@ class ExpertIterationTrainer(SFTTrainer):
         if step:
             self.save_model(str(folder))
         if self.args.should_save:
-            record = {"expert_step": step, "carried_over": counts_of(self, self.carried_over)}
-            write_json(folder / ROUND_FILE, record)
+            carried_over = counts_of(self, self.carried_over)
+            write_json(folder / ROUND_FILE, {"expert_step": step, "carried_over": carried_over})
             self.state.save_to_json(str(folder / checkpoints.STATE_FILE))
             checkpoints.mark_complete(folder, self.get_total_train_batch_size(self.args))
             in_use = self._resumed_from if step < self.args.n_steps else None
@@ -219,23 +213,23 @@ class ExpertIterationTrainer(SFTTrainer):
 
     def _sample(self, step: int) -> list[dict[str, Any]]:
         """Graded responses to the questions of a round."""
-        drawn = random.Random(f"{self.args.seed} {step}").sample(range(len(self.rows)), self.args.questions_per_step)
-        progress = f"round {step}, sampling" if self.accelerator.is_main_process else None
-        batches = {"batch_size": self.args.per_device_eval_batch_size}
-        batches |= {"pad_token_id": self.processing_class.pad_token_id}
+        args = self.args
+        drawn = random.Random(f"{args.seed} {step}").sample(range(len(self.rows)), args.questions_per_step)
+        batches = {"batch_size": args.per_device_eval_batch_size, "pad_token_id": self.processing_class.pad_token_id}
+        shows_progress = self.accelerator.is_main_process and not args.disable_tqdm
         with trained_policy(self) as policy, self._engine(policy) as engine:
             return evaluate_reasoning(
                 [self.rows[index] for index in drawn],
                 [self.prompts[index] for index in drawn],
                 engine,
                 self.grade,
-                samples=self.args.rollouts_per_question,
+                samples=args.rollouts_per_question,
                 # Spaced so that no two rounds, or runs with neighbouring seeds, sample the same.
-                seed=self.args.seed + 7919 * step,
+                seed=args.seed + 7919 * step,
                 path=self._file(step, "rollouts"),
                 entropies=partial(response_entropies, policy, **batches),
                 accelerator=self.accelerator,
-                progress=None if self.args.disable_tqdm else progress,
+                progress=f"round {step}, sampling" if shows_progress else None,
             )
 
     @contextmanager
@@ -243,15 +237,12 @@ class ExpertIterationTrainer(SFTTrainer):
         if not self.args.use_vllm:
             yield TransformersEngine(policy, self.processing_class, self.settings)
             return
-        folder = Path(self.args.output_dir) / "samples" / "policy"
-        self.save_model(str(folder))
         share = {"gpu_memory_utilization": self.args.vllm_gpu_memory_utilization}
-        try:
-            yield VLLMEngine(str(folder), self.processing_class, self.settings, **share)
-        finally:
-            gc.collect()
-            torch.cuda.empty_cache()
-            shutil.rmtree(folder, ignore_errors=True)
+        with TemporaryDirectory(dir=self.args.output_dir) as folder:
+            self.save_model(folder)
+            yield VLLMEngine(folder, self.processing_class, self.settings, **share)
+        gc.collect()
+        torch.cuda.empty_cache()
 
     def _file(self, step: int, kind: str) -> Path:
         return Path(self.args.output_dir) / "samples" / f"expert_{step}_{kind}.jsonl"
@@ -260,7 +251,6 @@ class ExpertIterationTrainer(SFTTrainer):
         """Log the metrics of a round's responses, and write the correct ones as demonstrations."""
         kept = keep_correct(graded, self.args.max_per_question)
         entropies = [row["entropy"] for row in graded if row.get("entropy") is not None]
-        cut = sum(row["category"] == "correct" and not row["finished"] for row in graded)
         metrics = {
             "expert_step": step,
             "rollouts/reward": fmean(row["answer_reward"] for row in graded),
@@ -269,16 +259,13 @@ class ExpertIterationTrainer(SFTTrainer):
             "rollouts/mean_length": fmean(row["generated_num_tokens"] for row in graded),
             "rollouts/kept": len(kept),
             "rollouts/questions": len({row["row_id"] for row in kept}),
-            "rollouts/correct_but_cut": cut,
         }
         # TRL's own `log` would add the previous round's training metrics.
         Trainer.log(self, metrics)
         if not kept:
             raise NoCorrectResponseError(
                 f"round {step} of expert iteration: none of {len(graded)} responses to "
-                f"{self.args.questions_per_step} questions was correct and ended ({dict(count_categories(graded))}, "
-                f"{cut} of the correct cut): raise questions_per_step or rollouts_per_question, or check the model, "
-                "the prompt and the reward"
+                f"{self.args.questions_per_step} questions was correct and ended ({dict(count_categories(graded))})"
             )
         prompts = {row["row_id"]: prompt for row, prompt in zip(self.rows, self.prompts, strict=True)}
         demonstrations = [demonstration(row, prompts[row["row_id"]], row["response_text"]) for row in kept]
@@ -309,13 +296,9 @@ class ExpertIterationTrainer(SFTTrainer):
 
 
 def keep_correct(graded: Sequence[Row], max_per_question: int | None = None) -> list[Row]:
-    """The correct responses in order, each text once per question, up to `max_per_question` of each question.
+    """The correct rows of `evaluate_reasoning`, each text once per question, up to `max_per_question` of a question.
 
-    A response cut at the limit has no end to train on, and is left out even if its answer is correct.
-
-    Args:
-        graded: rows of `evaluate_reasoning`.
-        max_per_question: None for no limit.
+    A truncated response has no end to train on, and is left out even if its answer is correct.
     """
     texts: dict[str, set[str]] = {}
     kept = []

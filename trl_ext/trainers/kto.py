@@ -6,7 +6,6 @@ averaged over all processes.
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -18,17 +17,10 @@ from trl_ext.data.unpaired import pairs_to_unpaired
 from trl_ext.names import check_choice
 from trl_ext.processes import warn_once_per_run
 from trl_ext.resilience.training import ResilientTraining
-from trl_ext.trainers.context import (
-    LABELLED,
-    check_dataset,
-    check_inputs,
-    check_template,
-    quiet_about_length,
-    truncate_rows,
-)
+from trl_ext.trainers import context
 from trl_ext.trainers.defaults import (
     TruncatedFields,
-    check_positive,
+    check_at_least,
     check_training,
     configuration,
     resolve_device_defaults,
@@ -54,7 +46,7 @@ class KTOConfig(TruncatedFields, TRLKTOConfig):
     loss_type: str = field(default="kto", metadata={"help": "kto or apo_zero_unpaired.", "choices": LOSSES})
 
     def __post_init__(self):
-        check_positive(self, "beta", "desirable_weight", "undesirable_weight")
+        check_at_least(self, {}, positive=("beta", "desirable_weight", "undesirable_weight"))
         check_choice("loss_type", self.loss_type, LOSSES)
         check_training(self, per_device_train_batch_size=2, per_device_eval_batch_size=2)
         resolve_device_defaults(self)
@@ -64,10 +56,9 @@ class KTOConfig(TruncatedFields, TRLKTOConfig):
 class KTOTrainer(ResilientTraining, WritesModelCard, TRLKTOTrainer):
     """Trains on single responses labelled desirable or undesirable: rows of `prompt`, `completion` and `label`.
 
-    Accepts the arguments of `trl.KTOTrainer`, with a `KTOConfig`. It differs in three ways. Pairs (`prompt`,
-    `chosen`, `rejected`) are split by `trl_ext.data.unpaired.pairs_to_unpaired`, so that every batch holds both
-    labels. Prompts are cut at the beginning and responses at the end, each to its own limit. One line reports the
-    balance of the two labels.
+    Accepts the arguments of `trl.KTOTrainer`, with a `KTOConfig`. It differs in two ways. Pairs (`prompt`, `chosen`,
+    `rejected`) are split by `trl_ext.data.unpaired.pairs_to_unpaired`, so that every batch holds both labels. Prompts
+    are truncated at the beginning and responses at the end, each to its own limit.
 
     Training follows the order of the rows, since the divergence for a row is estimated with its neighbour's response:
     shuffle your own data, and let neighbours answer different prompts. Neighbours are rows of one batch of
@@ -76,7 +67,7 @@ class KTOTrainer(ResilientTraining, WritesModelCard, TRLKTOTrainer):
 
     Raises:
         TypeError: `args` is not a `KTOConfig`.
-        ValueError: a column is missing, a label is not true or false, all labels agree, or there is only one row.
+        ValueError: a column is missing, the labels to train on are not both true and false, or there is only one row.
     """
 
     _tag_names: ClassVar[list[str]] = ["trl", "trl_ext", "kto"]
@@ -84,7 +75,7 @@ class KTOTrainer(ResilientTraining, WritesModelCard, TRLKTOTrainer):
 
     def __init__(self, model, ref_model=None, args: KTOConfig | None = None, **kwargs: Any):
         args = configuration(self, args, self._config_class)
-        model = check_inputs(model, {**kwargs, "ref_model": ref_model}, LABELLED, one_kind=True)
+        model = context.check_inputs(model, {**kwargs, "ref_model": ref_model}, context.LABELLED)
         with reference_in_memory(TRLKTOTrainer, model):
             super().__init__(model, ref_model, args, **kwargs)
         if self.ref_model is None:
@@ -95,17 +86,17 @@ class KTOTrainer(ResilientTraining, WritesModelCard, TRLKTOTrainer):
     def _prepare_dataset(self, dataset, processing_class, args, dataset_name):
         if isinstance(dataset, Dataset):
             # Of what is passed to `evaluate`, too.
-            check_dataset(f"{dataset_name}_dataset", dataset, LABELLED, one_kind=True)
+            context.check_dataset(f"{dataset_name}_dataset", dataset, context.LABELLED)
             dataset = _with_neighbours(dataset, f"{dataset_name}_dataset", args)
-            if dataset_name == "train":
-                _check_labels(dataset, args)
-        check_template(processing_class, dataset)
-        quiet_about_length(processing_class)
+            if dataset_name == "train" and (labels := {*dataset["label"]}) != {True, False}:
+                raise ValueError(f"KTO needs responses of both labels, true and false: train_dataset has {labels}")
+        context.report_plain_prompts(processing_class, dataset)
+        context.quiet_about_length(processing_class)
         dataset = super()._prepare_dataset(dataset, processing_class, args, dataset_name)
         if self.calculate_KL and isinstance(dataset, Dataset) and (args.dataset_num_proc or 1) > 1:
             # Each of TRL's processes batches its own shard, where rows have other neighbours than in training.
             dataset = dataset.map(_with_mismatched, batched=True, batch_size=args.per_device_train_batch_size)
-        return truncate_rows(dataset, dataset_name, args, ("completion_ids", "KL_completion_ids"))
+        return context.truncate_rows(dataset, dataset_name, args, ("completion_ids", "KL_completion_ids"))
 
 
 def _with_neighbours(dataset: Dataset, name: str, args: KTOConfig) -> Dataset:
@@ -117,17 +108,12 @@ def _with_neighbours(dataset: Dataset, name: str, args: KTOConfig) -> Dataset:
     """
     if "chosen" in dataset.column_names and "rejected" in dataset.column_names:
         dataset = pairs_to_unpaired(dataset, seed=args.seed)
-    count, batch = len(dataset), args.per_device_train_batch_size
-    if args.loss_type != "kto" or count % batch != 1:
+    count = len(dataset)
+    if args.loss_type != "kto" or count % args.per_device_train_batch_size != 1:
         return dataset
     if count == 1:
-        raise ValueError(
-            f"{name} has one row: KTO pairs each prompt with the response to another, so give two or more"
-        )
-    warn_once_per_run(
-        f"{name}: the last of {count} rows is left out, as batches of {batch} leave it without a neighbour whose "
-        "response KTO's divergence needs"
-    )
+        raise ValueError(f"{name} has one row, and KTO pairs each prompt with the response to another: give more")
+    warn_once_per_run(f"{name}: the last of {count} rows is left out, as it is alone in its batch")
     return dataset.select(range(count - 1))
 
 
@@ -135,26 +121,3 @@ def _with_mismatched(rows: dict[str, list]) -> dict[str, list]:
     """Pair each prompt of a batch with the response to the prompt before it."""
     responses = rows["completion_ids"]
     return {"KL_completion_ids": [*responses[-1:], *responses[:-1]]}
-
-
-def _check_labels(dataset: Dataset, args: KTOConfig) -> None:
-    """Raise ValueError for labels that are not both there, or not booleans; one line says how the two weigh."""
-    labels = dataset["label"]
-    for index, label in enumerate(labels):
-        if not isinstance(label, bool):
-            row_id = dataset[index].get("row_id")
-            where = f"row {index}" if row_id is None else f"row_id {row_id}"
-            raise ValueError(f"train_dataset, {where}: label must be true or false, got {label!r}")
-    counts = Counter(labels)
-    for label, word in ((True, "desirable"), (False, "undesirable")):
-        if not counts[label]:
-            raise ValueError(
-                f"train_dataset has no {word} response among its {len(labels)}: KTO weighs the two labels against "
-                f"each other; add rows with label {str(label).lower()}"
-            )
-    ratio = args.desirable_weight * counts[True] / (args.undesirable_weight * counts[False])
-    # TRL says which weights would do where these do not.
-    warn_once_per_run(
-        f"KTO: {counts[True]} desirable and {counts[False]} undesirable responses weigh {ratio:.3g} to 1; between "
-        "1 and 4/3 is recommended (arXiv 2402.01306)"
-    )

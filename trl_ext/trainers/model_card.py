@@ -26,17 +26,10 @@ LICENCES = {"toy": "apache-2.0", "smollm2": "apache-2.0"}
 # Embedded models and data, and how cards describe them.
 OURS = {name: f"`{name}`, which is embedded in trl_ext" for name in ("toy", "instructions", "word_problems")}
 OURS["smollm2"] = f"[SmolLM2-135M-Instruct](https://huggingface.co/{HUB_BASE['smollm2']}), quantized to 4 bits"
-# TRL's tags of the method that a trainer is built on.
-METHOD_TAGS = {"dpo", "grpo"}
-# The entries of results.json that count the training data, with their units.
-COUNTS = {"train_pairs": "pairs", "train_prompts": "prompts", "train_responses": "responses"}
-COUNTS |= {"train_problems": "problems"}
 
 
 class WritesModelCard:
     """Mixin for a TRL trainer that writes this library's card where TRL and PEFT would write theirs.
-
-    The card names the method and its paper, the base model and the data. It shows only the last part of a path.
 
     Attributes:
         card_results: Markdown with the results for the card; empty until the run has some.
@@ -47,13 +40,7 @@ class WritesModelCard:
     def create_model_card(
         self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
     ) -> None:
-        """Write the card into `output_dir`, on the main process.
-
-        Args:
-            model_name: the card's title; the folder's name by default.
-            dataset_name: the training data, where results.json does not name it.
-            tags: for the hub, in addition to the trainer's own.
-        """
+        """Write the card into `output_dir`, on the main process, as TRL's method of this name does."""
         if self.is_world_process_zero():
             tags = [tags] if isinstance(tags, str) else tags or []
             write_text(Path(self.args.output_dir) / CARD_NAME, _card(self, model_name, dataset_name, tags))
@@ -84,9 +71,11 @@ def _card(trainer, model_name: str | None, dataset_name: str | None, tags: list[
         base_model=HUB_BASE.get(base) or (base if _is_hub_name(base) else None),
         datasets=dataset if dataset and _is_hub_name(dataset) else None,
         library_name="peft" if is_adapter else "transformers",
-        tags=sorted({"generated_from_trainer", *_tags(trainer), *tags}),
+        tags=sorted({"generated_from_trainer", *trainer._tag_names, *tags}),
     )
-    counts = [f"{run[key]} {unit}" for key, unit in COUNTS.items() if run.get(key) is not None]
+    # Such as train_pairs.
+    counts = {key.removeprefix("train_"): run[key] for key in run if key.startswith("train_")}
+    counts = [f"{count} {unit}" for unit, count in counts.items() if isinstance(count, int)]
     if not counts and hasattr(trainer.train_dataset, "__len__"):
         counts = [f"{len(trainer.train_dataset)} rows"]
     prompt: Any = "What is the capital of France?"
@@ -134,12 +123,9 @@ def paper_of(trainer) -> dict[str, str]:
 
 
 def _run(folder: Path) -> dict[str, Any]:
-    """The entry `run` of `results.json`; empty if there is none, as in another program's file of this name."""
-    try:
-        run = read_json(folder / "results.json")["run"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
-    return run if isinstance(run, dict) else {}
+    """The entry `run` of `results.json`; empty if there is none yet."""
+    path = folder / "results.json"
+    return read_json(path).get("run", {}) if path.is_file() else {}
 
 
 def _is_hub_name(name: str) -> bool:
@@ -152,10 +138,3 @@ def _shown(name: str, kind: str = "") -> str:
     if _is_hub_name(name):
         return f"[{name}](https://huggingface.co/{kind}{name})"
     return OURS.get(name) or f"`{Path(name).name}`"
-
-
-def _tags(trainer) -> set[str]:
-    """The trainer's tags, with the method's own name in place of the one that its trainer is built on."""
-    method = getattr(trainer.args, "loss", None) or getattr(trainer.args, "algorithm", None)
-    known = method in preference_losses or method in algorithms
-    return {*trainer._tag_names} - METHOD_TAGS | {method} if known else {*trainer._tag_names}

@@ -9,13 +9,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from accelerate.utils import is_peft_model
+from accelerate.utils import broadcast, is_peft_model
 from transformers import PreTrainedModel
 from trl.models import unwrap_model_for_generation
 from trl.trainer.utils import use_adapter
 
 from trl_ext.models.batches import temporarily
-from trl_ext.processes import warn_once_per_run
 
 # Initializations of LoRA that change the weights of the base, so that these without the adapter are no model's.
 _CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
@@ -32,28 +31,22 @@ def reference_in_memory(trl_trainer: type, model) -> Iterator[None]:
         trl_trainer: TRL's class, whose constructor is called within the block.
         model: as the trainer was given it.
     """
-    if not isinstance(model, PreTrainedModel):
-        yield
-        return
-    if "_original_forward" in vars(model):
+    is_in_memory = isinstance(model, PreTrainedModel)
+    if is_in_memory and "_original_forward" in vars(model):
         # Autocast of an earlier trainer, under which this one's would be left out.
         _without_replacements(model)
-    module = sys.modules[trl_trainer.__module__]
-    from_disk = module.create_model_from_path
+    # ZeRO-3 divides the model, which can therefore not be copied.
+    if not is_in_memory or any(hasattr(weight, "ds_id") for weight in model.parameters()):
+        yield
+        return
 
     def reference(*args: Any, **kwargs: Any) -> PreTrainedModel:
-        if any(hasattr(weight, "ds_id") for weight in model.parameters()):
-            warn_once_per_run(
-                "ZeRO-3 divides the model, which can therefore not be copied: the reference is read from "
-                f"{model.config._name_or_path!r}, and is another one if the model was changed since it was loaded"
-            )
-            return from_disk(*args, **kwargs)
         copied = copy.deepcopy(model)
         copied.zero_grad(set_to_none=True)
         _without_replacements(copied)
         return copied.requires_grad_(False).eval()
 
-    with temporarily(module, create_model_from_path=reference):
+    with temporarily(sys.modules[trl_trainer.__module__], create_model_from_path=reference):
         yield
 
 
@@ -61,33 +54,28 @@ def _without_replacements(model: PreTrainedModel) -> None:
     """Remove what trainers have put in place of a model's own functions; in a copy, it may call the original."""
     # Of a model on several devices, accelerate's hooks move the tensors.
     if not hasattr(model, "_hf_hook"):
-        replaced = ("forward", "generate", "_original_forward", "_is_accelerate_prepared")
-        for name in [name for name in vars(model) if name in replaced or name.startswith("_trl_ext")]:
-            del vars(model)[name]
+        for name in [*vars(model)]:
+            replaced = ("forward", "generate", "_original_forward", "_is_accelerate_prepared")
+            if name in replaced or name.startswith("_trl_ext"):
+                del vars(model)[name]
 
 
 def check_base_of_adapter(model) -> None:
-    """Reject an adapter which, when switched off, does not leave the model that training begins from.
-
-    Raises:
-        ValueError: the message names the setting of the adapter.
-    """
+    """Raise ValueError for an adapter which, when switched off, does not leave the model that training begins from."""
     if not is_peft_model(model):
         return
-    needed = "and switching the adapter off does not give the model that training begins from, which is needed here"
+    needed = "so the model without the adapter is not the one that training begins from, which is needed here"
     for config in model.peft_config.values():
         start = getattr(config, "init_lora_weights", None)
         if isinstance(start, str) and start.startswith(_CHANGE_THE_BASE):
-            raise ValueError(
-                f"init_lora_weights={start!r} changes the weights of the base, {needed}: leave the setting out"
-            )
+            raise ValueError(f"init_lora_weights={start!r} changes the weights of the base, {needed}: leave it out")
     for name, weight in model.named_parameters():
         # Beside the base there may be a value head, and the vectors of a learned prompt.
         in_base = name.startswith("base_model.") and not {*model.peft_config} & {*name.split(".")}
         if weight.requires_grad and in_base:
             raise ValueError(
-                f"beside the adapter, parameters of the base are trained, such as {name}, {needed}: freeze them "
-                '(LoraConfig(bias="none")), or name their modules in modules_to_save'
+                f"beside the adapter, parameters of the base are trained, such as {name}, {needed}: set bias to none, "
+                "or name their modules in modules_to_save"
             )
 
 
@@ -109,12 +97,11 @@ def trained_policy(trainer) -> Iterator:
 def remember_base(trainer) -> None:
     """Keep the weights that `base_policy` will need; call it before training.
 
-    With an adapter or a fixed reference model, nothing is kept. Otherwise every process copies the initial weights to
-    CPU memory, and also the trained ones while `base_policy` is in use.
+    With an adapter or a fixed reference model, nothing is kept. Otherwise the first process copies the initial weights
+    to CPU memory, and also the trained ones while `base_policy` is in use.
 
     Raises:
-        ValueError: the weights will be sharded by FSDP, which prevents exchanging them in place; or switching the
-            adapter off does not give the base.
+        ValueError: FSDP shards the weights, so that they cannot be exchanged; or see `check_base_of_adapter`.
     """
     if _fixed_reference(trainer) is not None:
         return
@@ -122,12 +109,9 @@ def remember_base(trainer) -> None:
         check_base_of_adapter(trainer.model)
         return
     if trainer.is_fsdp_enabled:
-        raise ValueError(
-            "under FSDP, full fine-tuning that keeps no reference model cannot be compared with its base: train an "
-            "adapter, leave out precompute_ref_log_probs and sync_ref_model, or train without held-out splits"
-        )
+        raise ValueError("FSDP needs a reference model or an adapter for a comparison with the base")
     with trained_policy(trainer) as model:
-        trainer.base_weights = _weights(model)
+        trainer.base_weights = _weights(model, trainer.accelerator)
 
 
 @contextmanager
@@ -152,12 +136,12 @@ def base_policy(trainer) -> Iterator:
             return
         if getattr(trainer, "base_weights", None) is None:
             raise ValueError("the base is not known: call remember_base(trainer) before training")
-        trained = _weights(policy)
+        trained = _weights(policy, trainer.accelerator)
         try:
-            _load(policy, trainer.base_weights)
+            _load(policy, trainer.base_weights, trainer.accelerator)
             yield policy
         finally:
-            _load(policy, trained)
+            _load(policy, trained, trainer.accelerator)
 
 
 def _fixed_reference(trainer):
@@ -165,15 +149,20 @@ def _fixed_reference(trainer):
     return None if getattr(trainer.args, "sync_ref_model", False) else getattr(trainer, "ref_model", None)
 
 
-def _weights(model) -> dict[str, torch.Tensor]:
-    """A copy of the model's weights in CPU memory."""
-    return {name: weight.detach().cpu().clone() for name, weight in model.named_parameters()}
+def _weights(model, accelerator) -> dict[str, torch.Tensor]:
+    """A copy of the model's weights in the CPU memory of the first process; the others have none."""
+    parameters = model.named_parameters() if accelerator.is_main_process else ()
+    return {name: weight.detach().cpu().clone() for name, weight in parameters}
 
 
 @torch.no_grad()
-def _load(model, weights: dict[str, torch.Tensor]) -> None:
+def _load(model, weights: dict[str, torch.Tensor], accelerator) -> None:
+    """Set the weights of all processes to those of the first."""
     for name, weight in model.named_parameters():
-        weight.copy_(weights[name])
+        if weights:
+            weight.copy_(weights[name])
+        if accelerator.num_processes > 1:
+            broadcast(weight.data)
     # An open autocast context may hold copies of the previous weights.
     torch.clear_autocast_cache()
 

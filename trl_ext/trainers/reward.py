@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,7 +14,6 @@ import torch
 from datasets import Dataset
 from peft import PeftConfig, PeftModel, TaskType
 from torch import Tensor
-from transformers import AutoConfig
 from trl import RewardConfig as TRLRewardConfig
 from trl import RewardTrainer as TRLRewardTrainer
 from trl import maybe_extract_prompt
@@ -28,15 +26,7 @@ from trl_ext.models import score_sequences
 from trl_ext.models.shared_backbone import LIMITS_FILE
 from trl_ext.processes import map_over_ranks, warn_once_per_run
 from trl_ext.resilience.training import ResilientTraining
-from trl_ext.trainers.context import (
-    PAIRS,
-    check_inputs,
-    check_template,
-    encoding,
-    map_rows,
-    name_of_row,
-    truncate_rows,
-)
+from trl_ext.trainers.context import PAIRS, check_inputs, encoding, map_rows, report_plain_prompts, truncate_rows
 from trl_ext.trainers.defaults import TruncatedFields, check_training, configuration, resolve_device_defaults
 from trl_ext.trainers.model_card import WritesModelCard
 from trl_ext.trainers.packing import pack_trainer
@@ -67,12 +57,8 @@ class RewardConfig(TruncatedFields, TRLRewardConfig):
 
     def __post_init__(self):
         if not 0 <= self.label_smoothing < 0.5:
-            raise ValueError(
-                f"label_smoothing must lie in [0, 0.5), got {self.label_smoothing}: at one half labels say nothing"
-            )
+            raise ValueError(f"label_smoothing must lie in [0, 0.5), got {self.label_smoothing}")
         refuse_given(self, {"label_smoothing_factor": "use label_smoothing"})
-        if not math.isfinite(self.margin_scale):
-            raise ValueError(f"margin_scale must be a number, got {self.margin_scale}")
         check_training(self, center_rewards_coefficient=0)
         resolve_device_defaults(self)
         super().__post_init__()
@@ -82,7 +68,7 @@ class RewardTrainer(ResilientTraining, WritesModelCard, TRLRewardTrainer):
     """Trains a reward model on preference pairs: `trl_ext.losses.reward.bradley_terry` on the scores of both sides.
 
     Accepts the arguments of `trl.RewardTrainer`, with a `RewardConfig`, and keeps its features. It differs in six
-    ways. Prompts are cut at the beginning and responses at the end, each to its own limit, where TRL drops long
+    ways. Prompts are truncated at the beginning and responses at the end, each to its own limit, where TRL drops long
     pairs. Margins may come from any column of numbers. Labels may be smoothed. An adapter is always trained and saved
     together with the score head. The gradient of an optimizer step is that of the mean over its pairs, however they
     are divided into micro-batches and ranks. Metrics cover all pairs of a step or an evaluation, instead of averaging
@@ -100,10 +86,10 @@ class RewardTrainer(ResilientTraining, WritesModelCard, TRLRewardTrainer):
 
     def __init__(self, model, args: RewardConfig | None = None, **kwargs: Any):
         args = configuration(self, args, RewardConfig)
-        model = _reward_model(check_inputs(model, kwargs, PAIRS, one_kind=True), args)
+        model = _reward_model(check_inputs(model, kwargs, PAIRS))
         if kwargs.get("peft_config") is not None:
             kwargs["peft_config"] = _with_score_head(kwargs["peft_config"])
-        # Scores of the micro-batches of an optimizer step and of the batches of an evaluation, each [n, 2].
+        # Scores of this process's passes of an optimizer step, and of the batches of an evaluation, each [n, 2].
         self._scores: dict[str, list[Tensor]] = {"train": [], "eval": []}
         self._step_tokens: list[Tensor] = []
         super().__init__(model, args, **kwargs)
@@ -112,8 +98,8 @@ class RewardTrainer(ResilientTraining, WritesModelCard, TRLRewardTrainer):
         self._budget = tokens_per_pass(self)
         if self.processing_class.pad_token_id == self.processing_class.eos_token_id:
             warn_once_per_run(
-                "the padding token is the end-of-turn token, so scores are read before it: whether a response has "
-                "ended does not show in its score; give the tokenizer a padding token of its own"
+                "the padding token is the end-of-turn token, so scores are read before it and do not show whether a "
+                "response has ended: give the tokenizer a padding token of its own"
             )
 
     def _train_head_in_float32(self) -> None:
@@ -128,15 +114,11 @@ class RewardTrainer(ResilientTraining, WritesModelCard, TRLRewardTrainer):
     # ---- Pairs as token ids ----
 
     def _prepare_dataset(self, dataset, processing_class, args, dataset_name):
-        check_template(processing_class, dataset)
+        report_plain_prompts(processing_class, dataset)
         columns = dataset.column_names or list(next(iter(dataset)))
         margins = args.margin_column or "margin"
         if margins not in columns and (args.margin_column is not None or args.margin_scale != 1):
-            setting = "margin_column" if args.margin_column is not None else "margin_scale"
-            raise ValueError(
-                f"{setting} {getattr(args, setting)!r} needs margins: name a margin_column of the {dataset_name} "
-                f"dataset; it has {', '.join(columns)}"
-            )
+            raise ValueError(f"the margin_column {margins!r} is not in the {dataset_name} dataset, but {columns} are")
         workers = args.dataset_num_proc
         # TRL also accepts its earlier names, chosen_input_ids and rejected_input_ids.
         if not {"chosen_ids", "chosen_input_ids"} & {*columns}:
@@ -184,7 +166,7 @@ class RewardTrainer(ResilientTraining, WritesModelCard, TRLRewardTrainer):
         scores = torch.stack([chosen, rejected], dim=1).detach()
         if self.model.training:
             self._step_tokens.append(inputs["attention_mask"].sum())
-            self._scores["train"].append(self.accelerator.gather(scores))
+            self._scores["train"].append(scores)
             if self.accelerator.sync_gradients:
                 self._summarize_scores("train")
         else:
@@ -193,18 +175,25 @@ class RewardTrainer(ResilientTraining, WritesModelCard, TRLRewardTrainer):
 
     def _summarize_scores(self, mode: str) -> None:
         """Add the metrics of all pairs of a step or an evaluation to those that TRL logs the means of."""
-        scores = torch.cat(self._scores[mode]).double()
+        # Apple's GPUs have no float64.
+        dtype = torch.float32 if self.accelerator.device.type == "mps" else torch.float64
+        scores = torch.cat(self._scores[mode]).to(dtype)
         self._scores[mode].clear()
         margins = scores[:, 0] - scores[:, 1]
-        metrics = {"min_reward": scores.min(), "mean_reward": scores.mean(), "max_reward": scores.max()}
-        metrics |= {"accuracy": (margins > 0).double().mean(), "margin": margins.mean()}
-        for name, value in zip(metrics, torch.stack([*metrics.values()]).tolist(), strict=True):
+        tokens = sum(self._step_tokens, torch.zeros((), device=scores.device))
+        self._step_tokens.clear()
+        figures = scores.min(), scores.max(), scores.sum() / 2, margins.sum(), (margins > 0).sum(), tokens
+        found = torch.stack([figure.to(dtype) for figure in (*figures, torch.full_like(tokens, len(scores)))])[None]
+        # Passes hold different numbers of pairs, and an evaluation has already gathered its scores.
+        found = self.accelerator.gather(found) if mode == "train" else found
+        least, most, *_ = found.T.tolist()
+        total, margin, right, tokens, pairs = found[:, 2:].sum(dim=0).tolist()
+        metrics = {"min_reward": min(least), "mean_reward": total / pairs, "max_reward": max(most)}
+        metrics |= {"accuracy": right / pairs, "margin": margin / pairs}
+        for name, value in metrics.items():
             self._metrics[mode][name].append(value)
-        if mode == "train":
-            tokens = self.accelerator.gather(torch.stack(self._step_tokens).sum()).sum().item()
-            self._step_tokens.clear()
-            # Ranks of a tensor-parallel group hold the same batch.
-            self._total_train_tokens += tokens // self._tp_size
+        # Ranks of a tensor-parallel group hold the same batch.
+        self._total_train_tokens += int(tokens) // self._tp_size
         self._metrics[mode]["num_tokens"] = [self._total_train_tokens]
 
     def evaluation_loop(self, *args, **kwargs):
@@ -234,10 +223,7 @@ class RewardTrainer(ResilientTraining, WritesModelCard, TRLRewardTrainer):
         options |= {"pad_token_id": self.processing_class.pad_token_id}
         options |= {"progress": progress if self.accelerator.is_main_process else None}
         with trained_policy(self) as model:
-
-            def score(own: list[Sequence[int]]) -> list[float]:
-                return score_sequences(model, own, **options).tolist()
-
+            score = lambda own: score_sequences(model, own, **options).tolist()  # noqa: E731
             return torch.tensor(map_over_ranks(score, sequences, self.accelerator))
 
     def score_pairs(self, dataset: Dataset, *, progress: str | None = None) -> tuple[Tensor, Tensor]:
@@ -276,50 +262,33 @@ def _join_prompt(row: dict) -> dict:
 
 
 def _read_margin(row: dict, column: str) -> dict:
-    value = row[column]
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise ValueError(f"{name_of_row(row)}: the margin column {column!r} must hold a number, got {value!r}")
-    return {"margin": float(value)}
+    return {"margin": float(row[column])}
 
 
 # ---- Models ----
 
 
-def _reward_model(model: Any, args: RewardConfig) -> Any:
-    """The model, or its path, which must have one label and save its head.
+def _reward_model(model: Any) -> Any:
+    """The model, or its path: of a folder the absolute path, which a saved adapter stores as the name of its base.
 
-    A folder becomes an absolute path, which a saved adapter stores as the name of its base.
+    TRL loads a path with one label.
     """
     if isinstance(model, str):
-        model = name = str(Path(model).resolve()) if Path(model).is_dir() else model
-        options = args.model_init_kwargs if isinstance(args.model_init_kwargs, dict) else {}
-        config = AutoConfig.from_pretrained(
-            model, revision=options.get("revision"), trust_remote_code=args.trust_remote_code
-        )
-        # A language model's configuration defaults to two labels although it has no head for them.
-        has_head = any(kind.endswith("ForSequenceClassification") for kind in config.architectures or ())
-    else:
-        config, has_head = model.config, True
-        name = getattr(config, "_name_or_path", "") or type(model).__name__
-    if has_head and config.num_labels != 1:
+        return str(Path(model).resolve()) if Path(model).is_dir() else model
+    if model.config.num_labels != 1:
         raise ValueError(
-            f"the model {name} has {config.num_labels} labels, and a reward model has one: load it with num_labels=1, "
-            "or start from a language model"
+            f"a reward model has one label, and the model has {model.config.num_labels}: set num_labels=1"
         )
     saved = model.active_peft_config.modules_to_save if isinstance(model, PeftModel) else ["score"]
     if not {"score", "classifier"} & {*(saved or ())}:
         raise ValueError(
-            "the given adapter would leave the score head untrained and unsaved: build it with a configuration of "
-            "task_type SEQ_CLS, or pass peft_config to the trainer, which sees to it"
+            "the given adapter leaves the score head untrained and unsaved: give it the task_type SEQ_CLS"
         )
     return model
 
 
 def _with_score_head(peft_config: PeftConfig) -> PeftConfig:
     """The configuration with the task type that makes PEFT train and save the score head with the adapter."""
-    asked = peft_config.task_type
-    if asked not in (None, TaskType.SEQ_CLS, TaskType.CAUSAL_LM):
-        warn_once_per_run(f"task_type {asked} was asked for: a reward model's adapter is of type SEQ_CLS")
     peft_config = copy.deepcopy(peft_config)
     peft_config.task_type = TaskType.SEQ_CLS
     return peft_config

@@ -13,7 +13,7 @@ from trl_ext.data import encode_turn
 from trl_ext.models import packing_of
 from trl_ext.processes import warn_once_per_run
 from trl_ext.resilience.training import ResilientTraining
-from trl_ext.trainers.context import check_inputs, check_template, encoding, map_rows
+from trl_ext.trainers.context import check_inputs, encoding, map_rows, report_plain_prompts
 from trl_ext.trainers.defaults import CommonFields, check_training, configuration, resolve_device_defaults
 from trl_ext.trainers.metrics import StepMetrics
 from trl_ext.trainers.model_card import WritesModelCard
@@ -70,20 +70,23 @@ class SFTTrainer(ResilientTraining, WritesModelCard, StepMetrics, TRLSFTTrainer)
             earlier.remove()
 
     def _prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, dataset_name):
-        check_template(processing_class, dataset)
+        report_plain_prompts(processing_class, dataset)
         columns = {*(dataset.column_names or next(iter(dataset)))}
         if formatting_func is None and {"prompt", "completion"} <= columns and "input_ids" not in columns:
             # TRL's tokenization reads these, and this one does not.
-            unused = sorted({"tools", "chat_template_kwargs"} & columns)
-            if unused:
-                raise ValueError(
-                    f"the column {unused[0]!r} of the {dataset_name} dataset would not be used: remove it, or give "
-                    "the rows as token ids in input_ids and completion_mask"
-                )
+            if unused := {"tools", "chat_template_kwargs"} & columns:
+                raise ValueError(f"the column {unused.pop()!r} of the {dataset_name} dataset is not used: remove it")
             tokenizer = {"tokenizer": processing_class}
             dataset = map_rows(dataset, _encode, f"Tokenizing {dataset_name} dataset", fn_kwargs=tokenizer)
             if isinstance(dataset, Dataset) and args.max_length is not None and not packing:
-                _report_truncation(dataset, dataset_name, args.max_length)
+                # TRL truncates rows, and drops those without a completion that is left.
+                count = sum(len(mask) > args.max_length for mask in dataset["completion_mask"])
+                if count:
+                    warn_once_per_run(
+                        f"{dataset_name}: {count} of {len(dataset)} rows exceed max_length {args.max_length}"
+                    )
+                if not any(any(mask[: args.max_length]) for mask in dataset["completion_mask"]):
+                    raise ValueError(f"no completion of the {dataset_name} dataset is within max_length: raise it")
         return super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
@@ -105,17 +108,3 @@ def _encode(row: dict, tokenizer) -> dict:
         prompt_ids, completion_ids = encode_turn(tokenizer, row["prompt"], row["completion"])
     mask = [0] * len(prompt_ids) + [1] * len(completion_ids)
     return {"input_ids": prompt_ids + completion_ids, "completion_mask": mask}
-
-
-def _report_truncation(dataset: Dataset, dataset_name: str, limit: int) -> None:
-    """Warn of rows that TRL will cut or drop; raise ValueError if none is left."""
-    masks = dataset["completion_mask"]
-    cut = sum(len(mask) > limit for mask in masks)
-    lost = sum(not any(mask[:limit]) for mask in masks)
-    if cut:
-        warn_once_per_run(
-            f"{dataset_name}: {cut} of {len(dataset)} rows are longer than {limit} max_length and lose their end"
-            + (f"; {lost} of them have no completion left and are dropped" if lost else "")
-        )
-    if lost == len(dataset):
-        raise ValueError(f"no row of the {dataset_name} dataset has a completion within {limit} max_length: raise it")

@@ -43,11 +43,7 @@ POLICY_SETTINGS: dict[str, dict[Any, Settings]] = {
 
 
 def translate(args: Any, table: Mapping[str, Mapping[Any, Settings]]) -> dict[str, Settings]:
-    """Our settings for each of TRL's that is given. The keys are texts such as `loss_type 'ipo'`.
-
-    Raises:
-        ValueError: a value has no equivalent.
-    """
+    """Our settings by TRL's that are given, such as `loss_type 'ipo'`; a ValueError for one without an equivalent."""
     found = {}
     for name, equivalents in table.items():
         value = getattr(args, name)
@@ -56,10 +52,8 @@ def translate(args: Any, table: Mapping[str, Mapping[Any, Settings]]) -> dict[st
         if value is None:
             continue
         if value not in equivalents:
-            raise ValueError(
-                f"{name} {value!r} has no equivalent in {type(args).__name__}, where it may be "
-                f"{', '.join(map(str, equivalents))}: train TRL's own trainer for it"
-            )
+            known = ", ".join(map(str, equivalents))
+            raise ValueError(f"{name} {value!r} has no equivalent here, only {known}: train TRL's own trainer for it")
         found[f"{name} {value!r}"] = equivalents[value]
     return found
 
@@ -70,21 +64,9 @@ def merge(given: Settings, translated: Mapping[str, Settings]) -> Settings:
     for source, settings in translated.items():
         for name, value in settings.items():
             if merged.get(name) not in (None, value):
-                raise ValueError(
-                    f"{source} selects {name} {value}, which conflicts with {name} {merged[name]}: give one of them"
-                )
+                raise ValueError(f"{source} selects {name} {value}, which conflicts with {name} {merged[name]}")
             merged[name] = value
     return merged
-
-
-def explain(error: ValueError, translated: Mapping[str, Settings]) -> str:
-    """The error's message, which uses our names, preceded by the TRL settings that caused it."""
-    sources = [
-        f"{source} selects {' '.join(f'--{name} {value}' for name, value in settings.items())}"
-        for source, settings in translated.items()
-        if any(f"--{name} " in str(error) for name in settings)
-    ]
-    return f"{'; '.join(sources)}: {error}" if sources else str(error)
 
 
 def refuse_given(args: Any, instead: Mapping[str, str]) -> None:

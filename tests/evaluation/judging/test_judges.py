@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import sys
 from types import SimpleNamespace
@@ -30,7 +29,6 @@ from trl_ext.evaluation import (
 )
 from trl_ext.evaluation.judging.openai_judge import SCHEMA, question_text, read_answer
 from trl_ext.evaluation.judging.rubric import read_rubric
-from trl_ext.trainers.policy.reward_functions import check_arguments
 
 pytestmark = pytest.mark.usefixtures("no_key")
 
@@ -439,24 +437,6 @@ def test_the_last_text_of_the_assistant_is_judged():
     said = {"role": "assistant", "content": "why"}
     completions = [[said, {"role": "tool", "content": "4"}], [{"role": "assistant", "tool_calls": []}]]
     assert reward_with(Server())(["q", "q"], completions, rubric=[["says why"]] * 2) == [1.0, 0.0]
-
-
-def test_arguments_of_reward_functions_are_known_before_sampling():
-    def lines(completions, steps):
-        return [1.0] * len(completions)
-
-    @functools.wraps(lines)
-    def decorated(completions, **columns):
-        return lines(completions, columns)
-
-    check_arguments([decorated, max, functools.partial(lines, steps=[])], ["prompt"])
-    check_arguments([reward_with(Server()), torch.nn.Linear(1, 1)], ["prompt", "rubric"])
-    for function, columns, words in (
-        (lines, ["prompt"], ["'lines' takes 'steps'", "no such column"]),
-        (lambda completion: [1.0], ["prompt", "completion"], ["takes 'completion'", "did you mean 'completions'"]),
-        (reward_with(Server()), ["prompt", "rubic"], ["'rubric_explicit' takes 'rubric'", "did you mean 'rubic'"]),
-    ):
-        assert_refused(lambda f=function, c=columns: check_arguments([f], c), *words)
 
 
 def test_refusals(monkeypatch):

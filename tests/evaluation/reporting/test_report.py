@@ -426,7 +426,7 @@ def test_a_comparison_is_read(tmp_path):
     texts = ([Generation([0], [0] * len(text), text, True) for text in of] for of in answers)
     prompts = [{"row_id": str(i), "prompt": [{"role": "user", "content": f"p{i}"}]} for i in range(5)]
     judged = {"judge": GroundTruthJudge(score), "score_function": score}
-    comparison = compare_generations(prompts, *texts, max_new_tokens=8, **judged)
+    comparison = compare_generations(prompts, *texts, **judged)
     comparison.write(tmp_path / "policy", objective="dpo")
     assert [row["outcome"] for row in comparison.rows] == [WIN] * 3 + [LOSS, TIE]
     summary, _ = report(tmp_path / "policy")

@@ -137,7 +137,7 @@ def test_compared_generations_by_hand():
         for i in range(3)
     ]
     judged = {"judge": GroundTruthJudge(score), "score_function": score}
-    comparison = compare_generations(rows, *texts, max_new_tokens=9, **judged)
+    comparison = compare_generations(rows, *texts, **judged)
     assert [row["outcome"] for row in comparison.rows] == ["candidate", "tie", "base"]
     assert [row["score"] for row in comparison.rows] == [3, 2, 2]
     summary = comparison.summary
@@ -151,7 +151,7 @@ def test_compared_generations_by_hand():
     kinds = {"even": {"policy": 2.5, "base": 2.0}, "odd": {"policy": 2.0, "base": 2.0}}
     assert summary["score"]["by_kind"] == kinds
     assert summary["generations"]["policy"]["truncated_fraction"] == pytest.approx(1 / 3)
-    summary = compare_generations([{**row, "prompt": "q"} for row in rows], *texts, max_new_tokens=9).summary
+    summary = compare_generations([{**row, "prompt": "q"} for row in rows], *texts).summary
     assert summary["win_rate"] is summary["score"] is None, "without a judge and a score"
 
 

@@ -49,7 +49,6 @@ def compare_generations(
     policy: Sequence[Generation],
     base: Sequence[Generation],
     *,
-    max_new_tokens: int,
     judge: PairwiseJudge | None = None,
     score_function: Callable[..., float] | None = None,
     rewards: Mapping[str, Mapping[str, Sequence[float | None]]] | None = None,
@@ -60,7 +59,6 @@ def compare_generations(
         prompts: dataset rows with `row_id`, `prompt`, and optionally `kind`, by which mean scores are grouped.
         policy: the policy's responses, in the order of the prompts.
         base: the base's responses.
-        max_new_tokens: the token limit of both models' responses.
         judge: decides each prompt, in both orders; None for no win rate.
         score_function: `f(prompt_text, response, finished=...) -> float`, a known quality; None for no scores.
         rewards: values of reward functions, by function name and then by source: `policy`, `base`, and `reference` if
@@ -106,7 +104,6 @@ def compare_generations(
             [generation.text for generation in generations],
             token_ids=[generation.response_ids for generation in generations],
             finished=[generation.finished for generation in generations],
-            max_new_tokens=max_new_tokens,
         ).to_dict()
         for name, generations in (("policy", policy), ("base", base))
     }

@@ -9,7 +9,7 @@ from trl_ext.data.benchmark import EMBEDDED, known_score
 from trl_ext.evaluation.judging.protocol import last_user_text
 from trl_ext.evaluation.tasks.task import Row, Task
 from trl_ext.names import load_function, nearest
-from trl_ext.rewards.verified import KINDS, Grader, grader
+from trl_ext.rewards.verified import KINDS, Grader, VerifiedGrader
 from trl_ext.rollouts.responses import graded
 
 # The metrics of a response by name; None if the response is not counted.
@@ -42,7 +42,7 @@ def make_check(task: Task, rows: Sequence[Row]) -> Callable[[Sequence[Row], Sequ
     if not all(row.keys() >= set(columns) for row in rows):
         raise ValueError(f"the check {name} needs {' and '.join(columns)} in every row of the data")
     if name in KINDS:
-        grade = grader(name)
+        grade = VerifiedGrader(name)
         return lambda rows, found: [_verified(row, one, grade) for row, one in zip(rows, found, strict=True)]
     if name == "rubric":
         check = _rubric(task)

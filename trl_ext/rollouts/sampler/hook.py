@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import torch
@@ -21,15 +20,9 @@ from trl_ext.rollouts.stopping import StopInResponse
 _OF_EVALUATION = "_trl_ext_evaluation_sampler"
 # Largest difference of the canary's log-probabilities, in float32 and relative to their spread in half precision.
 FLOAT32_TOLERANCE, HALF_TOLERANCE = 1e-4, 0.1
-# Settings that return something else, or whose logits processors depend on a row's place in the batch, with the values
-# at which they change nothing.
-_OTHER_SETTINGS = {
-    "return_dict_in_generate": (None, False),
-    "guidance_scale": (None, 1),
-    "watermarking_config": (None,),
-    "encoder_repetition_penalty": (None, 1),
-    "encoder_no_repeat_ngram_size": (None, 0),
-}
+# Settings that return something else, or whose processors depend on a row's place in the batch, and their off values.
+_OTHER_SETTINGS = {"return_dict_in_generate": False, "guidance_scale": 1, "watermarking_config": None}
+_OTHER_SETTINGS |= {"encoder_repetition_penalty": 1, "encoder_no_repeat_ngram_size": 0}
 
 
 class Sampler:
@@ -42,36 +35,22 @@ class Sampler:
         largest_difference: of the canary's log-probabilities from a plain forward pass; None until the first call.
         log_probs: of the last call's response tokens, under the distribution from which they were drawn,
             [B, longest response]; 0 after a row's end; None if transformers sampled them.
-        left: number of calls that were left to transformers, by reason.
     """
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype | None, reason: str | None, quiet: bool):
-        self.model, self.reason, self.quiet = model, reason, quiet
+    def __init__(self, model: nn.Module, dtype: torch.dtype | None, reason: str | None):
+        self.model, self.reason = model, reason
         self.dtype = model.dtype if dtype is None else dtype
         self.largest_difference: float | None = None
         self.log_probs: Tensor | None = None
-        self.left: Counter[str] = Counter()
         self._asked = dtype
         if reason is not None:
-            warn_once_per_run(self.describe())
+            _warn(reason)
 
     def remove(self) -> None:
         """Restore the model's own generation."""
         self.log_probs = None
         if sampler_of(self.model) is self:
             del self.model.generate
-
-    def describe(self) -> str:
-        """One line: how responses are sampled, or why transformers samples them."""
-        if self.reason is not None:
-            return f"fast rollouts: off, transformers generates: {self.reason}"
-        if self.largest_difference is None:
-            left = "".join(f"; transformers generated: {reason}" for reason in self.left)
-            return f"fast rollouts: undecided until the first batch that it can sample{left}"
-        return (
-            f"fast rollouts: on, in {str(self.dtype).removeprefix('torch.')} (log-probabilities differ from the plain "
-            f"forward by at most {self.largest_difference:.1e})"
-        )
 
     def generate(self, *args: Any, **kwargs: Any):
         """The model's `generate`, sampled here where that is possible."""
@@ -81,23 +60,19 @@ class Sampler:
             self._check_call(*args, **kwargs)
             return generate(self.model, *args, custom_generate=self._loop, **kwargs)
         except CannotSample as obstacle:
-            self.left[str(obstacle)] += 1
-            if self.reason is None:
-                warn_once_per_run(f"fast rollouts: transformers generates: {obstacle}")
+            _warn(obstacle)
             return generate(self.model, *args, **kwargs)
 
     def _check_call(self, inputs=None, generation_config=None, *others, stopping_criteria=None, **kwargs: Any) -> None:
         """Leave a call to transformers whose arguments do not reach the loop or depend on a row's place."""
         if self.reason is not None:
             raise CannotSample(self.reason)
-        settings, known = GenerationConfig(), ("input_ids", "attention_mask")
-        given = (name for name, value in kwargs.items() if value is not None and value is not False)
-        other = [name for name in given if name not in known and not hasattr(settings, name)]
-        other += ["further arguments"] if others else []
+        known = {"input_ids", "attention_mask", *vars(GenerationConfig())}
+        other = [name for name in kwargs.keys() - known if kwargs[name] is not None and kwargs[name] is not False]
         if any(not isinstance(criterion, StopInResponse) for criterion in stopping_criteria or ()):
             other.append("stopping_criteria")
-        if other:
-            raise CannotSample(f"the call takes {', '.join(sorted(other))}")
+        if other or others:
+            raise CannotSample(f"the call takes {', '.join(other) or 'further arguments'}")
 
     def _loop(
         self,
@@ -111,8 +86,8 @@ class Sampler:
         mode = generation_config.get_generation_mode()
         if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
             raise CannotSample(f"the call asks for {mode.value}")
-        for name, neutral in _OTHER_SETTINGS.items():
-            if getattr(generation_config, name, None) not in neutral:
+        for name, off in _OTHER_SETTINGS.items():
+            if getattr(generation_config, name, None) not in (None, off):
                 raise CannotSample(f"the call sets {name}")
         if input_ids.device.type != "cpu":
             raise CannotSample("the model is not on a CPU")
@@ -166,13 +141,15 @@ class Sampler:
             allowed = HALF_TOLERANCE * expected.std().item() if half else FLOAT32_TOLERANCE * max(1, -expected.min())
             if not (apart.mean().item() if half else self.largest_difference) <= allowed:
                 self.reason = f"its log-probabilities are {self.largest_difference:.1e} off a plain forward pass"
-        if self.reason is not None or not self.quiet:
-            warn_once_per_run(self.describe())
         if self.reason is not None:
             raise CannotSample(self.reason)
 
 
-def fast_rollouts(model, *, dtype: torch.dtype | None = None, quiet: bool = False) -> Sampler:
+def _warn(reason: object) -> None:
+    warn_once_per_run(f"fast rollouts: transformers generates: {reason}")
+
+
+def fast_rollouts(model, *, dtype: torch.dtype | None = None) -> Sampler:
     """Make `generate` sample several times as fast on a CPU.
 
     The prompt of a group of samples is encoded once, rows have their own lengths without padding, rows that have ended
@@ -192,24 +169,20 @@ def fast_rollouts(model, *, dtype: torch.dtype | None = None, quiet: bool = Fals
     Args:
         model: a causal language model of transformers, bare or with adapters, or a trainer that has one.
         dtype: precision of the products: None for that of the weights, or `torch.bfloat16`.
-        quiet: omit the log line when the sampler is used, but not the one that says why it is not.
 
     Returns:
         The sampler: the `reason` if it is not used, the last call's `log_probs`, and `remove()`.
 
     Raises:
-        TypeError: the argument is neither a model nor a trainer, or `dtype` is no floating-point dtype of torch.
+        TypeError: the argument is neither a model nor a trainer.
     """
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise TypeError(f"dtype must be a floating-point dtype such as torch.bfloat16, got {dtype!r}")
-    given = type(model).__name__
-    model = model if isinstance(model, nn.Module) else getattr(model, "model", None)
-    inner = unwrapped(model)
+    found = model if isinstance(model, nn.Module) else getattr(model, "model", None)
+    inner = unwrapped(found)
     if not hasattr(inner, "generate"):
-        raise TypeError(f"fast_rollouts takes a causal language model or a trainer, got {given}")
+        raise TypeError(f"fast_rollouts takes a causal language model or a trainer, got {type(model).__name__}")
     if (previous := sampler_of(inner)) is not None:
         previous.remove()
-    sampler = Sampler(inner, dtype, _obstacle(model), quiet)
+    sampler = Sampler(inner, dtype, _obstacle(found))
     if not _is_replaced(inner):
         inner.generate = sampler.generate
     return sampler
@@ -232,7 +205,7 @@ def evaluation_sampler(model: nn.Module) -> Sampler | None:
     dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
     sampler = inner.__dict__.get(_OF_EVALUATION)
     if sampler is None or sampler.dtype != (dtype or inner.dtype):
-        sampler = inner.__dict__[_OF_EVALUATION] = Sampler(inner, dtype, _obstacle(model), quiet=True)
+        sampler = inner.__dict__[_OF_EVALUATION] = Sampler(inner, dtype, _obstacle(model))
     return sampler
 
 
@@ -250,12 +223,12 @@ def _learns_prompts(model: nn.Module) -> bool:
 def _obstacle(model: nn.Module) -> str | None:
     """Why the responses of a model are left to transformers, as far as its class and configuration show."""
     inner = unwrapped(model)
-    reasons = {
-        "its generate method has been replaced": _is_replaced(inner),
-        "its adapter learns a prompt": _learns_prompts(model),
-        "the model is not on a CPU; vLLM is the way there": inner.device.type != "cpu",
-        "its weights are sharded": any(
-            hasattr(one, "ds_id") or hasattr(one, "device_mesh") for one in inner.parameters()
-        ),
-    }
-    return packing_obstacle(inner) or next((reason for reason, holds in reasons.items() if holds), None)
+    if _is_replaced(inner):
+        return "its generate method has been replaced"
+    if _learns_prompts(model):
+        return "its adapter learns a prompt"
+    if inner.device.type != "cpu":
+        return "the model is not on a CPU; vLLM is the way there"
+    if any(hasattr(weight, "ds_id") or hasattr(weight, "device_mesh") for weight in inner.parameters()):
+        return "its weights are sharded"
+    return packing_obstacle(inner)

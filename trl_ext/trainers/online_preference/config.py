@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
+
+from transformers.hf_argparser import HfArg
 
 from trl_ext.algorithms import SETTINGS, Algorithm
 from trl_ext.losses.objective import PreferenceObjective
@@ -14,24 +16,11 @@ from trl_ext.trainers.defaults import check_at_least, parse_json_option
 from trl_ext.trainers.policy.config import PolicyConfig
 from trl_ext.trainers.trl_settings import refuse_given
 
-# Policy-gradient settings that a preference loss does not read: setting -> why.
-_NOT_READ = {
-    **dict.fromkeys(
-        (*SETTINGS, "scale_rewards", "importance_sampling_level", "delta", "use_bias_correction_kl"),
-        "a preference loss does not read it",
-    ),
-    **dict.fromkeys(("surrogate", "loss_type"), "name the loss with `loss`"),
-    "algorithm_kwargs": "options of the loss go into loss_kwargs",
-    "off_policy_mask_threshold": "limit staleness with replay_max_age",
-    **dict.fromkeys(
-        ("entropy_coef", "use_adaptive_entropy", "top_entropy_quantile"), "train an algorithm of PolicyConfig for it"
-    ),
-    "resample_groups": "prompts whose responses tie make no pair and take no part in the mean",
-    "multi_objective_aggregation": "combine rewards with `trl_ext.rewards.RewardEnsemble`",
-    "mask_truncated_completions": "use missing_eos_penalty, which lets finished responses win",
-}
-# Here beta belongs to the preference loss.
-del _NOT_READ["beta"]
+# Settings of a policy gradient, but `beta`, which is the loss's. A tie makes no pair; a finished response wins with
+# `missing_eos_penalty`.
+_NOT_READ = {*SETTINGS} - {"beta"} | {"algorithm_kwargs", "entropy_coef", "top_entropy_quantile", "resample_groups"}
+_NOT_READ |= {"scale_rewards", "importance_sampling_level", "delta", "use_bias_correction_kl", "loss_type"}
+_NOT_READ |= {"off_policy_mask_threshold", "multi_objective_aggregation", "mask_truncated_completions"}
 
 
 class OnlinePreferenceAlgorithm(Algorithm):
@@ -76,46 +65,35 @@ class OnlinePreferenceConfig(PolicyConfig):
     _method = "online_preference"
 
     algorithm: str = "online_preference"
-    loss: str = field(
-        default="dpo", metadata={"help": "Preference loss: a registered name, or your own as file.py:function."}
+    loss: str = HfArg(default="dpo", help="Preference loss: a registered name, or your own as file.py:function.")
+    loss_kwargs: dict[str, Any] | str | None = HfArg(
+        default=None, help="Options of the loss beside beta, as JSON: '{\"label_smoothing\": 0.2}'."
     )
-    loss_kwargs: dict[str, Any] | str | None = field(
-        default=None, metadata={"help": "Options of the loss beside beta, as JSON: '{\"label_smoothing\": 0.2}'."}
-    )
-    num_generations: int | None = field(
-        default=4, metadata={"help": "Responses to a prompt, of which pairs are made."}
-    )
-    pairs: str = field(
+    num_generations: int | None = HfArg(default=4, help="Responses to a prompt, of which pairs are made.")
+    pairs: str = HfArg(
         default="best_worst",
-        metadata={"help": "best_worst: the best against the worst response to a prompt. all: every two of them."},
+        help="best_worst: the best against the worst response to a prompt. all: every two of them.",
     )
-    tie_tolerance: float = field(
-        default=0.0, metadata={"help": "Rewards that differ by no more than this are a tie, which is dropped."}
+    tie_tolerance: float = HfArg(
+        default=0.0, help="Rewards that differ by no more than this are a tie, which is dropped."
     )
-    keep_groups: str = field(
-        default="on",
-        metadata={"help": "on: the pairs of a prompt stay in one micro-batch, which encodes each response once."},
+    keep_groups: str = HfArg(
+        default="on", help="on: the pairs of a prompt stay in one micro-batch, which encodes each response once."
     )
-    replay_capacity: int = field(default=0, metadata={"help": "Recent pairs that are kept; 0 for no replay."})
-    replay_fraction: float = field(
-        default=0.5, metadata={"help": "Share of replayed pairs among those of a rollout, below 1."}
-    )
-    replay_max_age: int = field(
-        default=4, metadata={"help": "Optimizer updates after which a pair is no longer replayed."}
-    )
-    replay_weights: str = field(
+    replay_capacity: int = HfArg(default=0, help="Recent pairs that are kept; 0 for no replay.")
+    replay_fraction: float = HfArg(default=0.5, help="Share of replayed pairs among those of a rollout, below 1.")
+    replay_max_age: int = HfArg(default=4, help="Optimizer updates after which a pair is no longer replayed.")
+    replay_weights: str = HfArg(
         default="none",
-        metadata={
-            "help": "Importance weights of pairs that an earlier policy sampled: none; sequence, the ratio of the "
-            "pair's probabilities; length_normalized, its geometric mean over tokens. The loss is then sum(w l) / "
-            "sum(w) over the optimizer batch. That costs another forward pass with accumulated micro-batches, and one "
-            "with a temperature other than 1, at which the weights are and the loss is not."
-        },
+        help="Importance weights of pairs that an earlier policy sampled: none; sequence, the ratio of the pair's "
+        "probabilities; length_normalized, its geometric mean over tokens. The loss is then sum(w l) / sum(w) over "
+        "the optimizer batch. That costs another forward pass with accumulated micro-batches, and one with a "
+        "temperature other than 1, at which the weights are and the loss is not.",
     )
-    replay_weight_cap: float = field(default=2.0, metadata={"help": "The largest importance weight."})
+    replay_weight_cap: float = HfArg(default=2.0, help="The largest importance weight.")
 
     def __post_init__(self):
-        refuse_given(self, _NOT_READ)
+        refuse_given(self, dict.fromkeys(sorted(_NOT_READ), "a preference loss, `loss`, does not read it"))
         self.loss_kwargs = parse_json_option("loss_kwargs", self.loss_kwargs)
         self._check_pairs()
         # The loss would not use token ratios between vLLM and the trainer.
@@ -128,8 +106,8 @@ class OnlinePreferenceConfig(PolicyConfig):
         preference = PreferenceObjective(self.loss, beta=self.beta, loss_options=self.loss_kwargs)
         if preference.columns:
             raise ValueError(
-                f"the loss {self.loss!r} reads the column {preference.columns[0]!r}, and pairs that are sampled in "
-                "training have no dataset columns: use another loss, or PreferenceTrainer on a dataset of pairs"
+                f"the loss {self.loss!r} reads the column {preference.columns[0]!r}, which sampled pairs do not have: "
+                "use another loss, or PreferenceTrainer"
             )
         settings = {"pairs": self.pairs, "group_size": self.num_generations, "tie_tolerance": self.tie_tolerance}
         if self.replay_capacity:
@@ -149,24 +127,20 @@ class OnlinePreferenceConfig(PolicyConfig):
     def _check_batches(self) -> None:
         if self.steps_per_generation % self.gradient_accumulation_steps:
             raise ValueError(
-                f"an optimizer step takes its pairs from one rollout, and gradient_accumulation_steps "
-                f"{self.gradient_accumulation_steps} does not divide the {self.steps_per_generation} micro-batches of "
-                "a rollout (steps_per_generation): change one of the two"
+                f"an optimizer step takes its pairs from one rollout: gradient_accumulation_steps "
+                f"{self.gradient_accumulation_steps} must divide steps_per_generation {self.steps_per_generation}"
             )
         if not self.replay_capacity:
             of_replay = ("replay_fraction", "replay_max_age", "replay_weights", "replay_weight_cap")
             refuse_given(self, dict.fromkeys(of_replay, "it needs a replay: set replay_capacity, or leave it out"))
             return
         if not 0 < self.replay_fraction < 1:
-            raise ValueError(
-                f"replay_fraction must lie between 0 and 1, got {self.replay_fraction}; for no replay, set "
-                "replay_capacity 0"
-            )
+            raise ValueError(f"replay_fraction must lie between 0 and 1, got {self.replay_fraction}")
         if self.replay_weights == "none":
             refuse_given(self, {"replay_weight_cap": "replay_weights none has no weights to cap"})
         if self.replay_max_age < self.updates_per_rollout:
             raise ValueError(
                 f"replay_max_age {self.replay_max_age} leaves nothing to replay: at the next rollout, pairs are "
-                f"{self.updates_per_rollout} updates old; set it to that at least"
+                f"{self.updates_per_rollout} updates old"
             )
         refuse_given(self, {"sync_ref_model": "pairs of a replay keep the log-probabilities of one fixed reference"})

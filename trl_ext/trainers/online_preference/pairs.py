@@ -6,37 +6,12 @@ import functools
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from trl_ext.rollouts.replay import SampledPair
-
-
-class Response(NamedTuple):
-    """A sampled response and its log-probabilities under the policy that sampled it and under the reference."""
-
-    prompt_ids: array
-    response_ids: array
-    log_prob: float
-    ref_log_prob: float
-
-
-def make_pair(
-    chosen: Response, rejected: Response, rewards: tuple[float, float], *, version: int, reward_version: str
-) -> SampledPair:
-    """The pair of two responses to a prompt, with the rewards of the chosen and of the rejected one."""
-    return SampledPair(
-        chosen.prompt_ids,
-        chosen.response_ids,
-        rejected.response_ids,
-        *(chosen.log_prob, rejected.log_prob, chosen.ref_log_prob, rejected.ref_log_prob),
-        *rewards,
-        version=version,
-        reward_version=reward_version,
-    )
 
 
 def token_ids(ids: Tensor, mask: Tensor) -> list[array]:
@@ -68,7 +43,7 @@ def encode_pairs(
         policy sampled the pair, `counted`, 1 where a pair counts, and `group`, equal for pairs of one prompt, [P].
     """
     prompts = [pair.prompt_ids for pair in pairs]
-    responses = [ids for pair in pairs for ids in (pair.chosen_ids, pair.rejected_ids)]
+    responses = [ids for pair in pairs for ids in (pair.chosen.ids, pair.rejected.ids)]
     prompt_ids, prompt_mask = _padded(prompts, pad_token_id, left=True)
     completion_ids, completion_mask = _padded(responses, pad_token_id, left=False)
     groups: dict[bytes, int] = {}
@@ -77,8 +52,8 @@ def encode_pairs(
         "completion_ids": completion_ids.unflatten(0, (-1, 2)),
         "prompt_mask": prompt_mask,
         "completion_mask": completion_mask.unflatten(0, (-1, 2)),
-        "sampler": torch.tensor([[pair.chosen_log_prob, pair.rejected_log_prob] for pair in pairs]),
-        "reference": torch.tensor([[pair.ref_chosen, pair.ref_rejected] for pair in pairs]),
+        "sampler": torch.tensor([[pair.chosen.log_prob, pair.rejected.log_prob] for pair in pairs]),
+        "reference": torch.tensor([[pair.chosen.ref_log_prob, pair.rejected.ref_log_prob] for pair in pairs]),
         "counted": torch.tensor(counted, dtype=torch.float32),
         "fresh": torch.tensor([pair.version == version for pair in pairs], dtype=torch.float32),
         "group": torch.tensor([groups.setdefault(prompt.tobytes(), len(groups)) for prompt in prompts]),

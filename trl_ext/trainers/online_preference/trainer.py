@@ -8,6 +8,7 @@ responses of each pair in one forward pass and passes them to the loss.
 from __future__ import annotations
 
 import math
+from array import array
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -22,6 +23,7 @@ from trl_ext.processes import warn_once_per_run
 from trl_ext.rollouts.pairing import Selection, select_pairs
 from trl_ext.rollouts.replay import (
     ReplayBuffer,
+    Response,
     SampledPair,
     ages,
     effective_sample_size,
@@ -33,17 +35,10 @@ from trl_ext.trainers.defaults import configuration
 from trl_ext.trainers.metrics import pair_metrics
 from trl_ext.trainers.online_preference.config import OnlinePreferenceConfig
 from trl_ext.trainers.online_preference.judge_rewards import JudgeRewards
-from trl_ext.trainers.online_preference.pairs import (
-    Response,
-    deal_pairs,
-    encode_pairs,
-    forward_rows,
-    make_pair,
-    token_ids,
-)
+from trl_ext.trainers.online_preference.pairs import deal_pairs, encode_pairs, forward_rows, token_ids
 from trl_ext.trainers.policy.reward_functions import as_reward_functions
 from trl_ext.trainers.policy.scoring import ScoringTemperature
-from trl_ext.trainers.policy.trainer import PolicyTrainer
+from trl_ext.trainers.policy.trainer import PolicyTrainer, takes_several_turns
 from trl_ext.trainers.preference.whole_batch import (
     CoupledShare,
     Window,
@@ -79,18 +74,16 @@ class OnlinePreferenceTrainer(PolicyTrainer):
     Ties are dropped. The batch sizes set how many updates use a rollout, and recent pairs can be replayed.
 
     The gradient of an update is that of the mean over its pairs (with importance weights, the self-normalised mean),
-    however they are divided into micro-batches and processes. A batch-coupled loss sees the whole optimizer batch, as
-    do importance weights. With accumulated micro-batches, either one costs a second forward pass without gradients.
-    Whatever the sampling temperature, the loss, the reference and the logged pair metrics use log-probabilities at
-    temperature 1, as in offline training. Importance weights use the sampling distribution, which costs one more pass
-    if its temperature is not 1.
+    however they are divided into micro-batches and processes. For a batch-coupled loss and for importance weights,
+    accumulated micro-batches cost a second forward pass without gradients. The loss, the reference and the logged pair
+    metrics use log-probabilities at temperature 1, as in offline training, and importance weights those of the
+    sampling distribution, which costs one more pass if its temperature is not 1.
 
-    Logged in addition to TRL's rollout metrics: `rewards/chosen`, `rewards/rejected`, `rewards/margins`,
-    `rewards/accuracies`, `logps/chosen` and `logps/rejected` as in TRL's `DPOTrainer`; `kl`, the mean log-ratio to the
-    reference per token of new pairs; `pairs/count`, `pairs/ties_dropped`, `pairs/unscored` and `pairs/reward_margin`
-    (the mean lead of the chosen response's reward); and with a replay `replay/size`, `replay/dropped`,
-    `replay/age_mean` and `replay/age_max` of the stored pairs, `replay/fraction` and `replay/staleness` (mean age) of
-    the training pairs, and `replay/ess` (effective sample size over number of pairs) and `replay/weight_max`.
+    Logged in addition to TRL's rollout metrics: those of TRL's `DPOTrainer`; `kl`, the mean log-ratio to the reference
+    per token of new pairs; `pairs/count`, `pairs/ties_dropped`, `pairs/unscored` and `pairs/reward_margin` (the mean
+    lead of the chosen response's reward); and with a replay `replay/size` and `replay/age_mean` of the stored pairs,
+    `replay/fraction` and `replay/staleness` (mean age) of the training pairs, and `replay/ess` (effective sample size
+    over number of pairs) and `replay/weight_max`.
 
     Args:
         judge: a `trl_ext.evaluation.PairwiseJudge` or a function of that kind; None for no judge.
@@ -117,9 +110,8 @@ class OnlinePreferenceTrainer(PolicyTrainer):
         self._has_judge = judge is not None
         if judge is not None:
             functions.append(JudgeRewards(judge, lambda: self.group_size, args))
-        several = [name for name in ("tools", "environment_factory", "rollout_func") if kwargs.get(name)]
-        if several:
-            raise ValueError(f"{several[0]} makes responses of several turns, and pairs are made of single ones")
+        if takes_several_turns(kwargs):
+            raise ValueError("pairs are made of single turns: leave out tools, environments and rollout_func")
         self._window: Window | None = None
         # Scores of the held-out pairs of an evaluation in progress, over all processes, for a batch-coupled loss.
         self._held_out = []
@@ -149,33 +141,24 @@ class OnlinePreferenceTrainer(PolicyTrainer):
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is None or self.replay is None:
             return
-        path = Path(checkpoint) / REPLAY_FILE
-        if not path.is_file():
-            warn_once_per_run(f"{checkpoint} has no {REPLAY_FILE}: the replay begins empty")
-            return
-        self.replay.load(path)
-        known = [pair for pair in self.replay.pairs if pair.reward_version == self._reward_version]
-        if len(known) < len(self.replay):
-            warn_once_per_run(
-                f"{len(self.replay) - len(known)} of {len(self.replay)} replayed pairs were labelled by other rewards "
-                f"than {self._reward_version}, and are left out"
-            )
-            self.replay.pairs = known
+        self.replay.load(Path(checkpoint) / REPLAY_FILE)
+        stored = len(self.replay)
+        self.replay.pairs = [pair for pair in self.replay.pairs if pair.reward_version == self._reward_version]
+        if left_out := stored - len(self.replay):
+            warn_once_per_run(f"{left_out} of {stored} replayed pairs were labelled by other rewards and are left out")
 
     def _with_replayed(self, fresh: list[SampledPair]) -> list[SampledPair]:
         """The pairs to train on: new ones, and as many replayed ones as the configuration asks for and are stored."""
         version = self.state.global_step
-        dropped = self.replay.drop_old(version)
+        self.replay.drop_old(version)
         held = ages(self.replay.pairs, version)
         replayed = self.replay.draw(replayed_count(len(fresh), self.args.replay_fraction), version)
         self.replay.add(fresh)
         pairs = [*fresh, *replayed]
         metrics = self.metrics
         metrics["replay/size"].append(float(len(held)))
-        metrics["replay/dropped"].append(float(dropped))
         if held:
             metrics["replay/age_mean"].append(sum(held) / len(held))
-            metrics["replay/age_max"].append(float(max(held)))
         if pairs:
             metrics["replay/fraction"].append(len(replayed) / len(pairs))
             metrics["replay/staleness"].append(sum(ages(pairs, version)) / len(pairs))
@@ -199,13 +182,12 @@ class OnlinePreferenceTrainer(PolicyTrainer):
         selection = select_pairs(rewards, self.group_size, self.args.pairs, self.args.tie_tolerance)
         self._log_selection(selection, rewards)
         responses = gather_object(self._responses(rollout))
-        labels = {"version": self.state.global_step, "reward_version": self._reward_version}
-        pairs = [
-            make_pair(responses[chosen], responses[rejected], (rewards[chosen], rewards[rejected]), **labels)
-            for chosen, rejected in selection.pairs
-        ]
         # Every process needs a pair to pass through the model, even if there is nothing to learn from.
-        filler = pairs[0] if pairs else make_pair(responses[0], responses[0], (0.0, 0.0), **labels)
+        sampled = [
+            SampledPair(*responses[chosen], responses[rejected][1], self.state.global_step, self._reward_version)
+            for chosen, rejected in selection.pairs or [(0, 0)]
+        ]
+        filler, pairs = sampled[0], sampled if selection.pairs else []
         parts = 1
         if self.model.training:
             parts = self.args.steps_per_generation
@@ -225,8 +207,8 @@ class OnlinePreferenceTrainer(PolicyTrainer):
             self.metrics["pairs/reward_margin"].append(sum(margins) / len(margins))
 
     @torch.no_grad()
-    def _responses(self, rollout: dict) -> list[Response]:
-        """This process's responses, with the log-probabilities under the policy that has just sampled them."""
+    def _responses(self, rollout: dict) -> list[tuple[array, Response]]:
+        """This process's prompts and responses, with log-probabilities under the policy that has just sampled them."""
         mask, sampler = self._token_mask(rollout), None
         if self.replay is not None:
             sampler = rollout.get("old_per_token_logps")
@@ -236,8 +218,9 @@ class OnlinePreferenceTrainer(PolicyTrainer):
         sums = []
         for log_probs in (sampler, rollout.get("ref_per_token_logps")):
             sums.append([math.nan] * len(mask) if log_probs is None else (log_probs * mask).sum(dim=1).tolist())
-        ids = (token_ids(rollout[f"{part}_ids"], rollout[f"{part}_mask"]) for part in ("prompt", "completion"))
-        return list(map(Response, *ids, *sums))
+        prompts = token_ids(rollout["prompt_ids"], rollout["prompt_mask"])
+        responses = token_ids(rollout["completion_ids"], rollout["completion_mask"])
+        return list(zip(prompts, map(Response, responses, *sums), strict=True))
 
     # ---- From log-probabilities to the loss ----
 

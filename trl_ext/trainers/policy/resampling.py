@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate.utils import gather, gather_object
+from accelerate.utils import gather_object
 from datasets import Dataset
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -18,17 +18,18 @@ from trl_ext.rewards import ShapedReward
 from trl_ext.trainers.policy.reward_functions import Rewards
 
 Rows = list[dict[str, Any]]
+# Fields of `Rewards` with a value for each of this process's responses.
+_OF_REWARDS = ("finished", "lengths", "not_finite")
 
 
-def check_data(given: dict[str, Any]) -> None:
-    """Raise ValueError if a trainer's arguments hold no data to draw further prompts from."""
+def check_resampling(given: dict[str, Any], functions: list) -> None:
+    """Raise ValueError if there is no data to draw prompts from, or if rewards depend on which groups are sampled."""
+    if any(isinstance(function, ShapedReward) and function.scores_groups for function in functions):
+        raise ValueError("resample_groups does not go with shaping by the statistics of a batch: leave one out")
     dataset = given.get("train_dataset")
     by_index = isinstance(dataset, Dataset) and not {"image", "images"} & set(dataset.column_names)
     if given.get("environment_factory") or not by_index:
-        raise ValueError(
-            "resample_groups draws prompts from the training data by their index: give a Dataset of text, not a "
-            "stream, images or an environment"
-        )
+        raise ValueError("resample_groups draws prompts from the training data by their index: give a Dataset of text")
 
 
 def has_two_rewards(rewards: Tensor) -> bool:
@@ -52,9 +53,7 @@ def fill_places(signals: Sequence[Sequence[bool]]) -> list[tuple[int, int]]:
 
 @dataclass
 class _Round:
-    """What a round has sampled: TRL's tensors of this process's responses, and their rewards; TRL's table of the
-    completions and whether the rewards of each group differ, over all processes.
-    """
+    """What a round has sampled: this process's tensors and rewards, and TRL's table of the completions of all."""
 
     rollout: dict[str, Tensor]
     rewards: Rewards
@@ -77,18 +76,27 @@ def sample_rollout(trainer, sample: Callable[[Rows], dict], inputs: Rows) -> dic
     if not limit:
         return sample(inputs)
 
-    def sampled(rows: Rows) -> _Round:
+    def next_round(rows: Rows) -> _Round:
         rollout = sample(rows)
         table = {name: list(column) for name, column in _table(trainer).items()}
-        groups = _raw_rewards(trainer).view(-1, trainer.num_generations)
+        groups = trainer.weighted_sum(trainer.rewards.by_function).view(-1, trainer.num_generations)
         return _Round(rollout, trainer.rewards, table, list(map(has_two_rewards, groups)))
 
-    rounds, further = [sampled(inputs)], _further_inputs(trainer, inputs)
+    rounds, further = [next_round(inputs)], _further_inputs(trainer, inputs)
     while len(rounds) <= limit and sum(sum(one.signals) for one in rounds) < len(rounds[0].signals):
-        rounds.append(sampled(next(further)))
+        rounds.append(next_round(next(further)))
     trainer.further_rollouts += len(rounds) - 1
     places = fill_places([one.signals for one in rounds])
-    _log(trainer, rounds, places)
+    sampled, replaced = len(rounds) * len(places), sum(turn > 0 for turn, _ in places)
+    figures = {
+        "rounds": len(rounds) - 1,
+        "prompts": sampled,
+        "responses": sampled * trainer.num_generations,
+        "replaced": replaced / len(places),
+        "dead": 1 - (replaced + sum(rounds[0].signals)) / len(places),
+    }
+    for name, value in figures.items():
+        trainer.metrics[f"resampling/{name}"].append(float(value))
     return rounds[0].rollout if len(rounds) == 1 else _merge(trainer, rounds, places)
 
 
@@ -114,33 +122,25 @@ def _table(trainer) -> dict:
     return {"prompt": logs["prompt"], "completion": logs["completion"], **logs["rewards"], **logs["extra"]}
 
 
-def _raw_rewards(trainer) -> Tensor:
-    """The latest rewards over all processes before shaping and penalties, [N]."""
-    rewards = trainer.rewards.by_function
-    plain = rewards.clone()
-    for index, name in enumerate(trainer.reward_func_names):
-        function = trainer.plain_reward_functions.get(name)
-        if isinstance(function, ShapedReward):
-            own = trainer.own_rows(rewards[:, index]).contiguous()
-            # There are none after a call that failed, whose rewards are NaN.
-            plain[:, index] = gather(own if function.unshaped is None else function.unshaped.to(own))
-    return trainer.weighted_sum(plain.masked_fill(rewards.isnan(), float("nan")))
-
-
 def _merge(trainer, rounds: list[_Round], places: list[tuple[int, int]]) -> dict:
     """This process's part of the rollout made of the groups at `places`."""
-    size = trainer.num_generations
+    size, device = trainer.num_generations, trainer.accelerator.device
     # Of each response of the rollout: its round, and its row there among those of all processes.
     sources = [(turn, group * size + place) for turn, group in places for place in range(size)]
-    responses = [_responses(one) for one in rounds]
+    responses = [gather_object(_responses(one)) for one in rounds]
     own = [responses[turn][row] for turn, row in trainer.own_rows(sources)]
     # A sampler may record its log-probabilities in some rounds only.
     names = [name for name in own[0] if all(name in response for response in own)]
-    pad, device = trainer._tokenizer.pad_token_id, trainer.accelerator.device
-    merged = {name: _padded([response[name] for response in own], name, pad).to(device) for name in names}
+    padding = {"tool_mask": 1, **dict.fromkeys(("prompt_ids", "completion_ids"), trainer._tokenizer.pad_token_id)}
+    merged = {}
+    for name in names:
+        # As TRL pads them.
+        side = "left" if name.startswith("prompt") else "right"
+        rows, value = [response[name] for response in own], padding.get(name, 0)
+        merged[name] = pad_sequence(rows, batch_first=True, padding_value=value, padding_side=side).to(device)
     trainer.rewards = Rewards(
         by_function=torch.stack([rounds[turn].rewards.by_function[row] for turn, row in sources]),
-        **{name: merged.pop(name) for name in ("finished", "lengths", "not_finite")},
+        **{name: merged.pop(name)[:, 0] for name in _OF_REWARDS},
         # Of all rounds.
         failed=sum(one.rewards.failed for one in rounds),
     )
@@ -152,33 +152,10 @@ def _merge(trainer, rounds: list[_Round], places: list[tuple[int, int]]) -> dict
 
 
 def _responses(one: _Round) -> list[dict[str, Tensor]]:
-    """The responses of a round over all processes, each with its tensors by name."""
-    rewards = one.rewards
-    columns = {name: value for name, value in one.rollout.items() if value.ndim}
-    columns |= {"finished": rewards.finished, "lengths": rewards.lengths, "not_finite": rewards.not_finite}
-    columns = {name: value.cpu() for name, value in columns.items()}
+    """This process's responses, each with its tensors by name, [tokens] or [1]."""
+    # The trainer sets the advantages itself.
+    columns = {name: value for name, value in one.rollout.items() if value.ndim > 1}
+    columns |= {name: getattr(one.rewards, name) for name in _OF_REWARDS}
+    columns = {name: value.reshape(len(value), -1).cpu() for name, value in columns.items()}
     # A slice would be sent with the whole tensor.
-    own = [{name: value[row].clone() for name, value in columns.items()} for row in range(len(rewards.lengths))]
-    return gather_object(own)
-
-
-def _padded(rows: list[Tensor], name: str, pad_token_id: int) -> Tensor:
-    """Rows of one of TRL's tensors, padded as TRL does."""
-    if not rows[0].ndim:
-        return torch.stack(rows)
-    value = {"prompt_ids": pad_token_id, "completion_ids": pad_token_id, "tool_mask": 1}.get(name, 0)
-    side = "left" if name.startswith("prompt") else "right"
-    return pad_sequence(rows, batch_first=True, padding_value=value, padding_side=side)
-
-
-def _log(trainer, rounds: list[_Round], places: list[tuple[int, int]]) -> None:
-    sampled, replaced = len(rounds) * len(places), sum(turn > 0 for turn, _ in places)
-    figures = {
-        "rounds": len(rounds) - 1,
-        "prompts": sampled,
-        "responses": sampled * trainer.num_generations,
-        "replaced": replaced / len(places),
-        "dead": 1 - (replaced + sum(rounds[0].signals)) / len(places),
-    }
-    for name, value in figures.items():
-        trainer.metrics[f"resampling/{name}"].append(float(value))
+    return [{name: value[row].clone() for name, value in columns.items()} for row in range(len(one.rewards.lengths))]

@@ -13,16 +13,12 @@ from accelerate.utils import gather, is_peft_model
 from torch import Tensor
 from torch.nn import Module
 
-from trl_ext.names import load_function, nearest
+from trl_ext.names import load_function
 from trl_ext.processes import warn_once_per_run
-from trl_ext.resilience.reward_guard import RewardGuard, function_name, ignore
+from trl_ext.resilience.reward_guard import RewardGuard
 from trl_ext.rewards import RewardEnsemble, RewardModel, share_or_load
 from trl_ext.rewards.shaping import innermost
 from trl_ext.trainers.policies import is_zero3
-
-# What every reward function is given besides the columns of the data.
-_OF_ROLLOUTS = ("prompts", "completions", "completion_ids", "finished", "environments")
-_OF_ROLLOUTS += ("trainer_state", "log_extra", "log_metric")
 
 
 @dataclass
@@ -81,30 +77,6 @@ def as_reward_functions(given: Any, packing: str = "auto") -> list:
     return functions
 
 
-def check_arguments(functions: list, columns: list[str]) -> None:
-    """Raise ValueError for an argument without a default that is no column of the data and that no rollout has."""
-    columns = [name for name in columns if name not in ("prompt", "completion")]
-    given = [*_OF_ROLLOUTS, *columns]
-    for function in map(innermost, functions):
-        missing = [name for name in _needed(function) if name not in given]
-        if missing:
-            raise ValueError(
-                f"the reward function {function_name(function)!r} takes {missing[0]!r}, and the data have no such "
-                f"column{nearest(missing[0], given)} Columns: {', '.join(columns)}"
-            )
-
-
-def _needed(function) -> list[str]:
-    try:
-        # A decorator may give what it wraps further arguments.
-        arguments = inspect.signature(function, follow_wrapped=False).parameters.values()
-    except (TypeError, ValueError):
-        return []
-    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    is_module = isinstance(function, Module)
-    return [one.name for one in arguments if not is_module and one.default is one.empty and one.kind in kinds]
-
-
 def named_and_guarded(functions: list, guard: RewardGuard) -> tuple[dict[str, Any], list]:
     """The functions under unique names, and as a list with their faults handled; modules are left to TRL."""
     by_name: dict[str, Any] = {}
@@ -152,47 +124,30 @@ def place_reward_models(trainer, models: list[RewardModel]) -> None:
 def reward_columns(
     trainer, rows: list[dict], responses: list[str], finished: list[bool], completion_ids: list[list[int]]
 ) -> dict[str, list[float | None]]:
-    """Rewards of responses by function name: one finite number per row, None where there is none.
+    """Rewards of responses before shaping, by function and by member of an ensemble; None where there is none.
 
-    Modules, which TRL scores itself, and functions that score groups are left out. Shaping is, too: its statistics
-    belong to training.
-
-    Args:
-        trainer: a `PolicyTrainer`, whose `reward_errors` decides how a failing function is handled.
-        rows: dataset rows with `prompt`; their other columns reach the functions as they do in training.
-        responses: one text per row.
-        finished: whether each response ended by itself.
-        completion_ids: the responses as token ids.
-
-    Raises:
-        RewardError: a function failed, and errors are not skipped.
+    Modules, which TRL scores itself, and functions that score groups are left out. `rows` have a `prompt`; their other
+    columns reach the functions as in training.
     """
-    prompts = [row["prompt"] for row in rows]
+    prompts, columns, reported = [row["prompt"] for row in rows], {}, {}
     messages = isinstance(prompts[0], list)
-    reported: dict[str, list[float | None]] = {}
-    arguments = {
-        "prompts": prompts,
-        "completions": [[{"role": "assistant", "content": t}] for t in responses] if messages else responses,
-        "completion_ids": completion_ids,
-        "finished": finished,
+    arguments = {name: [row[name] for row in rows] for name in rows[0] if name not in ("prompt", "completion")}
+    arguments |= {"prompts": prompts, "completion_ids": completion_ids, "finished": finished}
+    arguments["completions"] = [[{"role": "assistant", "content": t}] for t in responses] if messages else responses
+    arguments |= {
         "trainer_state": trainer.state,
         "log_extra": reported.__setitem__,
-        "log_metric": ignore,
-        **{key: [row[key] for row in rows] for key in rows[0] if key not in ("prompt", "completion")},
+        "log_metric": lambda name, value: None,
     }
-    guard = RewardGuard(trainer.args.reward_errors, trainer.args.reward_timeout)
-    columns: dict[str, list[float | None]] = {}
-    for name, given in trainer.plain_reward_functions.items():
-        function = innermost(given)
+    for unique, given in trainer.plain_reward_functions.items():
+        function, name = innermost(given), getattr(given, "inner_name", unique)
         if getattr(function, "scores_groups", False):
-            # It compares several responses to a prompt, and here there is one per prompt.
             continue
-        if function is not given and function_name(function) not in columns:
-            name = function_name(function)
-        columns[name] = guard.wrap(function)(**arguments)
-        if inspect.isawaitable(columns[name]):
+        rewards = trainer.reward_guard.wrap(function)(**arguments)
+        if inspect.isawaitable(rewards):
             # TRL's event loop, since a notebook already runs one in this thread.
-            columns[name] = asyncio.run_coroutine_threadsafe(columns[name], trainer.async_loop).result()
-        for member in function.names if isinstance(function, RewardEnsemble) else []:
+            rewards = asyncio.run_coroutine_threadsafe(rewards, trainer.async_loop).result()
+        columns[unique if name in columns else name] = rewards
+        for member in function.names if isinstance(function, RewardEnsemble) else ():
             columns[member] = reported.get(f"reward/{member}", [None] * len(rows))
     return columns

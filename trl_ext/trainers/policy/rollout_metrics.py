@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import torch
 from accelerate.utils import gather, gather_object
-from datasets import Dataset
 from torch import Tensor
 
-from trl_ext.processes import warn_once_per_run
 from trl_ext.rollouts.diagnostics import diagnose_generations
 from trl_ext.trainers.policy.reward_functions import Rewards
 
@@ -40,13 +38,10 @@ def log_rollout(trainer, rewards: Tensor, shaped: Tensor, rollout: dict) -> None
         metrics.pop("frac_reward_zero_std", None)
     mask = rollout["completion_mask"].bool().cpu()
     ids = gather_object([row[kept].tolist() for row, kept in zip(rollout["completion_ids"].cpu(), mask, strict=True)])
-    if trainer.model.training and trainer.rollouts == 0:
-        _warn_of_empty(trainer, [len(row) for row in ids])
     diagnostics = diagnose_generations(
         trainer.processing_class.batch_decode(ids, skip_special_tokens=True),
         token_ids=ids,
         finished=gather(trainer.rewards.finished).tolist(),
-        max_new_tokens=trainer.max_completion_length,
     )
     if diagnostics.distinct_2 is not None:
         metrics["distinct_2"].append(diagnostics.distinct_2)
@@ -64,21 +59,3 @@ def log_advantages(trainer, advantages: Tensor) -> None:
     for _ in range(min(len(advantages), len(table))):
         table.pop()
     table.extend(advantages.tolist())
-
-
-def _warn_of_empty(trainer, lengths: list[int]) -> None:
-    """Warn, with a likely cause, if nearly all responses end at once, given their lengths over all processes."""
-    ended = sum(length <= 1 for length in lengths)
-    if trainer.max_completion_length == 1 or ended < 0.9 * len(lengths):
-        return
-    tokenizer, rows = trainer.processing_class, trainer.train_dataset
-    why = "check that the model can continue such prompts"
-    if isinstance(rows, Dataset) and isinstance(rows[0]["prompt"], str) and tokenizer.chat_template:
-        why = (
-            "the prompts are plain text, and the model expects its chat template: call their column prompt_text, "
-            "which makes each a user's message, or give messages"
-        )
-    warn_once_per_run(
-        f"{ended} of the {len(lengths)} responses of the first rollout are a single token, such as "
-        f"{tokenizer.eos_token!r}, and nothing can be learned from them: {why}"
-    )

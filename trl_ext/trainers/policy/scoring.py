@@ -5,10 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-from accelerate import Accelerator
 from accelerate.utils import convert_to_fp32, is_peft_model
 from torch import nn
 from trl.trainer.utils import add_fused_lm_head
@@ -41,30 +39,23 @@ class ScoringTemperature:
         """Within this context, forward passes give log-probabilities under the sampling distribution."""
         return temporarily(self, _samples=True)
 
-    @staticmethod
-    def _as_prepared(accelerator: Accelerator, forward: Callable) -> Callable:
-        """Apply the precision that accelerate gives to prepared models; TRL has already prepared the reference."""
-        if not accelerator.native_amp:
-            return forward
-
-        def mixed(*args, **kwargs):
-            with accelerator.autocast():
-                return convert_to_fp32(forward(*args, **kwargs))
-
-        return functools.wraps(forward)(mixed)
-
     def _add_head(self, trainer, model: nn.Module, outputs: tuple[str, ...]) -> None:
-        model = trainer.accelerator.unwrap_model(model)
+        accelerator = trainer.accelerator
+        model = accelerator.unwrap_model(model)
         model = model.get_base_model() if is_peft_model(model) else model
         sampling = model.forward.__func__
         add_fused_lm_head(model, cast_lm_head_to_fp32=trainer.args.cast_lm_head_to_fp32, outputs=outputs)
-        scoring = self._as_prepared(trainer.accelerator, model.forward.__func__)
+        scoring = model.forward.__func__
 
         # Generation checks its arguments against the signature. Wraps the function, so a copied model calls itself.
         @functools.wraps(scoring)
         def forward(self_, *args, fused_lm_head=False, **kwargs):
-            own = scoring if fused_lm_head and not self._samples else sampling
-            return own(self_, *args, fused_lm_head=fused_lm_head, **kwargs)
+            if not fused_lm_head or self._samples:
+                return sampling(self_, *args, fused_lm_head=fused_lm_head, **kwargs)
+            # In the precision of prepared models, as TRL has already prepared the reference.
+            with accelerator.autocast():
+                output = scoring(self_, *args, fused_lm_head=True, **kwargs)
+            return convert_to_fp32(output) if accelerator.native_amp else output
 
         model.forward = types.MethodType(forward, model)
 

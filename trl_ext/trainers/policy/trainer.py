@@ -25,7 +25,7 @@ from trl_ext.resilience.training import ResilientTraining
 from trl_ext.rewards import ShapedReward
 from trl_ext.rollouts.generation import warn_of_ignored_settings, without_own_settings
 from trl_ext.rollouts.stopping import check_stop, cut_at_stop, end_of_stop
-from trl_ext.trainers.context import PROMPTS, check_generations, check_inputs, check_template, quiet_about_length
+from trl_ext.trainers.context import PROMPTS, check_context, check_inputs, quiet_about_length, report_plain_prompts
 from trl_ext.trainers.defaults import configuration
 from trl_ext.trainers.metrics import StepMetrics
 from trl_ext.trainers.model_card import WritesModelCard
@@ -40,11 +40,10 @@ from trl_ext.trainers.policy.generation import (
     samples_the_policy,
     text_cut_at_stop,
 )
-from trl_ext.trainers.policy.resampling import check_data, sample_rollout
+from trl_ext.trainers.policy.resampling import check_resampling, sample_rollout
 from trl_ext.trainers.policy.reward_functions import (
     Rewards,
     as_reward_functions,
-    check_arguments,
     length_penalty,
     named_and_guarded,
     place_reward_models,
@@ -78,6 +77,11 @@ class ScoredTokens:
     values: Tensor | None = None
 
 
+def takes_several_turns(given: dict[str, Any]) -> bool:
+    """Whether arguments of a trainer make responses of several turns."""
+    return any(given.get(name) for name in ("tools", "environment_factory", "rollout_func"))
+
+
 class PolicyTrainer(ResilientTraining, WritesModelCard, StepMetrics, TRLGRPOTrainer):
     """Trains a policy on its own samples with any algorithm: `PolicyConfig(algorithm=...)`.
 
@@ -88,11 +92,10 @@ class PolicyTrainer(ResilientTraining, WritesModelCard, StepMetrics, TRLGRPOTrai
     ended, and may be `trl_ext.rewards.RewardModel`s, whose adapters share the policy's backbone if possible. A token
     mean divides by the tokens of the whole optimizer batch. Updates that are not finite are skipped.
 
-    Logged in addition to TRL's metrics: `reward_min`, `reward_max`, `advantages/mean`, `/std`, `/min` and `/max`,
-    `shaped_reward` (after penalties) where it differs from `reward`, `unscorable`, `distinct_2` and `collapsed` of the
-    rollout, `skipped_updates`, `log_ratio/clamped` (share of tokens with a log-ratio beyond 20, where the loss has no
-    gradient), `greedy/reward` and `greedy/mean_length` for a greedy baseline, and `resampling/rounds`, `/prompts`,
-    `/responses`, `/replaced` and `/dead` for `resample_groups`. `kl` is the mean of k3 per token.
+    Logged in addition to TRL's metrics: `reward_min`, `reward_max`, `advantages/`, `shaped_reward` (after penalties)
+    where it differs from `reward`, `unscorable`, `distinct_2` and `collapsed` of the rollout, `skipped_updates`,
+    `log_ratio/clamped` (share of tokens with a log-ratio beyond 20, where the loss has no gradient), `greedy/` for a
+    greedy baseline, and `resampling/` for `resample_groups`. `kl` is the mean of k3 per token.
 
     Attributes:
         algorithm: the algorithm with its settings resolved.
@@ -138,8 +141,6 @@ class PolicyTrainer(ResilientTraining, WritesModelCard, StepMetrics, TRLGRPOTrai
         # TRL divides its own advantages, which are replaced, by one of its deviations.
         self.scale_rewards = "group"
         self._check_model()
-        if args.unlike_trl:
-            warn_once_per_run(args.unlike_trl)
         self._prepare_models()
 
     def _prepare_models(self) -> None:
@@ -161,36 +162,28 @@ class PolicyTrainer(ResilientTraining, WritesModelCard, StepMetrics, TRLGRPOTrai
 
     def _check_arguments(self, functions: list, args: PolicyConfig, given: dict[str, Any]) -> None:
         if not functions and not given.get("environment_factory"):
-            raise ValueError(
-                "no reward function: name a reward model or give a function as reward_funcs, or an "
-                "environment_factory whose environments have get_reward"
-            )
-        several = [name for name in ("tools", "environment_factory", "rollout_func") if given.get(name)]
-        if several and self.algorithm.reads("greedy_rewards"):
-            raise ValueError(f"a greedy baseline does not go with {several[0]}: its greedy responses are single turns")
-        dataset, needed = given.get("train_dataset"), -(-args.generation_batch_size // args.num_generations)
+            raise ValueError("no reward function: give reward_funcs, or an environment_factory with get_reward")
+        if self.algorithm.reads("greedy_rewards") and takes_several_turns(given):
+            raise ValueError("a greedy baseline is of single turns: leave out tools, environments and rollout_func")
+        dataset, needed = given.get("train_dataset"), args.generation_batch_size // args.num_generations
         if isinstance(dataset, Dataset) and len(dataset) < needed:
             raise ValueError(
-                f"the training data has {len(dataset)} prompts, and a rollout of generation_batch_size "
-                f"{args.generation_batch_size} responses, {args.num_generations} to each prompt, takes "
-                f"{needed}: give more prompts, or a smaller generation_batch_size and per_device_train_batch_size"
+                f"the training data has {len(dataset)} prompts, and a rollout takes {needed}: give more prompts, or a "
+                "smaller generation_batch_size"
             )
-        if isinstance(dataset, Dataset) and not given.get("rollout_func"):
-            # A transform may add columns.
-            check_arguments(functions, list(dataset[0]))
         if args.resample_groups:
-            check_data(given)
+            check_resampling(given, functions)
 
     def _check_model(self) -> None:
         args = self.args
         if self.beta and self.ref_model is None:
             check_base_of_adapter(self.model)
-        check_template(self._tokenizer, self.train_dataset)
+        report_plain_prompts(self._tokenizer, self.train_dataset)
         if args.max_prompt_tokens is not None:
             quiet_about_length(self._tokenizer)
         limits = {"max_completion_length": args.max_completion_length, "max_prompt_tokens": args.max_prompt_tokens}
         prompts = self.train_dataset["prompt"] if isinstance(self.train_dataset, Dataset) else []
-        check_generations(self.model, self.processing_class, prompts, limits)
+        check_context(self.model, prompts, limits, self.processing_class)
         check_stop(args.stop or (), self._tokenizer)
         names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
         sampling = {name: getattr(args, name) for name in names}
@@ -358,11 +351,10 @@ class PolicyTrainer(ResilientTraining, WritesModelCard, StepMetrics, TRLGRPOTrai
             # TRL has just split a new rollout into its micro-batches.
             if keeps_groups(self):
                 self._buffered_inputs = regroup(self._buffered_inputs)
-                inputs = self._buffered_inputs[self._step % self.args.steps_per_generation]
             self._count_tokens(self._buffered_inputs)
             if self._budget is not None and "num_images" not in self._buffered_inputs[0]:
                 self._divide_into_passes()
-                inputs = self._buffered_inputs[self._step % self.args.steps_per_generation]
+            inputs = self._buffered_inputs[self._step % self.args.steps_per_generation]
         return inputs
 
     def _divide_into_passes(self) -> None:
@@ -430,9 +422,10 @@ class PolicyTrainer(ResilientTraining, WritesModelCard, StepMetrics, TRLGRPOTrai
         if not self.model.training:
             mask = self._token_mask(inputs)
             weight = mask.sum() if self.algorithm.aggregation == "token_mean" else mask.new_tensor(len(mask))
-            self.add_metrics({**metrics, "loss": (loss * weight, weight)}, extremes=extremes)
-            return loss
+            metrics["loss"] = (loss * weight, weight)
         self.add_metrics(metrics, extremes=extremes)
+        if not self.model.training:
+            return loss
         self.update_guard.observe_reward(inputs["bad_reward"].any())
         return loss / self.current_gradient_accumulation_steps
 
@@ -499,10 +492,10 @@ class PolicyTrainer(ResilientTraining, WritesModelCard, StepMetrics, TRLGRPOTrai
         is_off = self.use_adaptive_entropy and self._last_world_entropy > self.args.entropy_target
         coefficient = 0.0 if is_off else self.entropy_coef
         if self.model.training:
-            self._update_entropy_coefficient(torch.stack([total, tokens]).detach())
+            self._adapt_entropy_coefficient(torch.stack([total, tokens]).detach())
         return coefficient * total / tokens.clamp(min=1)
 
-    def _update_entropy_coefficient(self, sums: Tensor) -> None:
+    def _adapt_entropy_coefficient(self, sums: Tensor) -> None:
         """Adapt the coefficient, if that is asked for, to the mean entropy of the optimizer step, for the next one."""
         args = self.args
         if self.use_adaptive_entropy:
@@ -539,10 +532,7 @@ class PolicyTrainer(ResilientTraining, WritesModelCard, StepMetrics, TRLGRPOTrai
             self._step = kwargs["steps_trained_in_current_epoch"] % per_rollout
             self._buffered_inputs = None
             if self._step:
-                warn_once_per_run(
-                    f"step {self.state.global_step} lies within a rollout, which is not part of a checkpoint: what is "
-                    "left of it is sampled anew"
-                )
+                warn_once_per_run(f"step {self.state.global_step} lies within a rollout: the rest is sampled anew")
         super()._run_epoch(*args, **kwargs)
 
     def train(self, *args: Any, **kwargs: Any):

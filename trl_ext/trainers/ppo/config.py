@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+from transformers.hf_argparser import HfArg
 
 from trl_ext.advantages import gae
 from trl_ext.algorithms import Algorithm
 from trl_ext.names import check_choice
-from trl_ext.trainers.defaults import check_at_least, check_positive, check_shares
+from trl_ext.trainers.defaults import check_at_least
 from trl_ext.trainers.policy.config import PolicyConfig
 from trl_ext.trainers.trl_settings import refuse_given
 
@@ -40,11 +41,10 @@ _NOT_USED = {
         ("advantage", "std_ddof", "advantage_eps", "scale_rewards", "multi_objective_aggregation"),
         "PPO's advantages are those of its value function; use whiten_advantages, gamma and lam",
     ),
-    "resample_groups": "a value function learns from groups of equal rewards too: leave it out",
-    "use_vllm": "the value head would be sent to vLLM with the policy's weights",
-    "torch_compile": "the value head reads the hidden states inside the forward pass",
+    "resample_groups": "a value function learns from groups of equal rewards too",
+    **dict.fromkeys(("use_vllm", "torch_compile"), "the value head is in the policy's own pass"),
     "ddp_find_unused_parameters": "parameters that both losses reach would be marked ready twice",
-    "off_policy_mask_threshold": "it masks whole responses by one advantage, and here each token has its own",
+    "off_policy_mask_threshold": "it masks responses by one advantage, and here each token has its own",
 }
 
 
@@ -61,78 +61,51 @@ class PPOConfig(PolicyConfig):
     _row = PPO
 
     algorithm: str = "ppo"
-    num_iterations: int = field(
-        default=4, metadata={"help": "Passes over a rollout; each takes the same minibatches in the same order."}
+    num_iterations: int = HfArg(
+        default=4, help="Passes over a rollout; each takes the same minibatches in the same order."
     )
-    value_model: str = field(
+    value_model: str = HfArg(
         default="shared",
-        metadata={
-            "help": "shared: a linear head on the policy's last hidden states. separate: a model of its own, "
-            "value_model_name_or_path."
-        },
+        help="shared: a linear head on the policy's last hidden states. separate: a model of its own, "
+        "value_model_name_or_path.",
     )
-    value_model_name_or_path: str | None = field(
+    value_model_name_or_path: str | None = HfArg(
         default=None,
-        metadata={
-            "help": "For separate: a reward model (whose head is where the value head starts), or a language model."
-        },
+        help="For separate: a reward model (whose head is where the value head starts), or a language model.",
     )
-    value_coefficient: float = field(default=0.1, metadata={"help": "Of the value loss."})
-    value_clip: float | None = field(
-        default=0.2, metadata={"help": "How far a value may move from that of the rollout. None for no clip."}
+    value_coefficient: float = HfArg(default=0.1, help="Of the value loss.")
+    value_clip: float | None = HfArg(
+        default=0.2, help="How far a value may move from that of the rollout. None for no clip."
     )
-    value_learning_rate: float | None = field(
-        default=None, metadata={"help": "Of the value function's own parameters. Default: learning_rate."}
+    value_learning_rate: float | None = HfArg(
+        default=None, help="Of the value function's own parameters. Default: learning_rate."
     )
-    gamma: float = field(default=1.0, metadata={"help": "Discount per token."})
-    lam: float = field(
-        default=0.95, metadata={"help": "Of generalized advantage estimation: 1 for whole returns, 0 for one step."}
+    gamma: float = HfArg(default=1.0, help="Discount per token.")
+    lam: float = HfArg(default=0.95, help="Of generalized advantage estimation: 1 for whole returns, 0 for one step.")
+    whiten_advantages: bool = HfArg(
+        default=True, help="Give the advantages of a rollout's tokens mean 0 and standard deviation 1."
     )
-    whiten_rewards: bool = field(
-        default=False,
-        metadata={
-            "help": "Whiten the rewards of tokens in the rollout and add their mean back: (r - m) / s + m, by which a "
-            "token without a reward has m (1 - 1 / s), a penalty on length where m > 0 and s < 1."
-        },
+    kl_target: float | None = HfArg(
+        default=None, help="Adapt beta so that the divergence per response comes near this. None for a fixed beta."
     )
-    whiten_advantages: bool = field(
-        default=True, metadata={"help": "Give the advantages of a rollout's tokens mean 0 and standard deviation 1."}
-    )
-    kl_target: float | None = field(
-        default=None,
-        metadata={"help": "Adapt beta so that the divergence per response comes near this. None for a fixed beta."},
-    )
-    kl_horizon: int = field(default=10_000, metadata={"help": "Responses over which beta adapts."})
+    kl_horizon: int = HfArg(default=10_000, help="Responses over which beta adapts.")
 
     def __post_init__(self):
-        self._check_value_model()
-        check_at_least(self, {"kl_horizon": 1, "value_coefficient": 0, "value_learning_rate": 0})
-        check_shares(self, "gamma", "lam")
-        check_positive(self, "value_clip", "kl_target")
+        check_choice("value_model", self.value_model, VALUE_MODELS)
+        if (self.value_model == "separate") != bool(self.value_model_name_or_path):
+            raise ValueError("value_model separate and value_model_name_or_path need each other: give both or neither")
+        least = {"kl_horizon": 1, "value_coefficient": 0, "value_learning_rate": 0}
+        check_at_least(self, least, positive=("value_clip", "kl_target"), shares=("gamma", "lam"))
         refuse_given(self, _NOT_USED)
         # transformers would enable it for a model with adapters.
         self.ddp_find_unused_parameters = False
         super().__post_init__()
-        if self.kl_target is not None and not self.beta:
-            raise ValueError(f"kl_target {self.kl_target} has no coefficient to adapt: give a beta above 0")
         if self.kl_target is None:
             refuse_given(self, {"kl_horizon": "it is of kl_target, which is not set"})
-        if self.kl_target is not None and LARGEST_ERROR * self.generation_batch_size >= self.kl_horizon:
+        elif not self.beta:
+            raise ValueError(f"kl_target {self.kl_target} has no coefficient to adapt: give a beta above 0")
+        elif LARGEST_ERROR * self.generation_batch_size >= self.kl_horizon:
             raise ValueError(
-                f"kl_horizon {self.kl_horizon} is too short for a rollout of generation_batch_size "
-                f"{self.generation_batch_size} responses, which could take beta to 0 or below it: set it to "
-                f"{math.floor(LARGEST_ERROR * self.generation_batch_size) + 1} at least"
-            )
-
-    def _check_value_model(self) -> None:
-        check_choice("value_model", self.value_model, VALUE_MODELS)
-        given = self.value_model_name_or_path
-        if self.value_model == "separate" and not given:
-            raise ValueError(
-                "value_model separate needs value_model_name_or_path: a reward model's folder, or a language model"
-            )
-        if self.value_model != "separate" and given:
-            raise ValueError(
-                f"value_model {self.value_model} and value_model_name_or_path {given} contradict each other: a value "
-                "head on the policy's own base cannot have another base; use value_model separate"
+                f"kl_horizon must be above {LARGEST_ERROR * self.generation_batch_size:g}, got {self.kl_horizon}: one "
+                "rollout could take beta to 0 or below it"
             )

@@ -28,10 +28,9 @@ class PPOTrainer(PolicyTrainer):
     and from the loss, which averages over the tokens of the others.
 
     Logged in addition to the metrics of `PolicyTrainer` (whose `advantages/` describe each response's mean):
-    `policy_loss`, `value_loss`, `value_clip_ratio` (share of tokens whose value is clipped), `approx_kl` (k3 of the
-    rollout's policy against the current one, per token), and for each rollout `value/mean`, `returns/mean`,
-    `explained_variance`, and with a reference `kl_coef` and `kl/sequence` (the sum of k1 over a response). With
-    `num_generations` 1 there is no `frac_reward_zero_std`.
+    `policy_loss`, `value_loss`, `value_clip_ratio`, `approx_kl` (k3 of the rollout's policy against the current one,
+    per token), and for each rollout `value/mean`, `returns/mean`, `explained_variance`, and with a reference `kl_coef`
+    and `kl/sequence` (the sum of k1 over a response).
 
     A checkpoint stores the value function in `value_head.safetensors`. Its model files contain only the policy.
 
@@ -77,8 +76,6 @@ class PPOTrainer(PolicyTrainer):
         scored = scores.isfinite()
         counted = mask * scored[:, None]
         of_tokens = token_rewards(scores.masked_fill(~scored, 0), self._token_penalties(rollout, mask), mask)
-        if args.whiten_rewards:
-            of_tokens = whiten(of_tokens, counted, shift_mean=False, reduce=self._sum_up)
         advantages, returns = gae(of_tokens.to(values.dtype), values, mask, args.gamma, args.lam)
         if args.whiten_advantages:
             advantages = whiten(advantages, counted, reduce=self._sum_up)
@@ -104,12 +101,9 @@ class PPOTrainer(PolicyTrainer):
         self.metrics["kl/sequence"].append(per_response.mean().item())
         if self.model.training and self.args.kl_target is not None:
             # Applies from the next rollout's rewards on; a KL term in the loss uses it from this rollout's updates on.
+            limits = {"target": self.args.kl_target, "horizon": self.args.kl_horizon}
             self.algorithm.beta = adapted_coefficient(
-                coefficient,
-                per_response.mean().item(),
-                target=self.args.kl_target,
-                horizon=self.args.kl_horizon,
-                count=len(per_response),
+                coefficient, per_response.mean().item(), count=len(per_response), **limits
             )
         return coefficient * divergence if self.algorithm.kl_in == "reward" else None
 
@@ -168,9 +162,7 @@ class PPOTrainer(PolicyTrainer):
 
 
 def token_rewards(scores: Tensor, penalties: Tensor | None, mask: Tensor) -> Tensor:
-    """Each response's score on its last token, less a penalty on every token. [B, T].
-
-    A truncated response also has its score on its last token: its value beyond that counts as 0.
+    """Each response's score on its last token, truncated or not, less a penalty on every token. [B, T].
 
     Args:
         scores: [B].
@@ -187,18 +179,10 @@ def token_rewards(scores: Tensor, penalties: Tensor | None, mask: Tensor) -> Ten
 
 
 def adapted_coefficient(coefficient: float, divergence: float, *, target: float, horizon: int, count: int) -> float:
-    """The coefficient of the KL term after a rollout.
+    """The KL term's coefficient after a rollout of `count` responses, whose mean sum of k1 is `divergence`.
 
-    `coefficient (1 + clip(divergence / target - 1, -0.2, 0.2) count / horizon)`.
-
-    Args:
-        coefficient: the rollout's coefficient.
-        divergence: the rollout's mean sum of k1 per response.
-        target: the desired divergence.
-        horizon: responses over which the coefficient changes by the clipped error.
-        count: the rollout's number of responses.
-
-    Ziegler et al. 2019, arXiv 1909.08593, section 2.2.
+    `coefficient (1 + clip(divergence / target - 1, -0.2, 0.2) count / horizon)`; Ziegler et al. 2019, arXiv
+    1909.08593, section 2.2.
     """
     error = min(max(divergence / target - 1, -LARGEST_ERROR), LARGEST_ERROR)
     return coefficient * (1 + error * count / horizon)

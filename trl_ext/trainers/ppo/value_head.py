@@ -48,46 +48,32 @@ class ValueModel:
         """The scores of responses under the policy, by `score()`, and their values, with gradient if enabled."""
         raise NotImplementedError
 
-    def parameters(self) -> dict[str, nn.Parameter]:
-        """Its own parameters by their name in the policy, including those that are currently frozen."""
-        return {name: weight for name, weight in self.policy.named_parameters() if _is_own(name)}
-
-    # ---- Files ----
+    def parameters(self, state_dict: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """Its own parameters by their name in the policy, with the frozen ones, or those of a state of the policy."""
+        weights = dict(self.policy.named_parameters()) if state_dict is None else state_dict
+        return {name: weight for name, weight in weights.items() if HEAD in name.split(".")}
 
     def save(self, folder: str | Path, state_dict: dict[str, Tensor] | None = None) -> None:
         """Write `value_head.safetensors`, from the state of the policy if an engine has gathered it."""
-        source = self.parameters() if state_dict is None else state_dict
-        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in source.items() if _is_own(name)}
+        own = self.parameters(state_dict).items()
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in own}
         with replacing(Path(folder) / VALUE_FILE) as path:
             save_file(tensors, path)
 
     @torch.no_grad()
     def load(self, folder: str | Path) -> None:
-        """Read the file that `save` wrote.
-
-        Raises:
-            FileNotFoundError: there is no such file.
-            ValueError: the file holds a value function of another kind or size.
-        """
-        path = Path(folder) / VALUE_FILE
-        if not path.is_file():
-            raise FileNotFoundError(f"{path}: there is no value function to go on with; is it a checkpoint of PPO?")
-        own, saved = self.parameters(), load_file(path)
-        if saved.keys() != own.keys() or any(saved[name].shape != own[name].shape for name in own):
-            raise ValueError(
-                f"{path}: its value function is not of this run's value_model {self.kind}, or of another base: resume "
-                "with the settings that it was trained with"
-            )
+        """Read the file that `save` wrote; a ValueError if there is none, or one of another kind or size."""
+        path, own = Path(folder) / VALUE_FILE, self.parameters()
+        saved = load_file(path) if path.is_file() else {}
+        if {name: weight.shape for name, weight in saved.items()} != {name: one.shape for name, one in own.items()}:
+            raise ValueError(f"{path} does not hold the value function of this run's value_model {self.kind}")
         for name, weight in own.items():
             weight.copy_(saved[name])
             weight.requires_grad_(True)
 
 
 class SharedValueModel(ValueModel):
-    """A head on the policy's own hidden states, read from the forward pass that gives the log-probabilities.
-
-    It needs no additional pass, and the value loss trains the trunk as well.
-    """
+    """A head on the hidden states of the policy's own pass; the value loss trains the trunk as well."""
 
     kind = "shared"
 
@@ -118,10 +104,8 @@ class SharedValueModel(ValueModel):
 class SeparateValueModel(ValueModel):
     """A separate model under the head, fully trained.
 
-    The value head starts as a reward model's head, or at zero on a language model.
-
-    Raises:
-        ValueError: the engine shards parameters, or the model has another vocabulary than the policy.
+    The value head starts as a reward model's head, or at zero on a language model. A ValueError if the engine shards
+    parameters, or if the model has another vocabulary than the policy.
     """
 
     kind = "separate"
@@ -139,10 +123,13 @@ class SeparateValueModel(ValueModel):
 
     def values(self, input_ids: Tensor, attention_mask: Tensor, count: int, rows_per_pass: int) -> Tensor:
         """Estimates before each of the last `count` tokens of prompts and responses. [B, count]."""
-        own = self.policy.value_head
+        trunk, head = self.policy.value_head["trunk"], self.policy.value_head["head"]
         with self.trainer.accelerator.autocast():
-            passes = zip(input_ids.split(rows_per_pass), attention_mask.split(rows_per_pass), strict=True)
-            parts = [_estimate(own["head"], _hidden_states(own["trunk"], *rows)) for rows in passes]
+            parts = []
+            for ids, mask in zip(input_ids.split(rows_per_pass), attention_mask.split(rows_per_pass), strict=True):
+                positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
+                output = trunk(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False)
+                parts.append(_estimate(head, output.last_hidden_state))
         return _before(torch.cat(parts), count)
 
 
@@ -156,10 +143,7 @@ def _load_value_model(trainer) -> tuple[nn.Module, nn.Linear]:
     if is_zero3(trainer.accelerator):
         raise ValueError("value_model separate does not go with ZeRO-3: it is loaded whole; use value_model shared")
     if AutoTokenizer.from_pretrained(name).get_vocab() != trainer.processing_class.get_vocab():
-        raise ValueError(
-            f"the value model {name} reads other tokens than the policy: give one with the policy's tokenizer, or use "
-            "value_model shared"
-        )
+        raise ValueError(f"the value model {name} reads other tokens than the policy: use value_model shared")
     if _is_reward_model(name):
         model = RewardModel(name, packing="off").load(device).model
         if isinstance(model, PeftModel):
@@ -184,10 +168,6 @@ def _is_reward_model(name: str) -> bool:
     return any("SequenceClassification" in kind for kind in AutoConfig.from_pretrained(name).architectures or ())
 
 
-def _is_own(name: str) -> bool:
-    return HEAD in name.split(".")
-
-
 def _add_head(policy, head: nn.Module) -> None:
     policy.add_module(HEAD, head)
     if not is_peft_model(policy):
@@ -204,13 +184,6 @@ def _new_head(policy) -> nn.Linear:
     nn.init.zeros_(head.weight)
     nn.init.zeros_(head.bias)
     return head
-
-
-def _hidden_states(trunk: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-    positions = (attention_mask.cumsum(dim=1) - 1).clamp(min=0)
-    return trunk(
-        input_ids=input_ids, attention_mask=attention_mask, position_ids=positions, use_cache=False
-    ).last_hidden_state
 
 
 def _before(values: Tensor, count: int) -> Tensor:

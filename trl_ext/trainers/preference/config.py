@@ -10,22 +10,17 @@ from trl import DPOConfig as TRLDPOConfig
 from trl_ext.losses.objective import PreferenceObjective
 from trl_ext.names import check_choice
 from trl_ext.registry import preference_losses
-from trl_ext.trainers.defaults import (
-    TruncatedFields,
-    check_training,
-    parse_json_option,
-    resolve_device_defaults,
-)
+from trl_ext.trainers.defaults import TruncatedFields, check_training, parse_json_option, resolve_device_defaults
 from trl_ext.trainers.trl_settings import PREFERENCE_SETTINGS, merge, refuse_given, translate
 
 # DPOConfig options that act inside TRL's own loss, which `loss` replaces: option -> what to use.
 _NOT_CARRIED = {
     "loss_weights": "write the sum as a loss of your own and name it with `loss=file.py:function`",
-    "ld_alpha": "it acts inside TRL's loss; train stock `trl.DPOTrainer` for LD-DPO",
     "use_weighting": "use `weighting=['wpo']`, which composes with every loss",
-    "f_divergence_type": "it acts inside TRL's loss; train stock `trl.DPOTrainer` for f-DPO",
-    "f_alpha_divergence_coef": "it acts inside TRL's loss; train stock `trl.DPOTrainer` for f-DPO",
-    "discopop_tau": "it acts inside TRL's loss; train stock `trl.DPOTrainer` for DiscoPOP",
+    **dict.fromkeys(
+        ("ld_alpha", "f_divergence_type", "f_alpha_divergence_coef", "discopop_tau"),
+        "it acts inside TRL's loss: train stock `trl.DPOTrainer`",
+    ),
     "label_smoothing_factor": "use `label_smoothing` with cdpo or robust_dpo",
     "truncation_mode": "prompts keep their end and responses their start",
     "padding_free": "TRL has it switched off at present",
@@ -89,8 +84,8 @@ class PreferenceConfig(TruncatedFields, TRLDPOConfig):
         default=None,
         metadata={
             "help": "Compute the reference's log-probabilities once, before training, and keep them in the cache of "
-            "datasets. Default: where training goes over the data more than once and the reference stays as it is. "
-            "After training, evaluate then takes the eval_dataset alone; set it to False to evaluate other data."
+            "datasets. True does without the reference model after that, as in TRL. Default: where training goes over "
+            "the data more than once and the reference stays as it is; the model stays, to evaluate other data."
         },
     )
 
@@ -102,8 +97,7 @@ class PreferenceConfig(TruncatedFields, TRLDPOConfig):
         refuse_given(self, _NOT_CARRIED)
         if self._method is not None and self.loss != self._method:
             raise ValueError(
-                f"{type(self).__name__} is the loss {self._method!r} and cannot be {self.loss!r}: "
-                "use PreferenceConfig, or recipes/preference.py --loss, to choose a loss by name"
+                f"{type(self).__name__} is the loss {self._method!r} and not {self.loss!r}: use PreferenceConfig"
             )
         check_choice("aot_scope", self.aot_scope, ("global", "device"))
         check_training(self)
@@ -127,10 +121,7 @@ class PreferenceConfig(TruncatedFields, TRLDPOConfig):
     def _loss_options(self, known: dict[str, Any]) -> dict[str, Any]:
         """Options from `loss_kwargs`, and from a named configuration's own fields and `label_smoothing`."""
         if self.label_smoothing and "label_smoothing" not in known:
-            raise ValueError(
-                f"the loss {self.loss!r} has no label smoothing, so label_smoothing {self.label_smoothing} would be "
-                "ignored; use cdpo or robust_dpo, or leave it out"
-            )
+            raise ValueError(f"the loss {self.loss!r} has no label_smoothing: use cdpo or robust_dpo")
         options = dict(self.loss_kwargs or {})
         # Fields of other names are the trainer's, even if a loss has an option of that name.
         own = {f.name for f in fields(self)} - {f.name for f in fields(PreferenceConfig)} | {"label_smoothing"}

@@ -7,7 +7,6 @@ accumulation window before training on it, which exact normalisation and batch-c
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -18,13 +17,14 @@ from accelerate.utils import broadcast_object_list
 from datasets import Dataset, load_from_disk
 from torch import Tensor
 from trl import DPOTrainer as TRLDPOTrainer
+from trl.trainer.utils import hash_module
 
 from trl_ext.losses import PreferenceScores
 from trl_ext.models.batches import temporarily
 from trl_ext.models.loading import check_vocabulary
 from trl_ext.models.shared_backbone import preserved_random_state
 from trl_ext.resilience.training import ResilientTraining
-from trl_ext.trainers.context import PAIRS, check_inputs, check_template, quiet_about_length, truncate_rows
+from trl_ext.trainers.context import PAIRS, check_inputs, quiet_about_length, report_plain_prompts, truncate_rows
 from trl_ext.trainers.defaults import configuration
 from trl_ext.trainers.metrics import StepMetrics, pair_metrics
 from trl_ext.trainers.model_card import WritesModelCard
@@ -51,20 +51,16 @@ _NOT_OF_THE_MODEL = (*_OWN, "completion_mask", *_REFERENCE)
 class PreferenceTrainer(ResilientTraining, WritesModelCard, StepMetrics, TRLDPOTrainer):
     """Trains on pairs with any preference loss: `PreferenceConfig(loss=...)`.
 
-    Accepts the arguments of `trl.DPOTrainer`, with a `PreferenceConfig`, and keeps its features: adapters that are
-    switched off to give the reference, precomputed reference log-probabilities, checkpoints, metrics, distributed
-    training. It differs in five ways. The loss is replaced. A reference-free loss uses no reference model and
-    no reference pass. Prompts are cut at the beginning and responses at the end, each to its own limit. The loss can
-    read dataset columns. The gradient of an optimizer step is that of the mean over its pairs, however they are
-    divided into micro-batches and ranks.
+    Accepts the arguments of `trl.DPOTrainer`, with a `PreferenceConfig`, and keeps its features and the names of its
+    metrics. It differs in five ways. The loss is replaced. A reference-free loss uses no reference model. Prompts are
+    truncated at the beginning and responses at the end, each to its own limit. The loss can read dataset columns. The
+    gradient of an optimizer step is that of the mean over its pairs, however they are divided into micro-batches and
+    ranks.
 
     A batch-coupled loss (`aot`, `aot_paired`) with `aot_scope="global"` is evaluated on the whole optimizer batch.
     With accumulated micro-batches, that costs a second forward pass of the policy, without gradients. With one
     micro-batch per step, it costs only the exchange of a few numbers per pair. Extra memory is a few numbers per pair.
     Held-out losses of such a loss, or of a normalised weighting, treat all held-out pairs as one batch.
-
-    The logged `rewards/*` are TRL's: beta times the log-ratio of summed log-probabilities to the reference (to zero,
-    for a reference-free loss), whatever the loss itself compares.
 
     Raises:
         TypeError: `args` is not a `PreferenceConfig`.
@@ -78,16 +74,13 @@ class PreferenceTrainer(ResilientTraining, WritesModelCard, StepMetrics, TRLDPOT
 
     def __init__(self, model, ref_model=None, args: PreferenceConfig | None = None, **kwargs: Any):
         args = configuration(self, args, self._config_class)
-        model = check_inputs(model, {**kwargs, "ref_model": ref_model}, PAIRS, one_kind=True)
+        model = check_inputs(model, {**kwargs, "ref_model": ref_model}, PAIRS)
         self.objective = args.build_objective()
-        # Scores of the held-out pairs of an evaluation in progress, over all ranks, for losses of a whole batch.
         self._held_out = []
         self._check_reference(ref_model, args)
-        self._check_datasets(kwargs.get("train_dataset"), kwargs.get("eval_dataset"))
-        precomputes = self._precomputes_reference(args, kwargs.get("train_dataset"), kwargs.get("eval_dataset"))
         setup = {
             # Only with this setting does TRL keep no reference model; `_precompute_ref_logps` then has nothing to do.
-            "precompute_ref_log_probs": precomputes or not self.objective.needs_reference,
+            "precompute_ref_log_probs": bool(args.precompute_ref_log_probs) or not self.objective.needs_reference,
             # Makes the fused LM head return `log_sum_sq_probs`, from which WPO's weights are computed.
             "use_weighting": self.objective.needs_policy_weights,
             # Any type that the constructor accepts: TRL's loss is not computed.
@@ -100,7 +93,9 @@ class PreferenceTrainer(ResilientTraining, WritesModelCard, StepMetrics, TRLDPOT
         self._pack()
         self._budget = tokens_per_pass(self)
         # TRL's `evaluate` reads this: a dataset passed to it gets reference log-probabilities first.
-        self.precompute_ref_logps = precomputes
+        self.precompute_ref_logps = bool(args.precompute_ref_log_probs)
+        if args.precompute_ref_log_probs is None and self._saves_reference_passes():
+            self._precompute_reference()
         self._set_signature_columns_if_needed()
         self._signature_columns += self.objective.columns
         # Wrapped only now, so that the pass for reference log-probabilities sees no extra columns.
@@ -109,28 +104,11 @@ class PreferenceTrainer(ResilientTraining, WritesModelCard, StepMetrics, TRLDPOT
 
     # ---- Data ----
 
-    def _check_datasets(self, train_dataset, eval_dataset) -> None:
-        named = {"train_dataset": train_dataset}
-        named.update(eval_dataset if isinstance(eval_dataset, dict) else {"eval_dataset": eval_dataset})
-        for name, dataset in named.items():
-            have = getattr(dataset, "column_names", None)
-            if have is None:
-                continue
-            missing = [column for column in self.objective.columns if column not in have]
-            if missing:
-                raise ValueError(
-                    f"the loss or its weighting reads the column {missing[0]!r}, which {name} does not have; "
-                    f"it has {', '.join(have)}"
-                )
-            pair = dataset[0] if isinstance(dataset, Dataset) and {"chosen", "rejected"} <= {*have} else {}
-            if pair and "prompt" not in pair and pair["chosen"][:1] != pair["rejected"][:1]:
-                raise ValueError(
-                    f"{name} has no column 'prompt', and its chosen and rejected do not begin alike; "
-                    f"it has {', '.join(have)}"
-                )
-
     def _prepare_dataset(self, dataset, processing_class, args, dataset_name):
-        check_template(processing_class, dataset)
+        # A streamed dataset may not know its columns.
+        if missing := {*self.objective.columns} - {*(dataset.column_names or self.objective.columns)}:
+            raise ValueError(f"the loss reads the column {missing.pop()!r}, which the {dataset_name} dataset lacks")
+        report_plain_prompts(processing_class, dataset)
         quiet_about_length(processing_class)
         dataset = super()._prepare_dataset(dataset, processing_class, args, dataset_name)
         return truncate_rows(dataset, dataset_name, args)
@@ -145,22 +123,34 @@ class PreferenceTrainer(ResilientTraining, WritesModelCard, StepMetrics, TRLDPOT
         if given:
             raise ValueError(f"the loss {args.loss!r} uses no reference model: leave out {', '.join(given)}")
 
-    def _precomputes_reference(self, args: PreferenceConfig, train_dataset, eval_dataset) -> bool:
-        """Whether to compute reference log-probabilities before training: if requested, or if that saves passes."""
-        if args.precompute_ref_log_probs is not None:
-            return args.precompute_ref_log_probs
-        sharded = args.fsdp or os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true")
-        if not self.objective.needs_reference or args.sync_ref_model or sharded:
+    def _saves_reference_passes(self) -> bool:
+        """Whether training uses reference log-probabilities of the same pairs several times."""
+        args, held_out = self.args, self.eval_dataset
+        if not self.objective.needs_reference or args.sync_ref_model or self.is_fsdp_enabled:
             return False
-        sets = [train_dataset, *(eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset])]
-        if not train_dataset or any(one is not None and not isinstance(one, Dataset) for one in sets):
-            return False
-        if {"image", "images"} & set(train_dataset.column_names):
+        sets = [self.train_dataset, *(held_out.values() if isinstance(held_out, dict) else [held_out])]
+        if self._is_vision_dataset or not all(isinstance(one, (Dataset, type(None))) for one in sets):
             return False
         if args.max_steps <= 0:
             return args.num_train_epochs > 1
         step = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
-        return args.max_steps * step > len(train_dataset)
+        return args.max_steps * step > len(self.train_dataset)
+
+    def _precompute_reference(self) -> None:
+        """Compute reference log-probabilities as TRL's constructor does, and keep the reference model.
+
+        A dataset passed to `evaluate` after training has none, and needs the model.
+        """
+        model = self.model if self.ref_model is None else self.ref_model
+        self._precompute_model_hash = hash_module(self.accelerator.unwrap_model(model))
+        size, held_out = self.args.precompute_ref_batch_size, self.eval_dataset
+        of_training, of_evaluation = self.args.per_device_train_batch_size, self.args.per_device_eval_batch_size
+        self.train_dataset = self._precompute_ref_logps(self.train_dataset, "train", size or of_training)
+        compute = partial(self._precompute_ref_logps, batch_size=size or of_evaluation)
+        if isinstance(held_out, dict):
+            self.eval_dataset = {name: compute(dataset, name) for name, dataset in held_out.items()}
+        elif held_out is not None:
+            self.eval_dataset = compute(held_out, "eval")
 
     def _precompute_ref_logps(self, dataset, name, batch_size):
         if not self.objective.needs_reference:
@@ -211,10 +201,8 @@ class PreferenceTrainer(ResilientTraining, WritesModelCard, StepMetrics, TRLDPOT
             passes, micro_batches = batches, len(batches)
             if self._budget is not None:
                 # Without dropout, a pass encodes the prompt of a pair once.
-                settings = {
-                    "pad_token_id": self._tokenizer.pad_token_id or 0,
-                    "shares": not self.packing.draws_dropout(),
-                }
+                settings = {"pad_token_id": self._tokenizer.pad_token_id or 0}
+                settings["shares"] = not self.packing.draws_dropout()
                 passes = passes_of_pairs(batches, self._budget, self.accelerator, **settings)
             window = self._open_window(passes, micro_batches)
             passes = [{**batch, "window": window, "window_index": i} for i, batch in enumerate(passes)]
@@ -381,15 +369,8 @@ def _of_the_text(values: Tensor, mask: Tensor) -> Tensor:
 
 def _collate(rows: list[dict], collator: Callable, columns: Sequence[str]) -> dict:
     """A collated batch with dataset columns, under one key that is removed before the model sees the batch."""
-    values = {name: torch.tensor([_number(row, name) for row in rows], dtype=torch.float32) for name in columns}
+    try:
+        values = {name: torch.tensor([row[name] for row in rows], dtype=torch.float32) for name in columns}
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"the loss reads numbers from the columns {[*columns]}: {error}") from error
     return {**collator(rows), "columns": values}
-
-
-def _number(row: dict, column: str) -> float:
-    value = row.get(column)
-    if not isinstance(value, (int, float)):
-        found = f"holds {value!r}" if column in row else "is missing"
-        raise ValueError(
-            f"the loss reads numbers from the column {column!r}, which {found} in row {row.get('row_id', row)}"
-        )
-    return float(value)
