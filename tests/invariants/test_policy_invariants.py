@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from tests.support.reward_adapters import save_adapter
-from tests.support.rollout_once import build, train
+from tests.support.rollout_once import DEFAULTS, build, train
 from tests.support.train_once import largest_difference, relative_difference, result
 from tests.support.trl_private import rollout_batches
+from trl_ext import PolicyConfig
 
 pytestmark = pytest.mark.usefixtures("in_float64", "own_tables")
 
@@ -38,6 +39,15 @@ def test_padding_leaves_the_update_as_it_is(objective, policy_path, tmp_path):
     trainer = train({**spec, "args": {**updates, "pad_to_multiple_of": 32}}, str(tmp_path))
     assert rollout_batches(trainer)[0]["completion_ids"].shape == (8, 32)
     assert relative_difference(result(trainer).gradient(policy_path), expected.gradient(policy_path)) < 1e-9
+
+
+@pytest.mark.parametrize(("asked", "saved"), [(4, 4), (3, 4), (5, 8), (9, 12)])
+def test_checkpoints_fall_between_rollouts(asked, saved, tmp_path):
+    """A rollout serves 4 updates."""
+    rollouts = {"per_device_train_batch_size": 4, "steps_per_generation": 2, "num_iterations": 2, "max_steps": 8}
+    saving = {"save_strategy": "steps", "save_steps": asked}
+    config = PolicyConfig(**{**DEFAULTS, **rollouts, **saving}, output_dir=str(tmp_path))
+    assert config.save_steps == saved
 
 
 def test_sharing_the_backbone_changes_nothing(policy_path, reward_path, tmp_path):
