@@ -1,8 +1,8 @@
-"""Workloads for the benchmarks and the token gate: batches of token ids with the lengths of a real data set.
+"""Workloads for the benchmarks: batches of token ids with the lengths of a real data set.
 
 `wildchat` has the lengths of the course's 256 held-out pairs, from `lengths.json`, and random ids; `long` has prompts
 of 700 tokens and responses of 256; `toy` has the ids of the embedded benchmark. Prompts differ from their first token
-on, unless they share a system prefix; responses to the same prompt differ from their first token on.
+on, and so do responses to the same prompt.
 """
 
 from __future__ import annotations
@@ -62,34 +62,22 @@ class Writer:
         return [first, *self._random.choices(self._ids, k=length - 1)]
 
 
-def pairs(kind: str, *, vocabulary: int, system_tokens: int = 0) -> list[Pair]:
-    """The pairs of a workload, in order.
-
-    Args:
-        kind: one of `KINDS`.
-        vocabulary: upper bound of the ids; not used by `toy`, which has its own ids.
-        system_tokens: number of leading tokens that all prompts share; not used by `toy`.
-    """
+def pairs(kind: str, *, vocabulary: int) -> list[Pair]:
+    """The pairs of a workload, one of `KINDS`, in order; `vocabulary` bounds the ids, but for `toy`'s own."""
     if kind == "toy":
         return _toy_pairs()
     lengths = wildchat_lengths() if kind == "wildchat" else [(LONG_PROMPT, LONG_RESPONSE, LONG_RESPONSE)] * LONG_PAIRS
     write = Writer(vocabulary)
-    system = write(system_tokens) if system_tokens else []
-    written = []
-    for prompt, chosen, rejected in lengths:
-        start = system + write(prompt - system_tokens) if prompt > system_tokens else system[:prompt]
-        written.append(Pair(start, write(chosen), write(rejected)))
-    return written
+    return [Pair(*map(write, row)) for row in lengths]
 
 
-def groups(kind: str, size: int, *, vocabulary: int, system_tokens: int = 0) -> list[Group]:
+def groups(kind: str, size: int, *, vocabulary: int) -> list[Group]:
     """The prompts of a workload with `size` responses each; lengths are drawn from all responses of the workload."""
-    rows = pairs(kind, vocabulary=vocabulary, system_tokens=system_tokens)
+    rows = pairs(kind, vocabulary=vocabulary)
     if kind == "toy":
         rows = list({tuple(pair.prompt): pair for pair in rows}.values())
     responses = [response for pair in rows for response in pair[1:]]
-    draw = random.Random(1)
-    write = Writer(vocabulary, seed=1)
+    draw, write = random.Random(1), Writer(vocabulary, seed=1)
     return [
         Group(pair.prompt, [write(len(response)) for response in draw.choices(responses, k=size)]) for pair in rows
     ]

@@ -158,28 +158,24 @@ class Arm:
 
 def make_model(arguments: argparse.Namespace):
     """A Qwen2 with random weights, or the embedded model for the size `toy`."""
-    classify = arguments.trainer == "reward"
+    labels = {"num_labels": 1} if arguments.trainer == "reward" else {}
     dtype = getattr(torch, arguments.weights)
     if arguments.size == "toy":
-        kind = AutoModelForSequenceClassification if classify else AutoModelForCausalLM
-        return kind.from_pretrained(resolve_model_path("toy"), dtype=dtype, **({"num_labels": 1} if classify else {}))
-    hidden, layers, intermediate, heads, key_heads, vocabulary = SIZES[arguments.size]
-    config = Qwen2Config(
-        vocab_size=vocabulary,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=key_heads,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=1,
-        pad_token_id=2,
-        **({"num_labels": 1} if classify else {}),
-    )
+        kind = AutoModelForSequenceClassification if labels else AutoModelForCausalLM
+        return kind.from_pretrained(resolve_model_path("toy"), dtype=dtype, **labels)
+    config = qwen2(*SIZES[arguments.size], tie_word_embeddings=True, eos_token_id=1, pad_token_id=2, **labels)
     # On a GPU the weights are drawn there, which is faster.
     with torch.device(arguments.device):
-        return (Qwen2ForSequenceClassification if classify else Qwen2ForCausalLM)(config).to(dtype)
+        return (Qwen2ForSequenceClassification if labels else Qwen2ForCausalLM)(config).to(dtype)
+
+
+def qwen2(
+    hidden: int, layers: int, intermediate: int, heads: int, key_heads: int, vocabulary: int, **settings: Any
+) -> Qwen2Config:
+    """The configuration of a Qwen2 of this shape, whose weights are random."""
+    shape = {"hidden_size": hidden, "num_hidden_layers": layers, "intermediate_size": intermediate}
+    shape |= {"num_attention_heads": heads, "num_key_value_heads": key_heads, "vocab_size": vocabulary}
+    return Qwen2Config(**shape, bos_token_id=None, **settings)
 
 
 def make_trainer(arguments: argparse.Namespace, folder: Path, *, library=trl, rows=None, reward=None, **settings: Any):
@@ -187,29 +183,14 @@ def make_trainer(arguments: argparse.Namespace, folder: Path, *, library=trl, ro
 
     Without `rows`, its data set is never read, and the batches of a policy replace its rollouts.
     """
-    cuda = arguments.device == "cuda"
-    common = {
-        "output_dir": str(folder),
-        "use_cpu": not cuda,
-        "bf16": arguments.dtype == "bfloat16",
-        "gradient_checkpointing": arguments.gradient_checkpointing,
-        "report_to": "none",
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "learning_rate": 1e-6,
-        "model_init_kwargs": None,
-        **settings,
-    }
-    lora = None
+    common = {"output_dir": str(folder), "use_cpu": arguments.device != "cuda", "bf16": arguments.dtype == "bfloat16"}
+    common |= {"gradient_checkpointing": arguments.gradient_checkpointing, "learning_rate": 1e-6, **settings}
+    common |= {"report_to": "none", "save_strategy": "no", "disable_tqdm": True, "model_init_kwargs": None}
+    given, lora = {"processing_class": AutoTokenizer.from_pretrained(resolve_model_path("toy"))}, None
     if arguments.lora_r:
         task = "SEQ_CLS" if arguments.trainer == "reward" else "CAUSAL_LM"
-        lora = LoraConfig(
-            r=arguments.lora_r, lora_alpha=2 * arguments.lora_r, target_modules="all-linear", task_type=task
-        )
-    given = {
-        "processing_class": AutoTokenizer.from_pretrained(resolve_model_path("toy")),
-        "peft_config": lora,
-    }
+        options = {"r": arguments.lora_r, "lora_alpha": 2 * arguments.lora_r, "target_modules": "all-linear"}
+        lora = given["peft_config"] = LoraConfig(**options, task_type=task)
     model = make_model(arguments)
     if arguments.trainer == "preference":
         rows = rows or Dataset.from_list([{side: _turn(side) for side in ("prompt", "chosen", "rejected")}] * 2)
@@ -253,16 +234,12 @@ def make_batches(arguments: argparse.Namespace, trainer) -> list[dict[str, torch
         rows = groups(arguments.lengths, arguments.group_size, vocabulary=vocabulary)
         batches = policy_batches(rows, arguments.batch_size)
     else:
-        rows = pairs(arguments.lengths, vocabulary=vocabulary)
-        batches = [
-            trainer.data_collator([example(pair, arguments.trainer) for pair in rows[start : start + size]])
-            for size in [arguments.batch_size]
-            for start in range(0, len(rows) - size + 1, size)
-        ]
+        rows, size = pairs(arguments.lengths, vocabulary=vocabulary), arguments.batch_size
+        rows = [example(pair, arguments.trainer) for pair in rows]
+        starts = range(0, len(rows) - size + 1, size)
+        batches = [trainer.data_collator(rows[start : start + size]) for start in starts]
     if len(batches) < arguments.pairs:
-        raise ValueError(
-            f"--pairs {arguments.pairs}: {arguments.lengths} has {len(batches)} batches of this size; ask for fewer"
-        )
+        raise ValueError(f"--pairs {arguments.pairs}: {arguments.lengths} has {len(batches)} batches of this size")
     device = arguments.device
     return [{name: value.to(device) for name, value in batch.items()} for batch in batches[: arguments.pairs]]
 
@@ -284,8 +261,7 @@ def policy_batches(rows: list[Group], size: int) -> list[dict[str, torch.Tensor]
         widest = max(len(group.prompt) for group in generation)
         longest = max(len(response) for group in generation for response in group.responses)
         start = index * size % len(generation)
-        chosen = generation[start : start + size]
-        batches.append(rollout(chosen, widest, longest))
+        batches.append(rollout(generation[start : start + size], widest, longest))
     return batches
 
 

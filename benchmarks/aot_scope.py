@@ -19,8 +19,9 @@ os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM, TrainerCallback
+from transformers import AutoTokenizer, Qwen2ForCausalLM, TrainerCallback
 
+from benchmarks._step_arms import qwen2
 from trl_ext import AOTConfig, AOTTrainer
 from trl_ext.models import resolve_model_path
 
@@ -58,37 +59,20 @@ def main() -> None:
     arguments = parser.parse_args()
 
     tokenizer = AutoTokenizer.from_pretrained(resolve_model_path("toy"))
-    model_config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=256,
-        intermediate_size=1024,
-        num_hidden_layers=6,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=None,
-    )
+    ids = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
+    model_config = qwen2(256, 6, 1024, 4, 4, len(tokenizer), **ids)
     torch.manual_seed(0)
     model, reference = Qwen2ForCausalLM(model_config), Qwen2ForCausalLM(model_config)
     # The first two steps of each scope are warm-up.
     steps = 2 * (arguments.pairs + 2)
     alternate = Alternate()
+    settings = {"per_device_train_batch_size": arguments.micro_batch, "max_steps": steps, "logging_steps": 1000}
+    settings |= {"gradient_accumulation_steps": arguments.accumulation, "aot_scope": "device", "save_strategy": "no"}
     with tempfile.TemporaryDirectory() as folder:
         trainer = AOTTrainer(
             model,
             None if arguments.lora else reference,
-            args=AOTConfig(
-                folder,
-                aot_scope="device",
-                per_device_train_batch_size=arguments.micro_batch,
-                gradient_accumulation_steps=arguments.accumulation,
-                max_steps=steps,
-                logging_steps=1000,
-                save_strategy="no",
-                report_to="none",
-                disable_tqdm=True,
-            ),
+            args=AOTConfig(folder, **settings, report_to="none", disable_tqdm=True),
             train_dataset=equal_pairs(steps * arguments.micro_batch * arguments.accumulation),
             processing_class=tokenizer,
             peft_config=LoraConfig(r=16, target_modules="all-linear") if arguments.lora else None,

@@ -46,91 +46,74 @@ def of_mean(values: numpy.ndarray, *, gains: bool = False) -> Bounds:
     return found["low"], found["high"]
 
 
-def of_values(n: int, kind: str) -> Draw:
-    def draw(rng):
-        values = getattr(rng, kind)(size=n)
-        return normal(values), of_mean(values)
-
-    return draw
+def sampler(function: Callable[..., tuple[Bounds, Bounds]]) -> Callable[..., Draw]:
+    """The function's `Draw` for each of its settings."""
+    return lambda *settings: lambda rng: function(rng, *settings)
 
 
-def gains(n: int, lost: float, gained: float) -> Draw:
-    def draw(rng):
-        values = rng.choice([-1.0, 0.0, 1.0], n, p=[lost, 1 - lost - gained, gained])
-        return normal(values), of_mean(values, gains=True)
-
-    return draw
+@sampler
+def of_values(rng, n: int, kind: str):
+    values = getattr(rng, kind)(size=n)
+    return normal(values), of_mean(values)
 
 
-def paired_rates(n: int, first: float, second: float, shared: float, dropped: float = 0.0) -> Draw:
+@sampler
+def gains(rng, n: int, lost: float, gained: float):
+    values = rng.choice([-1.0, 0.0, 1.0], n, p=[lost, 1 - lost - gained, gained])
+    return normal(values), of_mean(values, gains=True)
+
+
+@sampler
+def paired_rates(rng, n: int, first: float, second: float, shared: float, dropped: float = 0.0):
     """Wins of two candidates: the prompt alone decides a share of them, and some are missing independently."""
-
-    def draw(rng):
-        ease, other = rng.random(n), rng.random(n)
-        wins = [ease < first, numpy.where(rng.random(n) < shared, ease, other) < second]
-        rows = [numpy.where(rng.random(n) < dropped, numpy.nan, won) for won in wins]
-        plain = percentiles(rows[0] - rows[1], rng) if not dropped else (numpy.nan, numpy.nan)
-        told = [[None if numpy.isnan(value) else value for value in row] for row in rows]
-        return plain, rate_difference_interval(*told) or (-1.0, 1.0)
-
-    return draw
+    ease, other = rng.random(n), rng.random(n)
+    wins = [ease < first, numpy.where(rng.random(n) < shared, ease, other) < second]
+    rows = [numpy.where(rng.random(n) < dropped, numpy.nan, won) for won in wins]
+    plain = percentiles(rows[0] - rows[1], rng) if not dropped else (numpy.nan, numpy.nan)
+    told = [[None if numpy.isnan(value) else value for value in row] for row in rows]
+    return plain, rate_difference_interval(*told) or (-1.0, 1.0)
 
 
-def sampled_accuracy(n: int, samples: int) -> Draw:
+@sampler
+def sampled_accuracy(rng, n: int, samples: int):
     """Shares of correct answers to problems with success probabilities from Beta(0.3, 2)."""
-
-    def draw(rng):
-        values = rng.binomial(samples, rng.beta(0.3, 2.0, n)) / samples
-        return percentiles(values, rng), rate_interval(values)
-
-    return draw
+    values = rng.binomial(samples, rng.beta(0.3, 2.0, n)) / samples
+    return percentiles(values, rng), rate_interval(values)
 
 
-def with_a_judge(labels: int, right: float) -> Draw:
+@sampler
+def with_a_judge(rng, labels: int, right: float):
     """Wins at a rate of 0.6 on 400 prompts; the judge is right on a share of them, and some have labels."""
-
-    def draw(rng):
-        wins = (rng.random(400) < 0.6).astype(float)
-        judged = numpy.where(rng.random(400) < right, wins, 1 - wins)
-        found = prediction_powered(wins[:labels], judged[:labels], judged[labels:])
-        return normal(judged), (found.low, found.high)
-
-    return draw
+    wins = (rng.random(400) < 0.6).astype(float)
+    judged = numpy.where(rng.random(400) < right, wins, 1 - wins)
+    found = prediction_powered(wins[:labels], judged[:labels], judged[labels:])
+    return normal(judged), (found.low, found.high)
 
 
-def at_equal_lengths(n: int) -> Draw:
+@sampler
+def at_equal_lengths(rng, n: int):
     """Wins with log-odds of 0.3 plus the length term; length differences have mean 50 and deviation 200."""
-
-    def draw(rng):
-        gap = rng.normal(50, 200, n)
-        wins = (rng.random(n) < expit(0.3 + numpy.tanh(gap / 200))).astype(float)
-        found = length_controlled_win_rate(wins.tolist(), 1000 + gap, [1000] * n)
-        return (numpy.nan, numpy.nan), (found.low, found.high)
-
-    return draw
+    gap = rng.normal(50, 200, n)
+    wins = (rng.random(n) < expit(0.3 + numpy.tanh(gap / 200))).astype(float)
+    found = length_controlled_win_rate(wins.tolist(), 1000 + gap, [1000] * n)
+    return (numpy.nan, numpy.nan), (found.low, found.high)
 
 
-def crossed(seeds: int, spread: float) -> Draw:
+@sampler
+def crossed(rng, seeds: int, spread: float):
     """Means over 40 prompts and several seeds, whose effects have this standard deviation; the rest has 1."""
-
-    def draw(rng):
-        values = rng.standard_normal((40, 1)) + spread * rng.standard_normal(seeds) + rng.standard_normal((40, seeds))
-        found = crossed_mean(values)
-        return normal(values.ravel()), (found.low, found.high)
-
-    return draw
+    values = rng.standard_normal((40, 1)) + spread * rng.standard_normal(seeds) + rng.standard_normal((40, seeds))
+    found = crossed_mean(values)
+    return normal(values.ravel()), (found.low, found.high)
 
 
-def best_of(n: int, prompts: int, kind: str) -> Draw:
+@sampler
+def best_of(rng, n: int, prompts: int, kind: str):
     """Mean reward of the best of n of 16 responses; rewards are normal within and between prompts, or in (0, 1)."""
-
-    def draw(rng):
-        rewards = rng.standard_normal((prompts, 16)) + rng.standard_normal((prompts, 1))
-        rewards = rewards if kind == "reward" else expit(rewards)
-        values = numpy.array([best_of_n(row.tolist(), row.tolist(), n)["proxy"] for row in rewards])
-        return percentiles(values, rng), of_mean(values)
-
-    return draw
+    rewards = rng.standard_normal((prompts, 16)) + rng.standard_normal((prompts, 1))
+    rewards = rewards if kind == "reward" else expit(rewards)
+    values = numpy.array([best_of_n(row.tolist(), row.tolist(), n)["proxy"] for row in rewards])
+    return percentiles(values, rng), of_mean(values)
 
 
 def sharper(sharpness: float) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,8 +2,8 @@
 
 `python -m benchmarks.reward_memory` creates a Qwen2 with random weights and LoRA reward models on it, and measures the
 policy alone (its base is also the reference), and with one and four reward models, each configuration in a separate
-process. It prints a table. With `--device cuda` it measures GPU memory, including the
-peak over one scoring pass of every reward model and one training step of the policy.
+process. It prints a table. With `--device cuda` it measures GPU memory, including the peak over one scoring pass of
+every reward model and one training step of the policy.
 """
 
 from __future__ import annotations
@@ -25,36 +25,23 @@ os.environ.setdefault("TQDM_DISABLE", "1")
 import psutil
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, Qwen2ForCausalLM
 
+from benchmarks._step_arms import qwen2
 from trl_ext.models import resolve_model_path, score_sequences
 from trl_ext.rewards import RewardModel, share_or_load
 
 MIB = 2**20
 VOCABULARY, BATCH_SIZE, TOKENS = 32000, 8, 256
+# Numbers of reward models.
+ADAPTERS = (1, 4)
 
 
 def write_models(folder: Path, arguments: argparse.Namespace) -> None:
     """Write the base and the reward adapters for the largest configuration."""
     tokenizer = AutoTokenizer.from_pretrained(resolve_model_path("toy"))
-    config = Qwen2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=768,
-        intermediate_size=4 * 768,
-        num_hidden_layers=12,
-        num_attention_heads=12,
-        num_key_value_heads=3,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=None,
-        tie_word_embeddings=True,
-    )
+    ids = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
+    config = qwen2(768, 12, 4 * 768, 12, 3, VOCABULARY, tie_word_embeddings=True, **ids)
     torch.manual_seed(0)
     # Save in a different type from the one that is loaded: on the CPU, weights that are not converted stay mapped to
     # their file, and copies that share its pages look smaller than they are once moved or trained.
@@ -63,7 +50,7 @@ def write_models(folder: Path, arguments: argparse.Namespace) -> None:
     base.save_pretrained(folder / "base")
     tokenizer.save_pretrained(folder / "base")
     del base
-    for index in range(max(arguments.adapters)):
+    for index in range(max(ADAPTERS)):
         model = AutoModelForSequenceClassification.from_pretrained(folder / "base", num_labels=1)
         model = get_peft_model(model, lora("SEQ_CLS"))
         for name, parameter in model.named_parameters():
@@ -115,9 +102,8 @@ def train_step(policy, score: list) -> None:
     policy.enable_input_require_grads()
     policy.train()
     optimizer = torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad], lr=1e-5)
-    rewards = (
-        torch.stack([function(ids.tolist()) for function in score]).mean(dim=0) if score else torch.ones(len(ids))
-    )
+    scores = [function(ids.tolist()) for function in score] or [torch.ones(len(ids))]
+    rewards = torch.stack(scores).mean(dim=0)
     ids = ids.to(policy.device)
     logits = policy(ids).logits[:, :-1]
     log_probs = -torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
@@ -153,7 +139,6 @@ def run(kind: str, count: int, folder: Path, arguments: list[str]) -> dict[str, 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--adapters", nargs="+", type=int, default=[1, 4], help="numbers of reward models")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
@@ -166,20 +151,20 @@ def main() -> None:
         folder = Path(name)
         write_models(folder, arguments)
         results = {"policy alone": run("shared", 0, folder, sys.argv[1:])}
-        for count in arguments.adapters:
+        for count in ADAPTERS:
             for kind in ("shared", "stock"):
                 results[f"{kind}, {count}"] = run(kind, count, folder, sys.argv[1:])
-    report(results, arguments.adapters)
+    report(results)
 
 
-def report(results: dict[str, dict[str, int]], adapters: list[int]) -> None:
+def report(results: dict[str, dict[str, int]]) -> None:
     key = "peak_bytes" if "peak_bytes" in results["policy alone"] else "resident_bytes"
     columns = list(results["policy alone"])
     print("| policy and reference with | " + " | ".join(f"{c.removesuffix('_bytes')}, MiB" for c in columns) + " |")
     print("|---" * (len(columns) + 1) + "|")
     for label, figures in results.items():
         print(f"| {label} | " + " | ".join(f"{figures[c] / MIB:.0f}" for c in columns) + " |")
-    for count in adapters:
+    for count in ADAPTERS:
         print(f"stock / shared, {count}: {results[f'stock, {count}'][key] / results[f'shared, {count}'][key]:.2f}")
 
 

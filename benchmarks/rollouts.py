@@ -48,9 +48,7 @@ def parse(argv: Sequence[str] | None = None):
         if arguments.size == "toy":
             parser.error("vLLM's attention on a CPU does not support the head size of toy; choose another --size")
         if importlib.util.find_spec("vllm") is None:
-            parser.error(
-                "--vllm needs the environment of make test-vllm: call .venv/vllm/bin/python -m benchmarks.rollouts"
-            )
+            parser.error("--vllm needs the environment of make test-vllm: call .venv/vllm/bin/python")
         arguments.arms += VLLM_ARMS
     return arguments
 
@@ -76,19 +74,10 @@ def prepare(arguments):
     else:
         torch.manual_seed(0)
         hidden, intermediate, layers, heads, key_heads, vocabulary = SIZES[arguments.size]
-        model = LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=vocabulary,
-                hidden_size=hidden,
-                intermediate_size=intermediate,
-                num_hidden_layers=layers,
-                num_attention_heads=heads,
-                num_key_value_heads=key_heads,
-                tie_word_embeddings=True,
-                bos_token_id=None,
-                eos_token_id=None,
-            )
-        )
+        shape = {"hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers}
+        shape |= {"num_attention_heads": heads, "num_key_value_heads": key_heads, "vocab_size": vocabulary}
+        config = LlamaConfig(**shape, tie_word_embeddings=True, bos_token_id=None, eos_token_id=None)
+        model = LlamaForCausalLM(config)
         lengths = torch.linspace(69, 116, arguments.prompts).int().tolist()
         prompts = [torch.randint(3, vocabulary, (length,)).tolist() for length in lengths]
         settings |= {"pad_token_id": 0}
@@ -182,39 +171,29 @@ def measure(arguments) -> dict[str, Any]:
             tokens = int((responses != settings.pad_token_id).sum()) if ended else responses.numel()
             if index >= 0:
                 calls[name].append({"seconds": seconds, "cpu_seconds": cpu_seconds, "tokens": tokens})
-    middle = {
-        figure: {name: median(one[figure] for one in own) for name, own in calls.items()}
-        for figure in ("seconds", "cpu_seconds")
-    }
+    figures: dict[str, Any] = {"tokens_per_second": {}, "seconds": {}, "cpu_seconds": {}}
+    for name, own in calls.items():
+        figures["tokens_per_second"][name] = median(one["tokens"] / one["seconds"] for one in own)
+        for figure in ("seconds", "cpu_seconds"):
+            figures[figure][name] = median(one[figure] for one in own)
     return {
         "settings": {name: value for name, value in vars(arguments).items() if name != "json"},
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "torch": torch.__version__,
         "peak_memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10,
         "calls": calls,
-        "tokens_per_second": {
-            name: median(one["tokens"] / one["seconds"] for one in own) for name, own in calls.items()
-        },
-        **middle,
+        **figures,
     }
 
 
 def table(figures: dict[str, Any]) -> str:
-    first = next(iter(figures["seconds"]))
-    return format_table(
-        ["arm", "tokens/s", "wall seconds", "ratio", "CPU seconds", "ratio"],
-        [
-            [
-                name,
-                round(figures["tokens_per_second"][name]),
-                figures["seconds"][name],
-                figures["seconds"][first] / figures["seconds"][name],
-                figures["cpu_seconds"][name],
-                figures["cpu_seconds"][first] / figures["cpu_seconds"][name],
-            ]
-            for name in figures["calls"]
-        ],
-    )
+    rows = []
+    for name in figures["calls"]:
+        row = [name, round(figures["tokens_per_second"][name])]
+        for seconds in (figures["seconds"], figures["cpu_seconds"]):
+            row += [seconds[name], next(iter(seconds.values())) / seconds[name]]
+        rows.append(row)
+    return format_table(["arm", "tokens/s", "wall seconds", "ratio", "CPU seconds", "ratio"], rows)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

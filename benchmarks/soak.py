@@ -51,24 +51,15 @@ def run(steps: int, folder: Path) -> list[float]:
     """Train for the given number of steps; return the memory after each."""
     torch.set_num_threads(1)
     memory, save_steps = Memory(), max(steps // 10, 1)
-    config = GRPOConfig(
-        output_dir=str(folder),
-        max_steps=steps,
-        per_device_train_batch_size=2,
-        num_generations=2,
-        max_completion_length=4,
-        learning_rate=1e-6,
-        logging_steps=1,
-        save_strategy="steps",
-        save_steps=save_steps,
-        save_total_limit=2,
-        report_to="none",
-    )
+    settings = {"per_device_train_batch_size": 2, "num_generations": 2, "max_completion_length": 4}
+    settings |= {"learning_rate": 1e-6, "logging_steps": 1, "report_to": "none", "max_steps": steps}
+    settings |= {"save_strategy": "steps", "save_steps": save_steps, "save_total_limit": 2}
+    config = GRPOConfig(str(folder), **settings)
     rows = load_benchmark("toy")["train_gen"].select(range(64))
     trainer = GRPOTrainer(resolve_model_path("toy"), distinct_characters, args=config, train_dataset=rows)
     remember_base(trainer)
-    settings = GenerationSettings(max_prompt_tokens=None, max_new_tokens=4)
-    evaluation = GenerationEvaluation(trainer, list(rows.select(range(4))), settings)
+    limits = GenerationSettings(max_prompt_tokens=None, max_new_tokens=4)
+    evaluation = GenerationEvaluation(trainer, list(rows.select(range(4))), limits)
     trainer.add_callback(MetricsFileCallback(folder / "metrics.jsonl"))
     trainer.add_callback(GenerationTableCallback(evaluation, every=save_steps, prompts=4))
     trainer.add_callback(memory)

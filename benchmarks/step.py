@@ -75,10 +75,6 @@ def parse(argv: Sequence[str] | None = None):
         raise ValueError("--group_size 1: an advantage needs a group of at least 2 responses")
     if arguments.baseline == arguments.dtype:
         raise ValueError("--baseline float32 --dtype float32: nothing to compare; take --dtype bfloat16")
-    if arguments.lengths == "toy" and arguments.size in ("0.5B", "1.5B"):
-        raise ValueError(
-            f"--size {arguments.size}: the embedded benchmark is too short to measure it with; take --lengths wildchat"
-        )
     return arguments
 
 
@@ -176,28 +172,16 @@ def memory(argv: Sequence[str]) -> dict[str, int]:
 
 def table(result: dict[str, Any]) -> str:
     """The output of the command."""
-    summary = result["summary"]
-    rows = [
-        [
-            label,
-            summary[name]["stock"],
-            summary[name]["packed"],
-            summary[name]["ratio_of_totals"],
-            summary[name]["ratio_of_medians"],
-            "{:.2f} to {:.2f}".format(*summary[name]["range"]),
-        ]
-        for label, name in (("wall seconds", "seconds"), ("CPU seconds", "cpu_seconds"))
-    ]
-
-    def plain(label: str, values: dict[str, float], ratio: float | None) -> list[Any]:
-        return [label, values["stock"], values["packed"], ratio, None, "-"]
-
-    rows.append(plain("tokens encoded", summary["tokens"], summary["tokens"]["ratio"]))
-    rates = summary["tokens_per_second"]
-    rows.append(plain("tokens per second", rates, None))  # The inverse of the ratio of seconds.
+    summary, rows = result["summary"], []
+    for label, name in (("wall seconds", "seconds"), ("CPU seconds", "cpu_seconds")):
+        figures = [summary[name][key] for key in ("stock", "packed", "ratio_of_totals", "ratio_of_medians")]
+        rows.append([label, *figures, "{:.2f} to {:.2f}".format(*summary[name]["range"])])
+    # The ratio of tokens per second is the inverse of that of seconds.
+    plain = {"tokens encoded": summary["tokens"], "tokens per second": summary["tokens_per_second"]}
     if "peak_bytes" in result:
         peaks = {arm: value / MIB for arm, value in result["peak_bytes"].items()}
-        rows.append(plain("peak memory, MiB", peaks, peaks["stock"] / peaks["packed"]))
+        plain["peak memory, MiB"] = peaks | {"ratio": peaks["stock"] / peaks["packed"]}
+    rows += [[name, of["stock"], of["packed"], of.get("ratio"), None, "-"] for name, of in plain.items()]
     settings = result["settings"]
     names = ["stock", "packed"] if settings["baseline"] == "stock" else ["float32", settings["dtype"]]
     head = ["", *names, "ratio", "of medians", "range"]

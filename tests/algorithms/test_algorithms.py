@@ -55,39 +55,28 @@ def test_what_an_algorithm_needs():
     assert not algorithm("grpo", beta=0.0).needs_reference
 
 
-def test_the_command_lists_every_algorithm():
+def test_the_command_lists_every_algorithm(capsys):
     code = (
         "import runpy, sys; sys.argv = ['algorithms']; runpy.run_module('trl_ext.algorithms', run_name='__main__'); "
         "assert 'trl' not in sys.modules and 'transformers' not in sys.modules"
     )
     head, *lines = subprocess.check_output([sys.executable, "-c", code], text=True).splitlines()
-    assert head.split()[0] == "algorithm"
-    assert [line.split()[0] for line in lines] == NAMES
-    column = head.index("KL")
-    assert [line[column:].split()[0] for line in lines][:5] == ["0.04", "none", "none", "0.03", "0.05"]
-
-
-def test_the_command_as_json(capsys):
+    assert head.split()[0] == "algorithm" and [line.split()[0] for line in lines] == NAMES
     main(["--json"])
     rows = json.loads(capsys.readouterr().out)
-    assert [row["algorithm"] for row in rows] == NAMES
-    assert rows[0]["beta"] == 0.04 and rows[0]["paper"] == "2402.03300" and rows[0]["group_size"] == 8
+    assert [row["algorithm"] for row in rows] == NAMES and rows[0]["paper"] == "2402.03300"
 
 
 # ------------------------------------------------------------------------------------------------------- advantages
 
 
 def test_overrides_of_the_advantage():
-    sample = algorithm("grpo", std_ddof=1, advantage_eps=1e-4).advantages(G, 4)
-    assert sample.tolist() == pytest.approx([1.317388, 0.146376, -0.439129, -1.024635], abs=1e-6)
     # A rank of scale 1: that of 2 belongs to gopo. And 2.25 clipped at 2.
     rank = algorithm("grpo", advantage="group_rank").advantages(G, 4)
     assert rank.tolist() == pytest.approx([1.0, 0.333333, -0.333333, -1.0], abs=1e-6)
     assert algorithm("dr_grpo", advantage_clip=2.0).advantages(G, 4).tolist() == [2.0, 0.25, -0.75, -1.75]
     # The course clips at 5: 100 responses, one of them right, have an advantage of sqrt(99) = 9.95.
-    rewards = torch.zeros(100)
-    rewards[0] = 1.0
-    assert algorithm("berkeley_grpo").advantages(rewards, 100)[0].item() == 5.0
+    assert algorithm("berkeley_grpo").advantages(torch.eye(100)[0], 100)[0].item() == 5.0
 
 
 # ----------------------------------------------------------------------------------------------------------- losses
@@ -225,9 +214,7 @@ def test_no_kl_in_the_loss_where_it_is_in_the_reward():
 def test_contradictions_name_both_flags(name, overrides, flags):
     with pytest.raises(ValueError) as refusal:
         algorithm(name, **overrides)
-    message = str(refusal.value)
-    assert message.startswith(flags) and "contradict each other: " in message and "\n" not in message
-    assert "use --" in message or "leave it out" in message or "give --epsilon_high" in message
+    assert str(refusal.value).startswith(flags)
 
 
 UP_TO_A_FACTOR = [("group_centered", "leave_one_out"), ("constant", "sum")]
@@ -261,7 +248,7 @@ def test_a_name_is_defined_by_its_settings(name):
         ({"std_ddof": 2}, "--std_ddof must be 0 .population. or 1 .sample., got 2"),
         ({"advantage_clip": 0.0}, "--advantage_clip must be positive"),
         ({"advantage": "group_normalised"}, "unknown --advantage .* did you mean 'group_normalized'"),
-        ({"ratio": "tokens"}, "unknown --ratio 'tokens'; did you mean 'token'. Known: token, sequence, none"),
+        ({"ratio": "tokens"}, "unknown --ratio 'tokens'; did you mean 'token'"),
         ({"epsilonn": 0.1}, "no setting 'epsilonn'; did you mean 'epsilon'"),
         ({"surrogate_options": {"clip_high": 0.5}}, "no option .clip_high.: its settings are flags"),
         ({"surrogate_options": {"strength": 1.0}}, "'clip' has no option 'strength'"),
@@ -272,31 +259,20 @@ def test_values_out_of_range_and_unknown_names(overrides, message):
         algorithm("grpo", **overrides)
 
 
-def test_an_unknown_algorithm():
-    with pytest.raises(ValueError, match="unknown policy algorithm 'dr_grop'; did you mean 'dr_grpo'. Known: berkel"):
-        algorithm("dr_grop")
-
-
 def test_combinations_that_no_name_rules_out():
-    """GSPO with a sum, GSPO without its name, RLOO with PPO's clip, RLOO without KL."""
-    assert algorithm("grpo", ratio="sequence", aggregation="sum").ratio == "sequence"
+    """RLOO with PPO's clip, RLOO without KL, GRPO as REINFORCE, and what a replaced row keeps and drops."""
     clipped = algorithm("rloo", ratio="token", surrogate="clip")
     assert (clipped.epsilon, clipped.epsilon_high) == (0.2, 0.2)
     assert not algorithm("rloo", beta=0.0).needs_reference
     assert algorithm("dr_grpo", beta=0.01, kl_in="reward", kl_estimator="k1").kl_in == "reward"
     assert algorithm("grpo", surrogate="cispo").ratio_cap == 5.0
-    assert algorithm("gspo", epsilon=0.2, epsilon_high=0.2).epsilon_high == 0.2
     assert algorithm("grpo", epsilon=0.1).epsilon_high == 0.1
     assert algorithm("dapo", epsilon=0.1).epsilon_high == 0.28
     assert algorithm("grpo", surrogate="reinforce", ratio="none").epsilon is None
-
-
-def test_replacing_twice_is_replacing_once():
-    once = algorithm("dapo", epsilon=0.1, beta=0.2, kl_estimator="k2")
-    assert algorithm("dapo", epsilon=0.1).replace(beta=0.2).replace(kl_estimator="k2") == once
     # What the first surrogate read is not refused under the second.
     assert algorithm("grpo", epsilon=0.1).replace(surrogate="cispo").epsilon is None
-    assert algorithms["dapo"].epsilon == 0.2, "a row stays as it is"
+    once = algorithm("dapo", epsilon=0.1, beta=0.2, kl_estimator="k2")
+    assert algorithm("dapo", epsilon=0.1).replace(beta=0.2).replace(kl_estimator="k2") == once
 
 
 # ---- Algorithms of a user ----
@@ -358,10 +334,7 @@ def test_one_loss_per_response():
     [
         (lambda scores, *, power: scores.log_probs, {}, "'mine' needs the option 'power'"),
         (lambda scores: scores.log_ratio, {"ratio": "tokens"}, "unknown --ratio 'tokens'"),
-        (lambda scores: scores.log_ratio, {"advantage": "nope"}, "unknown --advantage 'nope'"),
-        (lambda scores: scores.log_ratio, {"ratio": "sequence", "aggregation": "token_mean"}, "--ratio sequence and"),
         (lambda scores: -scores.log_probs.mean(), {}, r"'mine' returned shape \[\] for 2 responses of 3 tokens"),
-        (lambda scores: 1.0, {}, "'mine' returned a float"),
         (lambda scores: scores.log_ratio, {"ratio": "none"}, "this algorithm has no importance ratio"),
     ],
 )
@@ -376,17 +349,6 @@ def test_masked_positions_may_be_infinite():
     assert math.isfinite(loss_on_the_batch(algorithm("mine")))
 
 
-def test_overrides_of_ones_own():
-    policy_algorithm("mine")(lambda scores, *, width=0.2: -scores.log_ratio * scores.advantages * width)
-    with pytest.raises(ValueError, match="--algorithm mine and --surrogate clip contradict.*leave --surrogate out"):
-        algorithm("mine", surrogate="clip")
-    with pytest.raises(ValueError, match="--epsilon 0.3 and --surrogate own contradict.*give your function an option"):
-        algorithm("mine", epsilon=0.3)
-    with pytest.raises(ValueError, match="'mine' has no option 'widht': it takes width; did you mean 'width'"):
-        algorithm("mine", surrogate_options={"widht": 0.3})
-    assert algorithm("mine", aggregation="sum", surrogate_options={"width": 0.3}).aggregation == "sum"
-
-
 def test_options_of_an_advantage_belong_to_it():
     settings = {"advantage": "group_rank", "advantage_options": {"scale": 3.0}}
     policy_algorithm("mine", **settings)(lambda scores: -scores.log_ratio * scores.advantages)
@@ -395,15 +357,27 @@ def test_options_of_an_advantage_belong_to_it():
     assert other.advantages(G, 4).tolist() == [2.25, 0.25, -0.75, -1.75]
 
 
-def test_the_decorator_refuses():
-    with pytest.raises(TypeError, match="unexpected keyword argument 'advantages'"):
-        policy_algorithm("mine", advantages="group_rank")(lambda scores: scores.log_ratio)
-    with pytest.raises(ValueError, match="--epsilon 0.2 and --surrogate own contradict.*give your function an option"):
-        policy_algorithm("mine", epsilon=0.2)(lambda scores: scores.log_ratio)
-    with pytest.raises(ValueError, match="--surrogate clip contradict.*a surrogate of its own"):
-        policy_algorithm("mine", surrogate="clip")(lambda scores: scores.log_ratio)
-    with pytest.raises(ValueError, match="'grpo' is already defined"):
-        policy_algorithm("grpo")(lambda scores: scores.log_ratio)
+def own(**settings):
+    """The algorithm `mine` with settings of its own; its function has an option."""
+    function = lambda scores, *, width=0.2: -scores.log_ratio * scores.advantages * width  # noqa: E731
+    return policy_algorithm(settings.pop("name", "mine"), **settings)(function)
+
+
+@pytest.mark.parametrize(
+    ("registered", "overrides", "message"),
+    [
+        ({"epsilon": 0.2}, {}, "--epsilon 0.2 and --surrogate own contradict.*give your function an option"),
+        ({"surrogate": "clip"}, {}, "--surrogate clip contradict.*a surrogate of its own"),
+        ({"name": "grpo"}, {}, "'grpo' is already defined"),
+        ({}, {"surrogate": "clip"}, "--algorithm mine and --surrogate clip contradict.*leave --surrogate out"),
+        ({}, {"epsilon": 0.3}, "--epsilon 0.3 and --surrogate own contradict.*give your function an option"),
+        ({}, {"surrogate_options": {"widht": 0.3}}, "it takes width; did you mean 'width'"),
+    ],
+)
+def test_settings_that_ones_own_algorithm_does_not_take(registered, overrides, message):
+    with pytest.raises(ValueError, match=message):
+        own(**registered)
+        algorithm("mine", **overrides)
 
 
 def test_training_on_an_algorithm_from_a_file(tiny_model_path, tmp_path):
@@ -446,9 +420,6 @@ def square(scores, *, beta, tau=2.0, power):
 
 def halves(rewards, group_size, weight=0.5):
     return rewards * weight
-
-def neither(scores):
-    return scores
 """
 
 
@@ -473,19 +444,12 @@ def test_an_algorithm_is_explained_with_the_settings_that_run(name):
         assert f"defined by --{flag} {getattr(row, flag)}" in text
 
 
-@pytest.mark.parametrize("name", list(preference_losses))
-def test_a_loss_is_explained(name):
-    lines, entry = explain(name).splitlines(), preference_losses[name]
-    yes = {True: "true", False: "false"}
-    row = [f"paper {entry.paper}"] if entry.paper else []
-    row += [f"beta {entry.default_beta:g}"]
-    row += [f"batch_coupled {yes[entry.batch_coupled]}", f"needs_reference {yes[entry.needs_reference]}"]
-    assert {*row, *inspect.getsource(entry.function).splitlines()} <= {*lines}
-
-
-@pytest.mark.parametrize(("name", "function"), [*ESTIMATORS.items(), ("kto", losses.kto)])
-def test_another_function_is_its_source(name, function):
-    assert explain(name).endswith(inspect.getsource(function).rstrip())
+@pytest.mark.parametrize(
+    ("name", "function"),
+    [*((n, e.function) for n, e in preference_losses.items()), *ESTIMATORS.items(), ("kto", losses.kto)],
+)
+def test_another_function_is_explained_by_its_source(name, function):
+    assert inspect.getsource(function).rstrip() in explain(name)
 
 
 @pytest.mark.parametrize(
@@ -493,7 +457,6 @@ def test_another_function_is_its_source(name, function):
     [
         ("gate", ["explained_gate: ", "--advantage group_rank", "--beta 0.02", "def gate(", "def kl_estimate("]),
         ("square", ["paper 2401.00001", "option tau 2", "option power (required)", "('sure',)"]),
-        ("explained_square", ["def square("]),
         ("halves", ["def halves("]),
     ],
 )
@@ -508,8 +471,6 @@ def test_your_own(function, parts, own_file):
     ("name", "message"),
     [
         ("grop", "no algorithm, preference loss or advantage is called 'grop'; did you mean 'grpo'?"),
-        ("nowhere.py:f", "no file 'nowhere.py'"),
-        ("{own}:neither", "decorate it with @trl_ext.policy_algorithm or @trl_ext.preference_loss"),
         ("{own}:halve", "did you mean 'halves'?"),
     ],
 )
@@ -517,8 +478,3 @@ def test_an_unknown_name_is_one_line(name, message, own_file, capsys):
     with pytest.raises(SystemExit):
         main(["--explain", name.format(own=own_file)])
     assert message in capsys.readouterr().err
-
-
-def test_the_command(capsys):
-    main(["--explain", "gspo"])
-    assert capsys.readouterr().out == explain("gspo") + "\n"

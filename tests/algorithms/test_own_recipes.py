@@ -21,7 +21,6 @@ import torch
 from tests.support import REPOSITORY
 from tests.support.naive_policy import algorithm, check_against_loops, evaluate
 from tests.support.rollout_once import OWN_RECIPES
-from trl_ext.advantages import group_normalized
 from trl_ext.losses import PolicyScores, PreferenceObjective, PreferenceScores
 from trl_ext.names import load_function, load_module
 
@@ -104,44 +103,22 @@ def test_vespo_without_a_record_of_the_sampler():
 
 
 @pytest.mark.parametrize(
-    "name, settings",
+    "name, settings, group_size",
     [
-        ("clip_cov", {"ratio": "token", "aggregation": "token_mean", "advantage": "group_normalized", "std_ddof": 0}),
-        ("kl_cov", {"ratio": "token", "aggregation": "token_mean", "advantage": "group_normalized", "std_ddof": 0}),
-        ("dppo_tv", {"ratio": "token", "aggregation": "constant", "advantage": "group_centered"}),
-        ("dppo_kl", {"ratio": "token", "aggregation": "constant", "advantage": "group_centered"}),
-        ("vespo", {"ratio": "token", "aggregation": "token_mean", "advantage": "group_normalized", "beta": 0.0}),
-        ("luspo", {"ratio": "sequence", "aggregation": "sum", "advantage": "group_normalized", "std_ddof": 0}),
-        ("a_star_po", {"ratio": "none", "aggregation": "sequence_mean", "advantage": "no_baseline", "beta": 1e-3}),
+        ("clip_cov", {"ratio": "token", "aggregation": "token_mean", "advantage": "group_normalized"}, 8),
+        ("kl_cov", {"ratio": "token", "aggregation": "token_mean", "advantage": "group_normalized"}, 8),
+        ("dppo_tv", {"ratio": "token", "aggregation": "constant", "advantage": "group_centered"}, 16),
+        ("dppo_kl", {"ratio": "token", "aggregation": "constant", "advantage": "group_centered"}, 16),
+        ("vespo", {"ratio": "token", "aggregation": "token_mean", "advantage": "group_normalized", "beta": 0.0}, 8),
+        ("luspo", {"ratio": "sequence", "aggregation": "sum", "advantage": "group_normalized"}, 8),
+        ("a_star_po", {"ratio": "none", "aggregation": "sequence_mean", "advantage": "no_baseline", "beta": 1e-3}, 1),
     ],
 )
-def test_the_settings_of_the_papers(name, settings):
+def test_the_settings_of_the_papers(name, settings, group_size):
     objective = algorithm(place(name))
     assert {key: objective.to_dict()[key] for key in settings} == settings
     assert objective.reads_sampler == (name in ("vespo", "dppo_tv", "dppo_kl"))
-    assert objective.group_size == {"dppo_tv": 16, "dppo_kl": 16, "a_star_po": 1}.get(name, 8)
-
-
-@pytest.mark.parametrize(
-    "before, after, variation, divergence",
-    [(1e-5, 1e-3, 0.000990, 0.000944), (0.99, 0.8, 0.19, 0.181005), (0.5, 0.62, 0.12, 0.029663)],
-)
-def test_the_bounds_of_dppo(before, after, variation, divergence):
-    """A token is kept at a bound just above its divergence and dropped just below, if A pushes it further."""
-    new, old = (tensor([p]).log() for p in (after, before))
-    outward = tensor(1.0 if after > before else -1.0)
-
-    def scores(advantages):
-        return PolicyScores(new, old, torch.ones(1, 1), advantages)
-
-    for name, distance in (("dppo_tv", variation), ("dppo_kl", divergence)):
-        for factor, kept in ((1 + 1e-3, True), (1 - 1e-3, False)):
-            bounds = {"delta_low": distance * factor, "delta_high": distance * factor}
-            assert bool(function(name)(scores(outward), **bounds)) == kept
-            assert bool(function(name)(scores(-outward), **bounds))
-    # A ratio of 100 is capped.
-    cap = function("dppo_tv")(scores(outward), delta_low=1.0, delta_high=1.0) / (-outward * new)
-    assert cap.item() == pytest.approx(min(after / before, 10.0))
+    assert objective.group_size == group_size
 
 
 def test_dppo_of_certain_tokens_is_finite():
@@ -157,17 +134,13 @@ def test_dppo_of_certain_tokens_is_finite():
 
 @pytest.mark.parametrize("name", ["dppo_tv", "dppo_kl"])
 def test_dppo_is_of_the_old_policy_where_the_sampler_recorded_nothing(name):
-    objective = algorithm(place(name))
-    fixed = {"old": OLD, "mask": MASK, "advantages": ADVANTAGES}
-    nothing = evaluate(objective, NEW, sampler=torch.full_like(OLD, float("nan")), **fixed)
-    for sampler in (None, OLD):
-        loss, gradient = evaluate(objective, NEW, sampler=sampler, **fixed)
-        assert loss == nothing[0] and torch.equal(gradient, nothing[1])
+    def found(sampler):
+        return evaluate(algorithm(place(name)), NEW, old=OLD, mask=MASK, advantages=ADVANTAGES, sampler=sampler)[0]
+
     partly = SAMPLER.clone()
     partly[0, 1:] = float("nan")
-    mixed = torch.where(partly.isnan(), OLD, SAMPLER)
-    assert evaluate(objective, NEW, sampler=partly, **fixed)[0] == evaluate(objective, NEW, sampler=mixed, **fixed)[0]
-    assert evaluate(objective, NEW, sampler=SAMPLER, **fixed)[0] != nothing[0]
+    assert found(None) == found(OLD) == found(torch.full_like(OLD, float("nan"))) != found(SAMPLER)
+    assert found(partly) == found(torch.where(partly.isnan(), OLD, SAMPLER))
 
 
 # name -> options that make each branch occur on a few tokens.
@@ -187,30 +160,24 @@ OPTIONS = {
 @pytest.mark.parametrize("name", SURROGATES)
 def test_value_and_gradient_against_loops(name, has_token_advantages, seed):
     objective = algorithm(place(name), surrogate_options=OPTIONS[name])
-    check_against_loops("clip" if name == "luspo" else name, objective, OPTIONS[name], has_token_advantages, seed)
+    loops, options = ("clip", {"ratio": "sequence"}) if name == "luspo" else (name, {})
+    check_against_loops(loops, objective, {**OPTIONS[name], **options}, has_token_advantages, seed)
 
 
 def test_clip_cov_draws_with_the_seed():
-    """Of 40 candidates among 100 tokens 5 are drawn: the same with the same seed, and each one sooner or later.
-
-    Half of the responses have advantage 1 and half -1; the four whose tokens are likelier than the mean and have
-    advantage 1 are the candidates.
-    """
+    """Of 40 candidates, those with advantage 1 and a log-probability above the mean, 5 are drawn among 100 tokens."""
     values, mask = torch.full((10, 10), -2.0), torch.ones(10, 10)
     values[:4] = -1.0
-    advantages = torch.tensor([1.0] * 4 + [-1.0] * 6)
-    clip_cov = function("clip_cov")
+    scores = PolicyScores(values, values, mask, torch.tensor([1.0] * 4 + [-1.0] * 6))
 
     def drawn(seed):
         torch.manual_seed(seed)
         # Covariances of 1.2 * 0.6 = 0.72 for the candidates and 0.8 * 0.4 = 0.32 for the others.
-        return clip_cov(PolicyScores(values, values, mask, advantages), share=0.05, cov_low=0.5, cov_high=1.0) == 0
+        return function("clip_cov")(scores, share=0.05, cov_low=0.5, cov_high=1.0) == 0
 
     assert torch.equal(drawn(1), drawn(1)) and not torch.equal(drawn(1), drawn(2))
-    counts = sum(drawn(seed).long() for seed in range(200))
-    assert counts[4:].sum() == 0 and counts.sum() == 1000
-    # 25 expected of each, with a standard deviation of 4.7.
-    assert counts[:4].min() > 5 and counts[:4].max() < 50
+    counts = sum(drawn(seed).long() for seed in range(50))
+    assert counts[4:].sum() == 0 and counts[:4].sum() == 250 and counts[:4].min() > 0
 
 
 # ---- GDPO ----
@@ -242,16 +209,12 @@ def test_what_changes_nothing_in_gdpo():
     one, other = (gdpo(c.sum(1), 4, c, weights) for c in (COMPONENTS, scaled))
     # But for the 1e-4 that is added to a deviation.
     torch.testing.assert_close(one, other, atol=5e-4, rtol=0)
-    assert not torch.allclose(group_normalized(COMPONENTS.sum(1), 4), group_normalized(scaled.sum(1), 4), atol=0.1)
-    # A function that says nothing of a response adds nothing there; equal rewards of every function are no signal.
+    # A function that says nothing of a response adds nothing there, and a response that could not be scored has 0.
     missing = COMPONENTS.clone()
     missing[4:, 1] = math.nan
     torch.testing.assert_close(gdpo(missing[:, 0], 4, missing, weights), one)
-    equal = torch.cat([COMPONENTS[:4], torch.full((4, 2), 0.1)])
-    assert not gdpo(equal.sum(1), 4, equal, weights)[4:].any()
-    # A response that could not be scored.
-    unscored = COMPONENTS.sum(1).index_fill(0, torch.tensor([1]), math.nan)
-    assert gdpo(unscored, 4, COMPONENTS.index_fill(0, torch.tensor([1]), math.nan), weights)[1] == 0
+    unscored = COMPONENTS.index_fill(0, torch.tensor([1]), math.nan)
+    assert gdpo(unscored.sum(1), 4, unscored, weights)[1] == 0
 
 
 # ---- BCO ----
@@ -295,12 +258,6 @@ def test_the_loss_of_a_star_po():
     loss.backward()
     assert loss.item() == pytest.approx(0.077345, abs=6e-7)
     assert log_ratios.grad.flatten().tolist() == pytest.approx([-0.000556, -0.000556], abs=6e-7)
-
-
-@pytest.mark.parametrize("flag, value", [("beta", 0.0), ("kl_in", "reward")])
-def test_what_contradicts_a_star_po(flag, value):
-    with pytest.raises(ValueError, match=f"--{flag} {value} and --surrogate own contradict"):
-        algorithm(place("a_star_po"), **{flag: value})
 
 
 def test_the_reward_less_the_optimal_value():
@@ -350,17 +307,6 @@ def test_an_update_is_that_of_its_definition(recipe):
     for index, (own, start) in enumerate(zip(model.parameters(), before.parameters(), strict=True)):
         total = sum(weight * noise[index].double() for weight, noise in zip(weights, noises, strict=True))
         torch.testing.assert_close(own.double(), start.double() + 0.5 / 3 * total, rtol=0, atol=2e-6)
-
-
-def test_equal_rewards_leave_the_parameters_as_they_were(recipe):
-    model = policy()
-    recipe["update"](model, lambda: 0.3, SEEDS)
-    assert all(own.equal(start) for own, start in zip(model.parameters(), policy().parameters(), strict=True))
-
-
-def test_parameters_of_one_shape_get_different_noise(recipe):
-    first, second = recipe["noise"](torch.nn.ParameterList([torch.zeros(3, 4), torch.zeros(3, 4)]), 0)
-    assert not first.equal(second)
 
 
 def test_it_runs(recipe, capsys):

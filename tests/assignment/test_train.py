@@ -43,7 +43,7 @@ def error(capsys, *arguments: str) -> str:
     with pytest.raises(SystemExit) as stopped:
         train.main(list(arguments))
     assert stopped.value.code == 2
-    return [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")][0]
+    return capsys.readouterr().err
 
 
 def test_a_whole_loss_trains_as_the_library_s_algorithm_does(course, tmp_path):
@@ -85,11 +85,7 @@ def test_steps_train_and_accuracy_is_the_library_s(course, capsys):
     assert "no gradient has reached the log-probabilities" in error(capsys, "--recipe", "sft", *short)
 
 
-def test_errors_are_one_line(course, capsys):
+def test_a_function_that_is_not_implemented(course, capsys):
     course("rlhf_project", solution=False)
-    for arguments, part in (
-        (("dpo", *SHORT), "implement dpo in my_rlhf/preference.py"),
-        (("grpo", *SHORT), "implement group_normalized in my_rlhf/policy.py"),
-        (("dop",), "no recipe 'dop': there are dpo, ipo, aot"),
-    ):
-        assert part in error(capsys, "--recipe", *arguments)
+    assert "implement dpo in my_rlhf/preference.py" in error(capsys, "--recipe", "dpo", *SHORT)
+    assert "no recipe 'dop': there are dpo, ipo, aot" in error(capsys, "--recipe", "dop")

@@ -18,20 +18,14 @@ def test_the_summary_is_of_totals_medians_and_range():
     """
 
     def row(stock: float, packed: float) -> dict:
-        figures = {"loss": 1.0, "gradient_norm": 2.0}
-        return {
-            "padded_tokens": 100,
-            "packed_tokens": 40,
-            "real_tokens": 60,
-            "stock": {"seconds": stock, "cpu_seconds": stock, **figures},
-            "packed": {"seconds": packed, "cpu_seconds": packed, **figures, "gradient_norm": 2.002},
-        }
+        arms = {"stock": (stock, 2.0), "packed": (packed, 2.002)}
+        figures = {a: {"seconds": s, "cpu_seconds": s, "gradient_norm": norm} for a, (s, norm) in arms.items()}
+        return {"padded_tokens": 100, "packed_tokens": 40, "real_tokens": 60, **figures}
 
     summary = step.summarize([row(4, 2), row(6, 2), row(20, 5)])
     seconds = summary["seconds"]
     assert seconds["ratio_of_totals"] == pytest.approx(30 / 9)
-    assert seconds["ratio_of_medians"] == 3
-    assert seconds["range"] == [2, 4]
+    assert (seconds["ratio_of_medians"], seconds["range"]) == (3, [2, 4])
     assert summary["tokens"] == {"stock": 300, "packed": 120, "ratio": 2.5}
     assert summary["tokens_per_second"] == {"stock": 6, "packed": 20}
     assert summary["largest_gradient_norm_difference"] == pytest.approx(0.001)
@@ -76,11 +70,8 @@ def test_a_run_of_two_batches_writes_its_figures(trainer, tmp_path, capsys, as_b
     printed = capsys.readouterr().out
     assert "wall seconds" in printed and "peak memory, MiB" in printed
     result = json.loads((tmp_path / "out.json").read_text())
-    assert result["settings"]["trainer"] == trainer
-    assert result["backend"] == "sdpa"
-    assert result["left_padded"] == {}
+    assert (result["backend"], result["left_padded"], len(result["batches"])) == ("sdpa", {}, 2)
     assert set(result["peak_bytes"]) == {"stock", "packed"} and min(result["peak_bytes"].values()) > 0
-    assert len(result["batches"]) == 2
     for row in result["batches"]:
         assert 0 < row["packed_tokens"] < row["real_tokens"] < row["padded_tokens"]
         assert (row["labelled_tokens"] > 0) == (trainer != "reward")
@@ -88,7 +79,6 @@ def test_a_run_of_two_batches_writes_its_figures(trainer, tmp_path, capsys, as_b
         for name in ("loss", "gradient_norm"):
             assert math.isclose(row["stock"][name], row["packed"][name], rel_tol=1e-4, abs_tol=1e-6)
         assert row["stock"]["gradient_norm"] > 1e-3
-        assert all(row[arm][name] > 0 for arm in ("stock", "packed") for name in ("seconds", "cpu_seconds"))
 
 
 def test_the_arms_are_compared_at_equal_weights(tmp_path, as_before, monkeypatch):
@@ -110,24 +100,3 @@ def test_the_arms_are_compared_at_equal_weights(tmp_path, as_before, monkeypatch
         assert torch.equal(stock, packed)
     assert not torch.equal(seen["stock"][1], seen["stock"][2])
     assert result["summary"]["largest_gradient_norm_difference"] < 1e-3
-
-
-def test_an_arm_can_share_parameters_and_optimizer(tmp_path, as_before):
-    from benchmarks._step_arms import Arm
-
-    arguments = step.parse(["--trainer", "preference", "--lengths", "toy"])
-    first = Arm(False, arguments, tmp_path)
-    second = Arm(True, arguments, tmp_path, first)
-    for name in ("model", "ref_model"):
-        models = (getattr(arm.trainer, name) for arm in (first, second))
-        pairs = zip(*(model.parameters() for model in models), strict=True)
-        assert all(own is other for own, other in pairs)
-    assert second.trainer.optimizer is first.trainer.optimizer
-
-
-def test_checkpointing_is_on_where_it_is_asked_for(tmp_path, as_before):
-    from benchmarks._step_arms import make_arm
-
-    for flags, expected in (([], False), (["--gradient_checkpointing"], True)):
-        arguments = step.parse(["--trainer", "policy", "--lengths", "toy", *flags])
-        assert make_arm("stock", arguments, tmp_path).trainer.model.is_gradient_checkpointing is expected

@@ -64,13 +64,11 @@ def uneven_pairs() -> list[dict]:
 
 @pytest.fixture(scope="module")
 def specifications(tiny_model_path, tmp_path_factory) -> dict[str, dict]:
-    """By name; without packing, as far as a name does not say `packed`."""
     other = tmp_path_factory.mktemp("other-model")
     save_tiny_model(other, seed=1)
-    specs = {name: _with(spec, packing="off") for name, spec in TRAINED.items()}
+    specs = {**TRAINED, "sampled": SAMPLED, "generated": _with(SAMPLED, fast_rollouts="off")}
     specs["uneven"] = _with({**TRAINED["dpo"], "rows": uneven_pairs()}, per_device_train_batch_size=1)
-    specs |= {"sampled": SAMPLED, "generated": _with(SAMPLED, fast_rollouts="off"), "precomputed": PRECOMPUTED}
-    specs = {name: {**spec, "model": tiny_model_path} for name, spec in specs.items()}
+    specs = {name: {**spec, "model": tiny_model_path} for name, spec in {**specs, "precomputed": PRECOMPUTED}.items()}
     return {**specs, "precomputed_other": {**PRECOMPUTED, "model": str(other)}}
 
 
@@ -81,17 +79,18 @@ def _with(spec: dict, **arguments) -> dict:
 @pytest.fixture(scope="module")
 def plain(specifications, tmp_path_factory) -> dict[str, Run]:
     """Data parallelism; what is of `TRAINED` is not packed."""
-    return train_under(None, specifications, tmp_path_factory.mktemp("plain"))
+    unpacked = {name: _with(specifications[name], packing="off") for name in TRAINED}
+    return train_under(None, specifications | unpacked, tmp_path_factory.mktemp("plain"))
 
 
 @pytest.fixture(scope="module", params=STAGES)
 def sharded(request, specifications, tmp_path_factory) -> dict[str, Run]:
-    """Under one of the stages: the same, and packed; those packed also resumed from a checkpoint at step 2."""
+    """Under one of the stages, packed; what is of `TRAINED` is also resumed from a checkpoint at step 2."""
     folder, specs = tmp_path_factory.mktemp(request.param), dict(specifications)
     for name in TRAINED:
-        packed, checkpoint = _with(specs[name], packing="auto"), folder / f"packed_{name}" / "checkpoint-2"
-        specs[f"packed_{name}"] = _with(packed, save_strategy="steps", save_steps=2)
-        specs[f"resumed_{name}"] = {**packed, "resume_from_checkpoint": str(checkpoint)}
+        specs[name] = _with(specs[name], save_strategy="steps", save_steps=2)
+        checkpoint = str(folder / name / "checkpoint-2")
+        specs[f"resumed_{name}"] = {**specifications[name], "resume_from_checkpoint": checkpoint}
     runs = train_under(request.param, specs, folder)
     assert {run.facts["zero_stage"] for run in runs.values()} == {STAGES[request.param]}
     return runs
@@ -113,18 +112,11 @@ def without_times(run: Run) -> list[dict]:
 
 
 @pytest.mark.parametrize("name", TRAINED)
-def test_training_is_that_of_data_parallelism(name, sharded, plain):
-    expected = plain[name]
+def test_packed_training_is_that_of_data_parallelism(name, sharded, plain):
+    run, expected = sharded[name], plain[name]
     # Three steps of Adam at 0.01 change a parameter by 0.03 at most; here they do change them.
     assert 0.001 < expected.change.abs().max() < 0.031
-    assert_same_run(sharded[name], expected)
-    assert "packed_tokens" not in sharded[name].facts
-
-
-@pytest.mark.parametrize("name", TRAINED)
-def test_packed_training_is_that_of_data_parallelism(name, sharded, plain):
-    run = sharded[f"packed_{name}"]
-    assert_same_run(run, plain[name])
+    assert_same_run(run, expected)
     assert 0 < run.facts["packed_tokens"] < 0.6 * run.facts["padded_tokens"]
     assert run.facts["left_padded"] == {}
     assert run.facts["reference"] is (name in ("dpo", "policy"))
@@ -164,7 +156,7 @@ def test_precomputed_reference_log_probabilities_are_of_the_model(name, sharded,
 
 @pytest.mark.parametrize("name", TRAINED)
 def test_a_resumed_run_ends_where_the_straight_one_does(name, sharded):
-    run, expected = sharded[f"resumed_{name}"], sharded[f"packed_{name}"]
+    run, expected = sharded[f"resumed_{name}"], sharded[name]
     assert largest_difference(run.parameters, expected.parameters) < 1e-7
     # What was logged until then is the checkpoint's.
     logs, expected_logs = without_times(run), without_times(expected)
@@ -178,17 +170,16 @@ def test_a_resumed_run_ends_where_the_straight_one_does(name, sharded):
 
 @pytest.mark.parametrize("name", ["dpo", "reward", "policy"])
 def test_a_saved_model_loads(name, sharded):
-    run = sharded[f"packed_{name}"]
+    run = sharded[name]
     kind = AutoModelForSequenceClassification if name == "reward" else AutoModelForCausalLM
     model = kind.from_pretrained(run.folder, dtype=torch.float32)
     assert largest_difference(dict(model.named_parameters()), run.parameters) == 0.0
 
 
 @pytest.mark.parametrize("name", ADAPTERS)
-@pytest.mark.parametrize("packing", ["", "packed_"])
-def test_a_saved_adapter_loads_and_merges(name, packing, sharded, tiny_model_path):
+def test_a_saved_adapter_loads_and_merges(name, sharded, tiny_model_path):
     """The merged weight is W + 8 / 4 B A, from A and B as they were gathered after training."""
-    run = sharded[packing + name]
+    run = sharded[name]
     kind, options = AutoModelForCausalLM, {}
     if name == "reward_adapter":
         kind, options = AutoModelForSequenceClassification, {"num_labels": 1}
@@ -211,7 +202,7 @@ def test_a_saved_adapter_loads_and_merges(name, packing, sharded, tiny_model_pat
 
 @pytest.mark.parametrize("name", ["reward", "reward_adapter"])
 def test_a_saved_reward_model_scores_as_it_did(name, sharded):
-    run, rows = sharded[f"packed_{name}"], pairs(12)
+    run, rows = sharded[name], pairs(12)
     model, prompts = RewardModel(run.folder), [row["prompt"] for row in rows]
     scores = torch.cat([model.score(prompts, [row[side] for row in rows]) for side in ("chosen", "rejected")])
     torch.testing.assert_close(scores, run.scores, rtol=1e-4, atol=1e-5)
@@ -239,12 +230,3 @@ def test_a_recipe_leaves_a_model_for_plain_transformers(engine, tmp_path):
     assert 1e-6 < moved < 1e-2
     tokens = AutoTokenizer.from_pretrained(tmp_path / "run")("What", return_tensors="pt")
     assert model.generate(**tokens, max_new_tokens=3).shape[1] > tokens["input_ids"].shape[1]
-
-
-def test_fsdp_on_a_cpu_is_refused_and_not_trained(tmp_path):
-    """accelerate starts one process without it, and says nothing."""
-    script = [str(recipes.RECIPES / "aot.py"), *SHORT, f"--output_dir={tmp_path / 'run'}"]
-    refused = launch("fsdp2", script, tmp_path)
-    assert refused.returncode != 0
-    assert "error: FSDP2 was asked for" in refused.stderr and "--allow_engine_fallback" in refused.stderr
-    assert not (tmp_path / "run").exists()

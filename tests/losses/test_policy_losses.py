@@ -24,10 +24,9 @@ from tests.support.naive_policy import (
     OLD,
     REFERENCE,
     algorithm,
+    by_loops,
     check_against_loops,
-    differences,
     evaluate,
-    naive_loss,
     ragged_batch,
 )
 from trl_ext.losses import (
@@ -115,9 +114,10 @@ SURROGATES = {
     "cispo": lambda ratio, log_probs, advantages: cispo(ratio, log_probs, advantages, ratio_cap=1.1),
     "reinforce": lambda ratio, log_probs, advantages: reinforce(log_probs, advantages),
 }
-NAIVE_OPTIONS = {
-    "clip_high": {"surrogate": "clip", "epsilon": 0.1, "epsilon_high": 0.3, "dual_clip": 1.2},
-    "cispo": {"ratio_cap": 1.1},
+LOOPS = {
+    "clip": ("clip", {"clip_low": 0.2, "clip_high": 0.2}),
+    "clip_high": ("clip", {"clip_low": 0.1, "clip_high": 0.3, "dual_clip": 1.2}),
+    "cispo": ("cispo", {"ratio_cap": 1.1}),
 }
 
 
@@ -130,15 +130,10 @@ def test_value_and_gradient_against_loops(surrogate, ratio, kind):
     log_ratio = token_log_ratio(new, old) if ratio == "token" else sequence_log_ratio(new, old, mask)
     loss = aggregate(SURROGATES[surrogate](log_ratio, new, advantages), mask, kind, constant=7.0)
     loss.backward()
-    settings = {"surrogate": surrogate, "ratio": ratio, "kind": kind, "constant": 7.0}
-    settings |= NAIVE_OPTIONS.get(surrogate, {})
-    fixed = [old.tolist(), mask.tolist(), advantages.tolist()]
-
-    def naive(values):
-        return naive_loss(values, *fixed, frozen=new.tolist(), **settings)
-
-    assert loss.item() == pytest.approx(naive(new.tolist()), abs=1e-12)
-    assert torch.allclose(new.grad, torch.tensor(differences(naive, new.tolist()), dtype=torch.float64), atol=1e-8)
+    name, options = LOOPS.get(surrogate, (surrogate, {}))
+    expected, slope = by_loops(name, kind, new, old, old, mask, advantages, {**options, "ratio": ratio})
+    assert loss.item() == pytest.approx(expected, abs=1e-12)
+    assert torch.allclose(new.grad, slope, atol=1e-12)
 
 
 # ------------------------------------------------------------------------------------------------------- invariances
@@ -255,21 +250,11 @@ def test_sapo_and_gmpo_against_loops(name, has_token_advantages, seed):
 @pytest.mark.parametrize(
     "call, message",
     [
-        (
-            lambda: aggregate(CLIPPED, MASK, "token_maen"),
-            "unknown aggregation 'token_maen'; did you mean 'token_mean'",
-        ),
+        (lambda: aggregate(CLIPPED, MASK, "token_maen"), "did you mean 'token_mean'"),
         (lambda: aggregate(CLIPPED, MASK, "constant"), "'constant' divides by constant, which must be positive"),
-        (
-            lambda: aggregate(CLIPPED, MASK, "constant", constant=0.0),
-            "'constant' divides by constant, which must be p",
-        ),
         (lambda: masked_normalize(NEW, MASK, 0), "constant, which must be positive, got 0"),
-        (lambda: kl_estimate(NEW, OLD, "k4"), "unknown KL estimator 'k4'. Known: k1, k2, k3"),
-        (
-            lambda: algorithm("grpo", surrogate="gmpo", ratio="sequence"),
-            "--ratio sequence and --surrogate gmpo contradict.*use --ratio token",
-        ),
+        (lambda: kl_estimate(NEW, OLD, "k4"), "unknown KL estimator 'k4'"),
+        (lambda: algorithm("grpo", surrogate="gmpo", ratio="sequence"), "--ratio sequence and --surrogate gmpo"),
     ],
 )
 def test_refusals(call, message):
@@ -401,13 +386,12 @@ def test_masked_reductions(function, options, expected):
 
 def test_a_row_without_tokens():
     mask = torch.tensor([[1, 1, 0], [0, 0, 0]])
-    mean = masked_mean(VALUES, mask, 1)
-    assert mean[0].item() == 1.5 and math.isnan(mean[1].item())
+    assert masked_mean(VALUES, mask, 1).tolist() == pytest.approx([1.5, math.nan], nan_ok=True)
     assert masked_sum(VALUES, mask, 1).tolist() == [3.0, 0.0]
     assert math.isnan(masked_mean(VALUES, torch.zeros(2, 3)).item())
 
 
-@pytest.mark.parametrize("junk", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("junk", [math.nan, math.inf, -math.inf])
 def test_values_that_do_not_count_are_never_read(junk):
     values = torch.tensor([[1.0, junk, 3.0]], requires_grad=True)
     mask = torch.tensor([[1, 0, 1]])

