@@ -17,6 +17,7 @@ from trl_ext.data import encode_turn
 from trl_ext.data.conversation import Messages
 from trl_ext.models import packing_of, resolve_model_path, score_sequences, share_prefixes
 from trl_ext.models.loading import check_vocabulary, with_adapter
+from trl_ext.models.packing import unwrapped
 from trl_ext.models.shared_backbone import (
     LIMITS_FILE,
     RewardAdapter,
@@ -45,7 +46,8 @@ class RewardModel:
         name: the name to log rewards under; None for the folder's name, preceded by its parent's if the folder has a
             generic name (`reward-model-toy/best` becomes `reward-model-toy-best`).
         batch_size: completions per forward pass.
-        dtype: the type of its own copy: float32, bfloat16 or float16. A shared backbone keeps its owner's type.
+        dtype: the type of its own copy: float32, bfloat16 or float16; None for bfloat16 on a GPU that has it, and
+            float32 elsewhere. The score head is in float32. A shared backbone keeps its owner's type.
         base: folder or hub name of an adapter's base, if it differs from the one in the adapter's configuration.
         packing: `auto` to score without padding and to encode common prefixes once, if the model allows it; `off`
             for padded batches. A shared backbone keeps its owner's setting.
@@ -66,10 +68,13 @@ class RewardModel:
         *,
         name: str | None = None,
         batch_size: int = 16,
-        dtype: str = "float32",
+        dtype: str | None = None,
         base: str | None = None,
         packing: Literal["auto", "off"] = "auto",
     ):
+        if dtype is None:
+            has_bfloat16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
+            dtype = "bfloat16" if has_bfloat16 else "float32"
         check_choice("dtype", dtype, DTYPES)
         self.folder, self.adapter = find_reward_model(folder_or_hub_name, base=base)
         self.name = self.__name__ = name or telling_name(str(folder_or_hub_name))
@@ -129,6 +134,10 @@ class RewardModel:
                 # `AutoModelForSequenceClassification.from_pretrained(folder)` leaves the head random.
                 with preserved_random_state():
                     model = with_adapter(model, self.folder).requires_grad_(False).eval().to(model.device)
+            if self.dtype != torch.float32:
+                # A score in half precision would have steps of 0.4% or 0.05%.
+                (head,) = [part for name, part in unwrapped(model).named_children() if name in ("score", "classifier")]
+                head.float().register_forward_pre_hook(lambda head, inputs: (inputs[0].float(),))
             self.model = model
             if self.packing == "auto":
                 share_prefixes(self.model, quiet=True)

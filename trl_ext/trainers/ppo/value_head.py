@@ -145,7 +145,7 @@ def _load_value_model(trainer) -> tuple[nn.Module, nn.Linear]:
     if AutoTokenizer.from_pretrained(name).get_vocab() != trainer.processing_class.get_vocab():
         raise ValueError(f"the value model {name} reads other tokens than the policy: use value_model shared")
     if _is_reward_model(name):
-        model = RewardModel(name, packing="off").load(device).model
+        model = RewardModel(name, dtype="float32", packing="off").load(device).model
         if isinstance(model, PeftModel):
             model = model.merge_and_unload()
         head = getattr(model, "score", None) or model.classifier
