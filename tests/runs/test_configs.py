@@ -66,7 +66,7 @@ def test_a_file_stands_over_its_base(tmp_path, monkeypatch, capsys):
     written = yaml.safe_load(config_text(training))
     assert written["seed"] == 2 and "base" not in written
     path.write_text("base: missing.yaml\n")
-    assert "no configuration file" in recipes.refused(monkeypatch, capsys, "dpo", f"--config={path}")
+    assert "there is no base 'missing.yaml'" in recipes.refused(monkeypatch, capsys, "dpo", f"--config={path}")
     assert not [name for name in cli.shipped_configs() if Path(name).name.startswith("_")]
 
 
