@@ -147,7 +147,10 @@ class ResilientTraining:
         now = self.get_total_train_batch_size(self.args)
         begun = checkpoints.optimizer_batch_of(checkpoint)
         if begun not in (None, now):
-            raise ValueError(f"{checkpoint} is of a run with {begun} examples to an update, and now it is {now}")
+            raise ValueError(
+                f"{checkpoint} is of a run with {begun} examples to an update, and now it is {now}: keep the batch "
+                "size x accumulation x processes of that run, or choose another output_dir"
+            )
 
     # ---- Epochs and updates ----
 
