@@ -20,10 +20,7 @@ from trl_ext.trainers.expert_iteration import ROUND_FILE, NoCorrectResponseError
 
 @dataclass
 class ExpertIterationArguments(ValidatedProblems):
-    """Problems, prompts and rewards. Responses are sampled as in evaluations; validation follows each round.
-
-    Once `max_hours` have passed, the run ends after the current round.
-    """
+    """Problems, prompts and rewards. Responses are sampled as in evaluations; validation follows each round."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -59,8 +56,6 @@ def main() -> None:
     run.open(trainer, metrics=trainer.metrics_file)
     evaluation.base(progress=True)
     trainer.validate = partial(log_reasoning, validation.evaluation(trainer, settings))
-    if budget := run.time_budget(trainer):
-        trainer.stops = budget.is_spent
 
     run.train(trainer, mendable=(NoCorrectResponseError, *MENDABLE_IN_TRAINING))
 
@@ -71,9 +66,6 @@ def main() -> None:
         run,
         trainer,
         evaluation,
-        done=done,
-        of=training.n_steps,
-        unit="rounds",
         objective=f"expert iteration ({rounds}, {each})",
         reward=train.reward,
         prompt_template=train.template_name,

@@ -21,7 +21,7 @@ from trl_ext.trainers.defaults import check_at_least
 
 @dataclass
 class GRPOMathArguments(ValidatedProblems):
-    """Problems, prompts and rewards, how often to validate, and how long to train."""
+    """Problems, prompts and rewards, and how often to validate."""
 
     eval_every: int = HfArg(default=10, help="Steps between validations; 0 for none.")
 
@@ -58,7 +58,6 @@ def main() -> None:
     run.open(trainer)
     validations = validation.evaluation(trainer, settings)
     trainer.add_callback(ReasoningCallback(validations, every=arguments.eval_every, final=evaluation))
-    run.limit_hours(trainer, period=training.updates_per_rollout)
 
     run.train(trainer)
 
@@ -66,8 +65,6 @@ def main() -> None:
         run,
         trainer,
         evaluation,
-        done=trainer.state.global_step,
-        of=trainer.state.max_steps,
         algorithm=training.algorithm,
         objective=trainer.algorithm.describe(),
         settings=trainer.algorithm.to_dict(),

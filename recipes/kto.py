@@ -34,7 +34,7 @@ def main() -> None:
         )
         arguments, training = run.arguments, run.training
 
-        splits = load_rows(arguments, training.seed)
+        splits = load_rows(arguments)
         held_out = optional_split(splits, "eval_split", arguments, "held-out responses will not be evaluated")
         prompts = optional_split(splits, "prompt_split", arguments, "generations will not be evaluated")
 

@@ -57,7 +57,7 @@ def main(config_class: type[PolicyConfig] = PolicyConfig, trainer_class: type[Po
         arguments, training = run.arguments, run.training
 
         # Prompts, and a function `f(prompts, completions, **columns)` for each reward, as in TRL.
-        splits = load_rows(arguments, training.seed)
+        splits = load_rows(arguments)
         train = splits[arguments.train_split]
         prompts = optional_split(splits, "prompt_split", arguments, "no held-out evaluation")
         plain = load_rewards(arguments, training.per_device_eval_batch_size)

@@ -52,7 +52,7 @@ def main(
         arguments, training = run.arguments, run.training
 
         # Data: datasets by split, with prompt, chosen and rejected as messages. Yours may come from anywhere.
-        splits = load_rows(arguments, training.seed)
+        splits = load_rows(arguments)
         pairs = splits[arguments.train_split]
         held_out = optional_split(splits, "eval_split", arguments, "held-out pairs will not be evaluated")
         prompts = optional_split(splits, "prompt_split", arguments, "generations will not be evaluated")

@@ -53,7 +53,7 @@ def main() -> None:
         arguments = run.arguments
 
         refuse_completions(arguments.dataset_name)
-        splits = load_rows(arguments, run.training.seed)
+        splits = load_rows(arguments)
         source, rows = arguments.train_split, splits[arguments.train_split]
         if arguments.demonstrations is not None:
             source, rows = arguments.demonstrations, read_demonstrations(arguments)

@@ -56,7 +56,6 @@ def main() -> None:
     run.open(trainer)
     every, prompts = arguments.generation_eval_every, arguments.num_generation_prompts
     trainer.add_callback(ReasoningCallback(evaluation, every=every, prompts=prompts))
-    run.limit_hours(trainer)
 
     run.train(trainer)
 
@@ -65,8 +64,6 @@ def main() -> None:
         run,
         trainer,
         evaluation,
-        done=trainer.state.global_step,
-        of=trainer.state.max_steps,
         objective=f"SFT ({responses}, {held_out.template_name} prompt)",
         reward=held_out.reward,
         train_problems=len(train.rows),

@@ -80,7 +80,7 @@ def check(tmp_path):
 
 
 # Some of what does not change the parameters of a run's end, if the product of the batch's split stays.
-MAY_CHANGE = "output_dir report_to save_steps eval_steps per_device_train_batch_size bf16 packing max_hours use_vllm"
+MAY_CHANGE = "output_dir report_to save_steps eval_steps per_device_train_batch_size bf16 packing use_vllm"
 # One of each kind whose name begins like another that may change, and some that a user is likely to change.
 FIXED = """
 seed data_seed learning_rate warmup_steps optim max_grad_norm dataset_name train_split beta loss generation_batch_size

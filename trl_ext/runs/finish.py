@@ -231,27 +231,22 @@ def _comparison_rows(results: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
 # ---- Problems with known answers ----
 
 
-def write_reasoning_results(
-    run: TrainingRun, trainer, evaluation: ReasoningEvaluation, *, done: int, of: int, unit="steps", **described: Any
-) -> None:
+def write_reasoning_results(run: TrainingRun, trainer, evaluation: ReasoningEvaluation, **described: Any) -> None:
     """Evaluate the trained policy, write and print the comparison with its base, and shut the processes down.
 
-    `evaluation` knows the base's responses already, `done` and `of` count the completed and the planned steps or
-    rounds, and `described` are the recipe's own entries in the description of the run.
+    `evaluation` knows the base's responses already, and `described` are the recipe's own entries in the description
+    of the run.
     """
     after = {decoding: evaluation.evaluate(decoding, progress=f"policy, {decoding}") for decoding in DECODINGS}
-    before, hours = evaluation.base(), run.arguments.max_hours
-    stopped = hours is not None and done < of
+    before = evaluation.base()
     if trainer.accelerator.is_main_process:
         write_json_lines(run.folder / "generations.jsonl", _beside_base(before, after))
 
     def show(results: dict[str, Any]) -> None:
         _show_reasoning(results["reasoning"], after["sampled"])
-        if stopped:
-            print(f"stopped by --max_hours {hours:g} after {done} of {of} {unit}: resume with more hours")
 
     results = reasoning_results(before, after)
-    finish(run, trainer, results, panels=REASONING_PANELS, show=show, stopped_by_max_hours=stopped, **described)
+    finish(run, trainer, results, panels=REASONING_PANELS, show=show, **described)
 
 
 def reasoning_results(before: Mapping[str, list], after: Mapping[str, list]) -> dict[str, Any]:

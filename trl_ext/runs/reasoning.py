@@ -64,16 +64,9 @@ class ProblemArguments:
 
 @dataclass
 class TrainingProblems(ProblemArguments):
-    """Problems to train on and the length of training, in addition to the evaluation's problems."""
+    """Problems to train on, in addition to the evaluation's problems."""
 
     train_split: str = HfArg(default="train", help="Problems to train on.")
-    max_hours: float | None = HfArg(
-        default=None, help="End training after so many hours, with a checkpoint and the final table."
-    )
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_at_least(self, {"max_hours": 0})
 
 
 @dataclass

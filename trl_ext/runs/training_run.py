@@ -30,7 +30,7 @@ from trl_ext.runs.folder import (
     open_run_folder,
 )
 from trl_ext.runs.loading import load_trainer
-from trl_ext.trainers.callbacks import MetricsFileCallback, StepLineCallback, TimeBudgetCallback, read_metrics
+from trl_ext.trainers.callbacks import MetricsFileCallback, StepLineCallback
 
 
 @dataclasses.dataclass
@@ -62,7 +62,6 @@ class TrainingRun:
         self.resolved = config_text(self.arguments, self.model, self.training)
         if self.checkpoint is not None:
             check_same_settings(self.folder / "config.yaml", self.resolved)
-            self._check_hours_left()
         if "eval_dataset" in datasets and datasets["eval_dataset"] is None:
             if self.training.load_best_model_at_end:
                 raise ValueError(
@@ -106,23 +105,6 @@ class TrainingRun:
             trainer.train(resume_from_checkpoint=self.checkpoint)
         self.training_seconds = self.metrics.seconds
         trainer.save_model(self.training.output_dir)
-
-    def time_budget(self, trainer, *, period: int = 1) -> TimeBudgetCallback | None:
-        """A callback that ends training after `max_hours`, at a multiple of `period` steps; None without a limit."""
-        hours = self.arguments.max_hours
-        return None if hours is None else TimeBudgetCallback(hours, self.metrics, trainer.accelerator, period=period)
-
-    def limit_hours(self, trainer, *, period: int = 1) -> None:
-        """Let the trainer end after `max_hours`, if they are given, at a multiple of `period` steps."""
-        if budget := self.time_budget(trainer, period=period):
-            trainer.add_callback(budget)
-
-    def _check_hours_left(self) -> None:
-        hours = getattr(self.arguments, "max_hours", None)
-        rows = read_metrics(self.folder / "metrics.jsonl")
-        taken = max((row.get("seconds", 0.0) for row in rows), default=0.0) / 3600
-        if hours is not None and taken >= hours:
-            raise ValueError(f"the run has taken {taken:.2f} of its --max_hours {hours:g}: give more")
 
 
 def begin_run(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -36,6 +35,7 @@ from trl_ext.runs.arguments import one_line_errors, parse_arguments
 from trl_ext.runs.configs import toy_config
 from trl_ext.runs.finish import describe_machine, drawing, estimate, say_written
 from trl_ext.runs.folder import config_text, settings_digest
+from trl_ext.runs.loading import BenchmarkArguments
 from trl_ext.runs.online import RewardSources, only_reward
 from trl_ext.trainers.defaults import check_at_least, runs_on_cpu
 
@@ -43,12 +43,12 @@ RESPONSES = "responses.jsonl"
 FILES = ("config.yaml", "results.json", "generations.jsonl", RESPONSES, "sft.jsonl", "best_of_n.png")
 # Settings that do not change the sampled and scored responses; a model is compared by the hash of its weights.
 _MAY_CHANGE = ("output_dir", "model_name_or_path", "use_cpu", "generation_batch_size", "reward_batch_size")
-_MAY_CHANGE += ("n", "keep", "keep_count", "keep_threshold")
+_MAY_CHANGE += ("n", "keep")
 
 
 @dataclass
-class BestOfNArguments(RewardSources):
-    """Prompts, the reward, how responses are sampled, how many to pick from, and which of them to keep."""
+class BestOfNArguments(BenchmarkArguments, RewardSources):
+    """Prompts, the reward, how responses are sampled, and how many to pick from."""
 
     model_name_or_path: str = HfArg(
         default="toy", help="toy, smollm2, a folder of a model or an adapter, or a hub model."
@@ -59,13 +59,8 @@ class BestOfNArguments(RewardSources):
     use_cpu: bool = HfArg(default=False, help="Use no accelerator even if there is one.")
     save_every: int = HfArg(default=512, help="Responses between saves, from which a run resumes.")
     seed: int = HfArg(default=42, help="Sampling seed.")
-    dataset_name: str = HfArg(
-        default="toy", help="toy, instructions, a folder of {split}.jsonl, one .jsonl file, or a hub dataset."
-    )
     prompt_split: str = HfArg(default="test_gen", help="Prompts to respond to.")
     num_prompts: int | None = HfArg(default=None, help="Use only the first N prompts. Default: all.")
-    skip_bad_rows: bool = HfArg(default=False, help="Drop bad rows and say how many and why.")
-    overwrite_output_dir: bool = HfArg(default=False, help="Replace an earlier run in output_dir.")
     max_prompt_tokens: int | None = HfArg(default=None, help="Longer prompts lose their beginning.")
     max_new_tokens: int = HfArg(default=256, help="Longest response, in tokens.")
     generation_batch_size: int = HfArg(default=32, help="Prompts per batch of generation.")
@@ -79,13 +74,7 @@ class BestOfNArguments(RewardSources):
     missing_eos_penalty: float = HfArg(
         default=0.0, help="Subtracted from the reward of a response that was truncated at max_new_tokens."
     )
-    keep: str | None = HfArg(
-        default=None,
-        help="Write sft.jsonl to fine-tune on: each prompt's best response, its top_k (--keep_count), or all "
-        "from a threshold (--keep_threshold) up.",
-    )
-    keep_count: int = HfArg(default=1, help="Responses to a prompt, for --keep top_k.")
-    keep_threshold: float | None = HfArg(default=None, help="Lowest reward, for --keep threshold.")
+    keep: bool = HfArg(default=False, help="Write each prompt's best response to sft.jsonl, to fine-tune on.")
 
     def __post_init__(self):
         check_at_least(self, {"num_prompts": 1, "save_every": 1, "reward_batch_size": 1, "missing_eos_penalty": 0})
@@ -97,16 +86,6 @@ class BestOfNArguments(RewardSources):
             raise ValueError("best-of-n at temperature 0 or top_k 1 would pick from equal responses")
         if self.output_dir is None:
             self.output_dir = f"runs/best-of-n-{Path(self.dataset_name).absolute().stem}"
-        demonstrations([], [], **self.kept())
-
-    def kept(self) -> dict[str, Any]:
-        """Keyword arguments of `demonstrations`."""
-        return {"keep": self.keep or "best", "count": self.keep_count, "threshold": self.keep_threshold}
-
-    @property
-    def score_function(self) -> Callable[..., float] | None:
-        """The known score of a response, `f(prompt_text, response, *, finished=True)`; None for none."""
-        return known_score(self.dataset_name)
 
     def settings(self) -> SamplingSettings:
         names = ("max_new_tokens", "temperature", "top_p", "top_k", "repetition_penalty", "max_prompt_tokens")
@@ -152,7 +131,7 @@ def _run(started: float) -> None:
         engine,
         reward,
         arguments.num_samples,
-        score_function=arguments.score_function,
+        score_function=known_score(arguments.dataset_name),
         missing_eos_penalty=arguments.missing_eos_penalty,
         seed=arguments.seed,
         path=folder / RESPONSES,
@@ -208,7 +187,7 @@ def _compare(
     arguments: BestOfNArguments, samples: list[list[Row]], prompts: list[dict], base: list[Generation], tokenizer
 ) -> dict[str, Any]:
     """The curve over n, and as `rows` the picks of the largest n beside the base's greedy responses."""
-    score_function = arguments.score_function
+    score_function = known_score(arguments.dataset_name)
     judge = None if score_function is None else GroundTruthJudge(score_function)
     found = best_of_n_curve(samples, arguments.n)
     found["unscorable"] = sum(row["reward"] is None for row in chain(*samples))
@@ -237,12 +216,11 @@ def _compare(
 def _write_sft(
     arguments: BestOfNArguments, samples: list[list[Row]], prompts: list[dict], reward: str, folder: Path
 ) -> dict[str, Any]:
-    """Write the kept responses with their provenance, and return their counts."""
+    """Write each prompt's best response with its provenance, and return how many there are."""
     provenance = {"sampled_from": arguments.model_name_or_path, "rewarded_by": reward}
-    provenance |= {"temperature": arguments.temperature, "keep": arguments.keep}
-    rows = [{**row, **provenance} for row in demonstrations(samples, prompts, **arguments.kept())]
+    rows = [{**row, **provenance, "temperature": arguments.temperature} for row in demonstrations(samples, prompts)]
     write_json_lines(folder / "sft.jsonl", rows)
-    return {"rows": len(rows), "prompts": sum(row["rank"] == 1 for row in rows)}
+    return {"rows": len(rows)}
 
 
 def _table(results: dict[str, Any]) -> str:
@@ -269,8 +247,7 @@ def _table(results: dict[str, Any]) -> str:
     if found["unscorable"]:
         lines.append(f"\n{found['unscorable']} responses have no reward")
     if "sft" in results:
-        kept = results["sft"]
-        lines.append(f"\nto fine-tune on: sft.jsonl, {kept['rows']} responses to {kept['prompts']} prompts")
+        lines.append(f"\nto fine-tune on: sft.jsonl, {results['sft']['rows']} responses")
     return "\n".join(lines)
 
 

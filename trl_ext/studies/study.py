@@ -20,8 +20,6 @@ Finished runs are skipped and interrupted ones are resumed. The results are comp
 
 from __future__ import annotations
 
-import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,7 +32,7 @@ from trl_ext.evaluation.comparing.runs import read_method_run
 from trl_ext.evaluation.report import write_report
 from trl_ext.files import brief
 from trl_ext.names import nearest
-from trl_ext.runs import RECIPES, SCRIPTS
+from trl_ext.runs import SCRIPTS
 from trl_ext.runs.configs import read_config
 from trl_ext.studies.processes import Run, check_runs, launcher_options, print_commands, run_all, settings_of
 
@@ -46,8 +44,6 @@ ONLINE_RECIPES = ("dr_grpo", "grpo", "gspo", "online", "online_preference", "ppo
 # Methods that are evaluated on problems with known answers.
 REASONING_RECIPES = ("expert_iteration", "grpo_math", "sft_math")
 METHODS = (*PAIR_RECIPES, *DEMONSTRATION_RECIPES, *ONLINE_RECIPES, *REASONING_RECIPES)
-# Flags that each job of an array has, too.
-FLAGS = ("methods", "seeds", "config", "baseline", "metric", "max_steps", "accelerate_config")
 
 
 @dataclass(frozen=True)
@@ -70,12 +66,12 @@ class Study:
     launcher: list[str] = field(default_factory=list)
     metric: str | None = None
 
-    def runs(self, seeds: Sequence[int]) -> list[Run]:
-        """The runs of all methods on these seeds, reward models first."""
+    def runs(self) -> list[Run]:
+        """The runs of all methods and seeds, reward models first."""
         reward_models, runs = {}, []
         for name, (recipe, arguments) in self.methods.items():
             own_rewards = {"reward_model", "reward_function"} & settings_of(arguments).keys()
-            for seed in seeds:
+            for seed in self.seeds:
                 given, after = {**arguments, "seed": seed}, ()
                 if recipe in ONLINE_RECIPES and not own_rewards:
                     folder = self.folder / f"reward_model-{seed}"
@@ -93,12 +89,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         study = read_study(given)
         if given.runs:
             report(study, Path(given.runs), required=True)
-        elif given.slurm:
-            print(slurm_script(study, given))
         elif given.dry_run:
-            print_commands(study.runs(study.seeds))
+            print_commands(study.runs())
         else:
-            run_study(study, given.array_index)
+            run_study(study, with_report=not given.no_report)
 
 
 def parse(arguments: Sequence[str] | None):
@@ -114,8 +108,7 @@ def parse(arguments: Sequence[str] | None):
     parser.add_argument("--runs", help="compare finished runs {method}-{seed} of a folder; run nothing")
     parser.add_argument("--accelerate_config", help="for accelerate launch --config_file")
     parser.add_argument("--dry_run", action="store_true", help="print the commands and run nothing")
-    parser.add_argument("--slurm", action="store_true", help="print an sbatch script for an array with a job per seed")
-    parser.add_argument("--array_index", type=int, help="run only the seed of this number, from 0, without a report")
+    parser.add_argument("--no_report", action="store_true", help="run without the report, as in a job for one seed")
     return parser.parse_args(arguments)
 
 
@@ -206,18 +199,15 @@ def find_shipped(name: str | Path, missing: str) -> Path:
 # ---- Running and reporting ----
 
 
-def run_study(study: Study, array_index: int | None = None) -> None:
-    """Run what is not finished, all seeds or the one of this number, and report on all."""
-    alone, seeds = array_index is not None, study.seeds
-    if alone and not 0 <= array_index < len(seeds):
-        raise ValueError(f"--array_index {array_index}: there are {len(seeds)} seeds, numbered from 0")
-    if not alone:
+def run_study(study: Study, *, with_report: bool = True) -> None:
+    """Run what is not finished, and report on all runs."""
+    if with_report:
         _check_metric(study)
-    runs = study.runs([seeds[array_index]] if alone else seeds)
+    runs = study.runs()
     check_runs(runs)
     failed = run_all(runs)
     print(f"\n{len(runs) - len(failed)} of {len(runs)} runs are finished, in {study.folder}")
-    if not alone:
+    if with_report:
         report(study, study.folder)
     if failed:
         print(f"failed: {', '.join(failed)}; the same command tries them again")
@@ -230,8 +220,8 @@ def _check_metric(study: Study) -> None:
         named = settings_of(arguments).get("dataset_name", "toy")
         if study.metric is None and recipe not in REASONING_RECIPES and named not in EMBEDDED:
             raise ValueError(
-                f"{named} comes with no judge: name a number in generations.jsonl with --metric, or run each seed "
-                "alone with --array_index and judge the responses with python -m public_eval.judge"
+                f"{named} comes with no judge: name a number in generations.jsonl with --metric, or give "
+                "--no_report and judge the responses with python -m public_eval.judge"
             )
 
 
@@ -253,22 +243,3 @@ def report(study: Study, folder: Path, *, required: bool = False) -> None:
     if summary["comparisons"]:
         print(f"{format_table(*difference_table(summary))}\n")
     print("\n".join([*summary["notes"], f"\nin {study.folder}: {', '.join(written)}"]))
-
-
-def slurm_script(study: Study, given) -> str:
-    """An sbatch script with an array job for each seed; the same command without an index reports afterwards."""
-    command = [sys.executable, str(RECIPES / "compare.py"), "--output_dir", given.output_dir]
-    for flag in FLAGS:
-        if getattr(given, flag) is not None:
-            command += [f"--{flag}", str(getattr(given, flag))]
-    return f"""\
-#!/bin/bash
-#SBATCH --job-name=compare
-#SBATCH --array=0-{len(study.seeds) - 1}
-#SBATCH --output=compare-%A-%a.log
-#SBATCH --gres=gpu:1
-#SBATCH --time=24:00:00
-set -euo pipefail
-cd {shlex.quote(str(Path.cwd()))}
-# After all jobs, this command without --array_index writes the report.
-{shlex.join(command)} --array_index "$SLURM_ARRAY_TASK_ID\""""
