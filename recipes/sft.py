@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from trl_ext import load_benchmark
 from trl_ext.processes import warn_once_per_run
 from trl_ext.runs.arguments import HfArg, one_line_errors
 from trl_ext.runs.finish import SFT_PANELS, compare_with_base, write_results
@@ -13,7 +14,7 @@ from trl_ext.runs.loading import (
     optional_split,
     show_generations,
 )
-from trl_ext.runs.offline import demonstrations, read_demonstrations, refuse_completions, shared_prompts
+from trl_ext.runs.offline import demonstrations, shared_prompts
 from trl_ext.runs.training_run import begin_run
 from trl_ext.trainers import SFTConfig, SFTTrainer
 from trl_ext.trainers.defaults import check_at_least
@@ -52,11 +53,11 @@ def main() -> None:
         )
         arguments = run.arguments
 
-        refuse_completions(arguments.dataset_name)
         splits = load_rows(arguments)
         source, rows = arguments.train_split, splits[arguments.train_split]
         if arguments.demonstrations is not None:
-            source, rows = arguments.demonstrations, read_demonstrations(arguments)
+            source = arguments.demonstrations
+            (rows,) = load_benchmark(source, skip_bad_rows=arguments.skip_bad_rows).values()
         train = demonstrations(rows, source, arguments.num_examples)
         held_out = optional_split(splits, "eval_split", arguments, "the loss on held-out responses is not computed")
         if held_out is not None:

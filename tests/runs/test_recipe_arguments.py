@@ -23,13 +23,11 @@ from trl_ext.runs.folder import clear_run_folder, config_text, open_run_folder
 # By recipe: flags, and what the line says, with ` ... ` between its parts.
 KNOWN = "--reward_function=my_rewards.py:known"
 DATA = {"not_boolean": labelled(9, label="yes"), "all_good": labelled(8, label=True), "labelled": labelled(4)}
-DATA["kept"] = [{"row_id": "a", "prompt": "p", "completion": "c"}]
 REFUSED = {
     "kto": [
-        (["--dataset_name=not_boolean.jsonl"], "9 bad rows: line 1: row_id r0: label: Input should be a"),
+        (["--dataset_name=not_boolean.jsonl"], "9 bad rows: line 1: row_id r0: label: must be true"),
         (["--dataset_name=all_good.jsonl"], "KTO needs responses of both labels"),
     ],
-    "sft": [(["--dataset_name=kept.jsonl"], "holds prompts and completions: give it as --demonstrations")],
     "dpo": [
         (["--dataset_name=labelled.jsonl"], "train_dataset has no column 'chosen'"),
         *(([f"--{name}=nope"], f"no split 'nope' ... --{name}") for name in ("train_split", "eval_split")),

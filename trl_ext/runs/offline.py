@@ -8,8 +8,6 @@ from typing import Any
 
 from datasets import Dataset
 
-from trl_ext.data.formats import convert_file
-from trl_ext.data.rows import read_jsonl
 from trl_ext.files import write_json_lines
 from trl_ext.held_out.generations import pair_metrics, score_pairs
 
@@ -37,25 +35,6 @@ def evaluate_pairs(trainer, held_out, folder: Path) -> dict[str, Any] | None:
 
 
 # ---- Demonstrations ----
-
-
-def refuse_completions(dataset_name: str) -> None:
-    """Reject a file of prompts with completions as a benchmark, because its completions would be dropped."""
-    path = Path(dataset_name)
-    if not path.is_file():
-        return
-    first = next((row for _, row in read_jsonl(path).rows), {})
-    if "completion" in first and "label" not in first:
-        raise ValueError(
-            f"{path} holds prompts and completions: give it as --demonstrations {path}, and as --dataset_name what to "
-            "evaluate on"
-        )
-
-
-def read_demonstrations(arguments) -> Dataset:
-    """The prompts of the file that `--demonstrations` names, with their completions as `reference_response_text`."""
-    rows = convert_file(arguments.demonstrations, "prompt_completion", skip_bad_rows=arguments.skip_bad_rows)
-    return Dataset.from_list(rows)
 
 
 def demonstrations(rows, split: str, count: int | None = None) -> Dataset:
