@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from trl_ext.evaluation.reporting.plots import KTO_PANELS
 from trl_ext.runs.arguments import HfArg, one_line_errors
-from trl_ext.runs.finish import compare_with_base, write_results
+from trl_ext.runs.finish import write_results
 from trl_ext.runs.loading import (
     ResponseArguments,
     can_be_resumed,
@@ -51,7 +51,7 @@ def main() -> None:
     write_results(
         run,
         trainer,
-        compare_with_base(run, evaluation),
+        evaluation,
         panels=KTO_PANELS,
         loss=training.loss_type,
         objective=f"{training.loss_type} (beta {training.beta:g}, {weights})",

@@ -10,7 +10,7 @@ training and results. `aot.py`, `dpo.py` and `ipo.py` call it with the classes o
 from dataclasses import dataclass
 
 from trl_ext.runs.arguments import HfArg, one_line_errors
-from trl_ext.runs.finish import compare_with_base, write_results
+from trl_ext.runs.finish import write_results
 from trl_ext.runs.loading import (
     ResponseArguments,
     can_be_resumed,
@@ -76,7 +76,7 @@ def main(
     write_results(
         run,
         trainer,
-        compare_with_base(run, evaluation),
+        evaluation,
         preferences=preferences,
         loss=training.loss,
         objective=trainer.objective.describe(),

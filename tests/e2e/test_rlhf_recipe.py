@@ -30,7 +30,7 @@ from trl_ext.evaluation.stages import compare_stages
 from trl_ext.evaluation.submissions.assets import load_prompts
 from trl_ext.rewards import RewardModel
 from trl_ext.rollouts import SamplingSettings, generation
-from trl_ext.runs.offline import demonstrations, shared_prompts
+from trl_ext.runs.offline import demonstrations
 from trl_ext.runs.reward import training_pairs
 from trl_ext.studies import pipeline, processes
 from trl_ext.studies.pipeline import find_adversarial
@@ -369,8 +369,3 @@ def test_demonstrations_are_chosen_responses_or_references():
         demonstrations(plain, "x", 3)
     with pytest.raises(ValueError, match="the split 'x' holds no demonstrations"):
         demonstrations(plain.remove_columns("reference_response_text"), "x")
-
-
-def test_prompts_that_are_trained_on_are_counted():
-    prompts = [[{"role": "user", "content": text}] for text in "abc"]
-    assert shared_prompts(Dataset.from_dict({"prompt": prompts[:2]}), Dataset.from_dict({"prompt": prompts[1:]})) == 1

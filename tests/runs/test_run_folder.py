@@ -13,7 +13,7 @@ from accelerate.utils import DistributedType
 
 from trl_ext import PreferenceConfig, processes
 from trl_ext.runs import RECIPES, arguments, engine, folder, training_run
-from trl_ext.runs.engine import Engine, check_engine, engine_in_force
+from trl_ext.runs.engine import engine_in_force
 from trl_ext.runs.folder import check_same_settings, config_text, settings_digest
 from trl_ext.runs.loading import ResponseArguments
 from trl_ext.trainers import callbacks
@@ -29,10 +29,10 @@ def run_folder(monkeypatch):
 
 def begin(run_folder, monkeypatch, told: list, folder) -> str | None:
     training = SimpleNamespace(output_dir=str(folder), resume_from_checkpoint="last", report_to=[], push_to_hub=False)
-    training.device, launch = "cpu", SimpleNamespace(allow_engine_fallback=False)
+    launch = SimpleNamespace(doctor="on")
     parsed = SimpleNamespace(overwrite_output_dir=False), None, training, launch
     monkeypatch.setattr(run_folder, "parse_arguments", lambda *_, **__: parsed)
-    monkeypatch.setattr(run_folder, "engine_in_force", lambda training: Engine("none", "none"))
+    monkeypatch.setattr(run_folder, "engine_in_force", lambda training: "none")
     monkeypatch.setattr(run_folder.sys, "argv", ["recipe.py"])
 
     def broadcast(values: list) -> list:
@@ -192,35 +192,28 @@ def test_a_warning_is_logged_once_and_again_in_another_training(monkeypatch, cap
 # ---- The parallel engine ----
 
 
-@pytest.mark.parametrize(("name", "phrase"), [("none", "nothing is sharded"), ("DDP", "DDP trains instead")])
-def test_a_fallback_is_refused_or_said(name, phrase, caplog):
-    engine = Engine(name, asked="FSDP2")
-    with pytest.raises(ValueError, match=f"FSDP2 was asked for, and on a CPU {phrase}.*--allow_engine_fallback"):
-        check_engine(engine, "cpu:0", allow_fallback=False)
-    check_engine(engine, "cpu:0", allow_fallback=True)
-    assert phrase in caplog.text
-    check_engine(Engine("FSDP2", asked="FSDP2"), "cpu", allow_fallback=False)
+def test_fsdp_on_a_cpu_and_several_gpus_of_one_process_are_refused(monkeypatch, tmp_path):
+    args = PreferenceConfig(output_dir=str(tmp_path), use_cpu=True, report_to="none")
+    assert engine_in_force(args) == "none"
+    monkeypatch.setattr(args, "_n_gpu", 2)
     with pytest.raises(ValueError, match="one process sees several GPUs: start it with `accelerate launch"):
-        check_engine(Engine("DataParallel", asked="DataParallel"), "cuda:0", allow_fallback=True)
-
-
-def test_fsdp_on_a_cpu_is_a_fallback(monkeypatch, tmp_path):
+        engine_in_force(args)
     for name, value in (("ACCELERATE_USE_FSDP", "true"), ("FSDP_VERSION", "2")):
         monkeypatch.setenv(name, value)
-    args = PreferenceConfig(output_dir=str(tmp_path), use_cpu=True, report_to="none")
-    assert engine_in_force(args) == ("none", "FSDP2")
+    with pytest.raises(ValueError, match="FSDP2 was asked for, and on a CPU or in one process .* nothing is sharded"):
+        engine_in_force(args)
     # What accelerate makes of several processes on GPUs, before the trainer is created and after.
     for kind in (DistributedType.MULTI_GPU, DistributedType.FSDP):
         monkeypatch.setattr(args, "distributed_state", SimpleNamespace(distributed_type=kind, num_processes=2))
-        assert engine_in_force(args).name == "FSDP2"
+        assert engine_in_force(args) == "FSDP2"
 
 
 def test_launch_flags_are_no_part_of_the_run(tmp_path, monkeypatch):
     """A run with them resumes without them: config.yaml must not hold them."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["aot.py", "--allow_engine_fallback"])
+    monkeypatch.setattr(sys, "argv", ["aot.py", "--doctor", "off"])
     kinds = ResponseArguments, PreferenceConfig
     run = training_run.begin_run(*kinds, config="aot", description=None, name=lambda training: training.loss)
-    assert run.launch.allow_engine_fallback
+    assert run.launch.doctor == "off"
     text = config_text(run.arguments, run.model, run.training)
-    assert "fallback" not in text and "doctor" not in text
+    assert "doctor" not in text

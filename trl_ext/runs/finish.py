@@ -67,32 +67,30 @@ LENGTHS = {
 OUTCOMES = {"candidate": "   (the policy wins)", "base": "   (the base wins)", "tie": "   (a tie)"}
 
 
-def compare_with_base(run: TrainingRun, evaluation: GenerationEvaluation | None):
-    """The comparison of the trained policy with its base on held-out prompts; None without an evaluation."""
-    with one_line_errors(MENDABLE_IN_TRAINING):
-        return None if evaluation is None else evaluation.compare(run.arguments.num_eval_prompts, progress=True)
-
-
 def write_results(
     run: TrainingRun,
     trainer,
-    comparison,
+    evaluation: GenerationEvaluation | None,
     *,
     preferences: dict[str, Any] | None = None,
     panels: Panels = PREFERENCE_PANELS,
     **described: Any,
 ) -> None:
-    """Write and print a comparison of the policy with its base, and shut the processes down.
+    """Compare the trained policy with its base on held-out prompts, write and print that, and shut the processes down.
 
     Args:
         run: the run, in whose folder the files are written.
         trainer: the trainer at the end of training.
-        comparison: what `compare_with_base` returned.
+        evaluation: what to compare on; None for no comparison.
         preferences: metrics of held-out pairs.
         panels: panels of report.png.
         described: the recipe's own entries in the description of the run, including `objective`.
     """
-    summary, rows = ({}, []) if comparison is None else (comparison.summary, comparison.rows)
+    summary, rows = {}, []
+    if evaluation is not None:
+        with one_line_errors(MENDABLE_IN_TRAINING):
+            comparison = evaluation.compare(run.arguments.num_eval_prompts, progress=True)
+        summary, rows = comparison.summary, comparison.rows
     results = {"preferences": preferences}
     results |= {name: summary.get(name) for name in ("win_rate", "score", "rewards", "kl", "generations")}
     if rows and trainer.accelerator.is_main_process:

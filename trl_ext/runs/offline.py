@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -55,9 +54,3 @@ def demonstrations(rows, split: str, count: int | None = None) -> Dataset:
         for prompt, response in zip(rows["prompt"], rows[name], strict=True)
     ]
     return Dataset.from_dict({"row_id": rows["row_id"], "prompt": rows["prompt"], "completion": completions})
-
-
-def shared_prompts(train: Dataset, prompts) -> int:
-    """How many of the prompts are trained on."""
-    trained = {json.dumps(prompt) for prompt in train["prompt"]}
-    return sum(json.dumps(prompt) in trained for prompt in prompts["prompt"])

@@ -18,6 +18,8 @@ from trl_ext.trainers import RewardConfig, RewardTrainer
 from trl_ext.trainers.context import PAIRS, check_dataset
 
 DEFAULT_SELECTION_SPLIT = "validation_prefs"
+# Held-out pairs in reward_mistakes.jsonl.
+NUM_MISTAKES = 50
 
 
 def training_pairs(pairs, arguments, seed: int):
@@ -110,7 +112,7 @@ def evaluate_reward_model(run: TrainingRun, trainer, pairs, held_out) -> tuple[d
         rows = zip(held_out["row_id"], chosen, rejected, margins, strict=True)
         keys = ("row_id", "chosen_score", "rejected_score", "margin")
         write_json_lines(run.folder / "scores.jsonl", [dict(zip(keys, row, strict=True)) for row in rows])
-        mistakes = reward_mistakes(held_out, chosen, rejected, run.arguments.num_mistakes)
+        mistakes = reward_mistakes(held_out, chosen, rejected, NUM_MISTAKES)
         write_json_lines(run.folder / "reward_mistakes.jsonl", mistakes)
     return results, margins
 

@@ -22,7 +22,7 @@ from trl_ext.resilience.preemption import Preemption
 from trl_ext.resilience.secrets import arguments_without_secrets
 from trl_ext.runs.arguments import MENDABLE_IN_TRAINING, ModelArguments, one_line_errors, parse_arguments
 from trl_ext.runs.configs import toy_config
-from trl_ext.runs.engine import LaunchArguments, check_engine, engine_in_force, print_batch
+from trl_ext.runs.engine import LaunchArguments, engine_in_force, print_batch
 from trl_ext.runs.folder import (
     check_same_settings,
     clear_run_folder,
@@ -129,7 +129,7 @@ def begin_run(
     sys.argv[1:] = arguments_without_secrets(sys.argv[1:])
     if training.output_dir == "trainer_output":
         training.output_dir = f"runs/{name(training)}-{Path(arguments.dataset_name).absolute().stem}"
-    check_engine(engine_in_force(training), str(training.device), allow_fallback=launch.allow_engine_fallback)
+    engine_in_force(training)
 
     checkpoint = of_first_process(
         lambda: open_run_folder(
