@@ -8,11 +8,7 @@ from trl_ext.held_out.reasoning import log_reasoning
 from trl_ext.runs.arguments import MENDABLE_IN_TRAINING, one_line_errors
 from trl_ext.runs.finish import write_reasoning_results
 from trl_ext.runs.loading import can_be_resumed
-from trl_ext.runs.reasoning import (
-    ValidatedProblems,
-    load_problem_sets,
-    sampling_settings,
-)
+from trl_ext.runs.reasoning import ValidatedProblems, load_problem_sets, sampling_settings
 from trl_ext.runs.training_run import begin_run
 from trl_ext.trainers import ExpertIterationConfig, ExpertIterationTrainer
 from trl_ext.trainers.expert_iteration import ROUND_FILE, NoCorrectResponseError
@@ -50,8 +46,7 @@ def main() -> None:
         sampled = {"rows": train.rows, "prompts": train.prompts(), "grade": train.grade, "settings": settings}
         trainer = run.load_trainer(partial(ExpertIterationTrainer, **sampled))
         evaluation = final.evaluation(trainer, settings)
-        if run.checkpoint is not None:
-            evaluation.require_base()
+        evaluation.require_base(run.checkpoint)
 
     run.open(trainer, metrics=trainer.metrics_file)
     evaluation.base(progress=True)

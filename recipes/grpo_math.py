@@ -9,11 +9,7 @@ from trl_ext.runs.arguments import HfArg, one_line_errors
 from trl_ext.runs.course_config import CourseConfig
 from trl_ext.runs.finish import write_reasoning_results
 from trl_ext.runs.loading import can_be_resumed
-from trl_ext.runs.reasoning import (
-    ValidatedProblems,
-    load_problem_sets,
-    rollout_settings,
-)
+from trl_ext.runs.reasoning import ValidatedProblems, load_problem_sets, rollout_settings
 from trl_ext.runs.training_run import begin_run
 from trl_ext.trainers import PolicyTrainer
 from trl_ext.trainers.defaults import check_at_least
@@ -52,8 +48,7 @@ def main() -> None:
 
         trainer = run.load_trainer(partial(PolicyTrainer, reward_funcs=reward), train_dataset=train.dataset())
         evaluation = final.evaluation(trainer, settings)
-        if run.checkpoint is not None:
-            evaluation.require_base()
+        evaluation.require_base(run.checkpoint)
 
     run.open(trainer)
     validations = validation.evaluation(trainer, settings)

@@ -6,12 +6,7 @@ from trl_ext.held_out.reasoning import ReasoningCallback
 from trl_ext.runs.arguments import HfArg, one_line_errors
 from trl_ext.runs.finish import write_reasoning_results
 from trl_ext.runs.loading import can_be_resumed
-from trl_ext.runs.reasoning import (
-    TrainingProblems,
-    choose_demonstrations,
-    load_problems,
-    sampling_settings,
-)
+from trl_ext.runs.reasoning import TrainingProblems, choose_demonstrations, load_problems, sampling_settings
 from trl_ext.runs.training_run import begin_run
 from trl_ext.trainers import SFTConfig, SFTTrainer
 from trl_ext.trainers.defaults import check_at_least
@@ -50,8 +45,7 @@ def main() -> None:
 
         trainer = run.load_trainer(SFTTrainer, train_dataset=demonstrations)
         evaluation = held_out.evaluation(trainer, sampling_settings(arguments, reward=held_out.reward))
-        if run.checkpoint is not None:
-            evaluation.require_base()
+        evaluation.require_base(run.checkpoint)
 
     run.open(trainer)
     every, prompts = arguments.generation_eval_every, arguments.num_generation_prompts

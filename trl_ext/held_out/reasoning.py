@@ -91,9 +91,9 @@ class ReasoningEvaluation:
             for name in DECODINGS
         }
 
-    def require_base(self) -> None:
-        """Check that a resumed run has the base's responses to all problems, whose weights are no longer there."""
-        for path in map(self._base_path, DECODINGS):
+    def require_base(self, checkpoint: str | None) -> None:
+        """Check that a run resumed from a checkpoint has the base's responses to all problems."""
+        for path in map(self._base_path, DECODINGS) if checkpoint else ():
             if not path.is_file() or path.read_bytes().count(b"\n") != len(self.rows):
                 raise ValueError(
                     f"{path} does not hold the base's responses to the {len(self.rows)} held-out problems: begin anew "

@@ -23,12 +23,7 @@ from trl_ext.resilience.secrets import arguments_without_secrets
 from trl_ext.runs.arguments import MENDABLE_IN_TRAINING, ModelArguments, one_line_errors, parse_arguments
 from trl_ext.runs.configs import toy_config
 from trl_ext.runs.engine import LaunchArguments, engine_in_force, print_batch
-from trl_ext.runs.folder import (
-    check_same_settings,
-    clear_run_folder,
-    config_text,
-    open_run_folder,
-)
+from trl_ext.runs.folder import check_same_settings, clear_run_folder, config_text, open_run_folder
 from trl_ext.runs.loading import load_trainer
 from trl_ext.trainers.callbacks import MetricsFileCallback, StepLineCallback
 
