@@ -79,13 +79,11 @@ def stopped(compare, *words: str) -> int:
 
 
 def test_methods_are_run_and_compared(compare, capsys):
-    compare.main("--methods", "dpo,ipo,grpo", "--seeds", "0-2", "--max_steps", "10")
+    compare.main("--methods", "dpo,ipo,grpo", "--seeds", "0-2")
     names = [Path(given["output_dir"]).name for _, given in compare.calls]
     wanted = [f"{name}-{seed}" for name in ("reward_model", "dpo", "ipo", "grpo") for seed in range(3)]
     assert names == wanted, "reward models first"
     assert compare.calls[10][1]["reward_model"] == "runs/compare/reward_model-1", "each online run has its seed's own"
-    assert {given.get("max_steps") for recipe, given in compare.calls if recipe != "reward_model"} == {"10"}
-    assert "max_steps" not in compare.calls[0][1]
 
     found = summary()
     assert (found["metric"], found["baseline"], found["prompts"]) == ("score", "dpo", PROMPTS)
@@ -107,7 +105,7 @@ def test_methods_are_run_and_compared(compare, capsys):
 
     # The second time nothing is left to run.
     compare.calls.clear()
-    compare.main("--methods", "dpo,ipo,grpo", "--seeds", "0-2", "--max_steps", "10")
+    compare.main("--methods", "dpo,ipo,grpo", "--seeds", "0-2")
     assert not compare.calls and summary() == found
 
 

@@ -118,7 +118,12 @@ def _run(started: float) -> None:
     settings = {name: value for name, value in yaml.safe_load(resolved).items() if name not in _MAY_CHANGE}
     settings["model_sha256"] = model_sha256(arguments.model_name_or_path)
     if accelerator.is_main_process:
-        _open(arguments, folder, settings)
+        if (folder / "metrics.jsonl").exists():
+            raise FileExistsError(f"{folder} holds a training run: choose another --output_dir")
+        if arguments.overwrite_output_dir:
+            for path in (*(folder / name for name in FILES), settings_path(folder / RESPONSES)):
+                path.unlink(missing_ok=True)
+        check_settings(folder / RESPONSES, settings)
         write_text(folder / "config.yaml", resolved)
         if arguments.keep and arguments.prompt_split.startswith("test"):
             print(f"{arguments.prompt_split} is held out: to fine-tune on, give --prompt_split train_gen")
@@ -163,7 +168,11 @@ def _run(started: float) -> None:
             **describe_machine(accelerator),
         }
         if arguments.keep:
-            results["sft"] = _write_sft(arguments, samples, prompts, reward_name, folder)
+            provenance = {"sampled_from": arguments.model_name_or_path, "rewarded_by": reward_name}
+            provenance["temperature"] = arguments.temperature
+            kept = [{**row, **provenance} for row in demonstrations(samples, prompts)]
+            write_json_lines(folder / "sft.jsonl", kept)
+            results["sft"] = {"rows": len(kept)}
         title = f"{objective} by {reward_name}, model {arguments.model_name_or_path}, data {arguments.dataset_name}"
         with drawing("best_of_n.png"):
             plot_best_of_n(results["best_of_n"]["curve"], folder / "best_of_n.png", title=title)
@@ -171,16 +180,6 @@ def _run(started: float) -> None:
         print(f"\n{_table(results)}")
         say_written(results["run"], folder, FILES)
     end_processes(accelerator)
-
-
-def _open(arguments: BestOfNArguments, folder: Path, settings: dict[str, Any]) -> None:
-    """Refuse a folder of another run, and clear it if requested."""
-    if (folder / "metrics.jsonl").exists():
-        raise FileExistsError(f"{folder} holds a training run: choose another --output_dir")
-    if arguments.overwrite_output_dir:
-        for path in (*(folder / name for name in FILES), settings_path(folder / RESPONSES)):
-            path.unlink(missing_ok=True)
-    check_settings(folder / RESPONSES, settings)
 
 
 def _compare(
@@ -213,16 +212,6 @@ def _compare(
     return {**results, "best_of_n": found, "rows": comparison.rows}
 
 
-def _write_sft(
-    arguments: BestOfNArguments, samples: list[list[Row]], prompts: list[dict], reward: str, folder: Path
-) -> dict[str, Any]:
-    """Write each prompt's best response with its provenance, and return how many there are."""
-    provenance = {"sampled_from": arguments.model_name_or_path, "rewarded_by": reward}
-    rows = [{**row, **provenance, "temperature": arguments.temperature} for row in demonstrations(samples, prompts)]
-    write_json_lines(folder / "sft.jsonl", rows)
-    return {"rows": len(rows)}
-
-
 def _table(results: dict[str, Any]) -> str:
     run, found = results["run"], results["best_of_n"]
     left_out = f", {found['left_out']} left out for want of rewards" if found["left_out"] else ""
@@ -240,10 +229,6 @@ def _table(results: dict[str, Any]) -> str:
         f"{found['n_prompts']} prompts{left_out}; 95% intervals over prompts; win rate against the greedy base",
         f"\n{format_table(header, rows)}",
     ]
-    peak = found["peak"]
-    if peak is not None and peak["n"] < found["curve"][-1]["n"]:
-        change = estimate(peak["change"])
-        lines.append(f"\nthe true score is highest at n = {peak['n']}; from there to the largest n: {change}")
     if found["unscorable"]:
         lines.append(f"\n{found['unscorable']} responses have no reward")
     if "sft" in results:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,7 +60,7 @@ class RLHFArguments:
     )
     policy: dict[str, Any] | str | None = HfArg(default=None, help="Arguments of every policy, as JSON.")
     methods: dict[str, Any] | str | None = HfArg(
-        default=None, help="Arguments by method, as JSON; {sft} and {reward_model} in a value name these folders."
+        default=None, help="Arguments by method, as JSON; {reward_model} in a value names its folder."
     )
     prompt_split: str = HfArg(default="test_gen", help="Held-out prompts, of dataset_name.")
     eval_split: str = HfArg(default="test_prefs", help="Held-out pairs, of dataset_name.")
@@ -143,7 +142,7 @@ def plan_pipeline(given: RLHFArguments) -> Pipeline:
             arguments["eval_split"] = given.eval_split
         for key, value in {**given.policy, **given.methods.get(recipe, {}), **given.methods.get(name, {})}.items():
             if isinstance(value, str):
-                value = value.replace("{sft}", str(folder / SFT)).replace("{reward_model}", str(rewards.folder))
+                value = value.replace("{reward_model}", str(rewards.folder))
             arguments[key] = value
         runs.append(run(name.replace(":", "-"), recipe, arguments, after))
         policies[runs[-1].name] = str(runs[-1].folder)
@@ -221,12 +220,9 @@ def _evaluate_prompts(given: RLHFArguments, pipeline: Pipeline, name: str, promp
             for model, samples in samples_of.items()
         ]
     # The first prompt of every family, then the second of every family, and so on.
-    seen: Counter = Counter()
-    ranks = []
-    for index, row in enumerate(prompts):
-        ranks.append((seen[row.get("family")], index))
-        seen[row.get("family")] += 1
-    first = [index for _, index in sorted(ranks)][: given.num_samples]
+    family_of = [row.get("family") for row in prompts]
+    first = sorted(range(len(prompts)), key=lambda index: family_of[:index].count(family_of[index]))
+    first = first[: given.num_samples]
     shown = {model: [samples[index] for index in first] for model, samples in samples_of.items()}
     return {"models": models, "families": families, "samples": shown}
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from trl_ext.data.benchmark import EMBEDDED
-from trl_ext.evaluation.command_line import CommandParser, at_least_one, format_table, one_line_errors
+from trl_ext.evaluation.command_line import CommandParser, format_table, one_line_errors
 from trl_ext.evaluation.comparing.report import compare_runs, difference_table, method_table, write_comparison
 from trl_ext.evaluation.comparing.runs import read_method_run
 from trl_ext.evaluation.report import write_report
@@ -43,6 +43,8 @@ DEMONSTRATION_RECIPES = ("sft",)
 ONLINE_RECIPES = ("dr_grpo", "grpo", "gspo", "online", "online_preference", "ppo", "remax", "rloo")
 # Methods that are evaluated on problems with known answers.
 REASONING_RECIPES = ("expert_iteration", "grpo_math", "sft_math")
+# Keys of a file of methods.
+KEYS = ("baseline", "common", "reward_model", "methods")
 METHODS = (*PAIR_RECIPES, *DEMONSTRATION_RECIPES, *ONLINE_RECIPES, *REASONING_RECIPES)
 
 
@@ -103,7 +105,6 @@ def parse(arguments: Sequence[str] | None):
     parser.add_argument("--config", help="YAML file of methods and their arguments")
     parser.add_argument("--baseline", help="the method to compare with; default: the file's, or the first")
     parser.add_argument("--metric", help="score, win_rate, or a number in generations.jsonl; default: the first found")
-    parser.add_argument("--max_steps", type=at_least_one, help="the same number of optimizer steps for every method")
     parser.add_argument("--output_dir", default="runs/compare", help="folder of the runs and the report (%(default)s)")
     parser.add_argument("--runs", help="compare finished runs {method}-{seed} of a folder; run nothing")
     parser.add_argument("--accelerate_config", help="for accelerate launch --config_file")
@@ -117,11 +118,13 @@ def parse(arguments: Sequence[str] | None):
 
 def read_study(given) -> Study:
     """The study that the command line and its files describe, checked before anything runs."""
-    content = read_keys(given.config, ("baseline", "common", "reward_model", "methods")) if given.config else {}
+    content = read_config(given.config) if given.config else {}
+    for key in map(str, content):
+        if key not in KEYS:
+            what = f"{given.config}: unknown key {brief(key)!r}{nearest(brief(key), KEYS)}"
+            raise ValueError(f"{what} Known: {', '.join(KEYS)}")
     known, where = content.get("methods") or {}, given.config or "--methods"
     common = read_arguments(f"{where}: common", content.get("common") or {})
-    if given.max_steps is not None:
-        common = {**common, "max_steps": given.max_steps}
     names = [name.strip() for name in given.methods.split(",")] if given.methods else list(known)
     if not names or len(set(names)) < len(names):
         what = f"--methods {given.methods}: a method is named twice" if names else "no methods"
@@ -164,15 +167,6 @@ def read_seeds(text: str) -> list[int]:
             raise ValueError(f"--seeds {text}: give numbers from 0, such as 0-4 or 0,2,7")
         seeds += range(int(first), int(last or first) + 1)
     return list(dict.fromkeys(seeds))
-
-
-def read_keys(path: str | Path, keys: Sequence[str]) -> dict[str, Any]:
-    """The mapping in a YAML file."""
-    content = read_config(path)
-    for key in content:
-        if key not in keys:
-            raise ValueError(f"{path}: unknown key {brief(key)!r}{nearest(brief(key), keys)} Known: {', '.join(keys)}")
-    return content
 
 
 def read_arguments(where: str, value: Any) -> dict[str, Any]:
