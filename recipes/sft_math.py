@@ -6,14 +6,14 @@ from trl_ext.held_out.reasoning import ReasoningCallback
 from trl_ext.runs.arguments import HfArg, one_line_errors
 from trl_ext.runs.finish import write_reasoning_results
 from trl_ext.runs.loading import can_be_resumed
-from trl_ext.runs.reasoning import TrainingProblems, choose_demonstrations, load_problems, sampling_settings
+from trl_ext.runs.reasoning import ProblemArguments, choose_demonstrations, load_problems, sampling_settings
 from trl_ext.runs.training_run import begin_run
 from trl_ext.trainers import SFTConfig, SFTTrainer
 from trl_ext.trainers.defaults import check_at_least
 
 
 @dataclass
-class SFTArguments(TrainingProblems):
+class SFTArguments(ProblemArguments):
     """The worked problems to train on, and how often to evaluate."""
 
     num_examples: int | None = HfArg(default=None, help="Train on the first N, after filtering. Default: all.")

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-import yaml
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -19,7 +18,6 @@ from trl_ext.data.math import load_math
 from trl_ext.rewards import VerifiedReward
 from trl_ext.rewards.verified import VerifiedGrader, category_of
 from trl_ext.runs import reasoning
-from trl_ext.runs.folder import config_text
 from trl_ext.toy import MODEL_DIR
 
 SHORT_GRPO = ["--max_steps=4", "--rollout_batch_size=16", "--group_size=4", "--eval_every=2", "--save_steps=2"]
@@ -124,20 +122,6 @@ def test_the_last_number_is_the_answer_of_gsm8k(monkeypatch):
     assert len(sets[2].rows) == 3
     assert reasoning.sampling_settings(arguments, reward="gsm8k").stop == ()
     assert reasoning.sampling_settings(arguments, reward="countdown").stop == ("</answer>",)
-
-
-def test_a_saved_configuration_reads_back(tmp_path, monkeypatch):
-    words = ["--rollout_batch_size", "64", "--train_batch_size", "32", "--per_device_train_batch_size", "16"]
-    words += ["--epochs_per_rollout_batch", "2", "--n_grpo_steps", "5", "--use_std_normalization", "false"]
-    words += ["--length_normalization", "masked_normalize", "--max_steps", "-1", "--stop", "</answer>"]
-    parsed = recipes.parse(monkeypatch, "grpo_math", *words, "--algorithm", "grpo_no_clip")
-
-    path = tmp_path / "config.yaml"
-    path.write_text(config_text(*parsed))
-    again = recipes.parse(monkeypatch, "grpo_math", "--config", str(path))
-    assert yaml.safe_load(config_text(*again)) == yaml.safe_load(path.read_text())
-    assert (again[-1].train_batch_size, again[-1].gradient_accumulation_steps) == (16, 2)
-    assert again[-1].max_steps == 20 and again[-1].stop == ["</answer>"]
 
 
 # ---- SFT ----

@@ -19,7 +19,7 @@ def evaluate_pairs(trainer, held_out, folder: Path) -> dict[str, Any] | None:
     if held_out is None:
         return None
     batch_size = trainer.args.per_device_eval_batch_size
-    scores = score_pairs(trainer, trainer.eval_dataset, batch_size=batch_size, progress=True)
+    scores = score_pairs(trainer, trainer.eval_dataset, batch_size=batch_size)
     if trainer.accelerator.is_main_process:
         columns = {
             "row_id": held_out["row_id"],

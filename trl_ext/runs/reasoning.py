@@ -32,6 +32,7 @@ class ProblemArguments:
     dataset_name: str = HfArg(
         default="toy", help="toy (additions), word_problems, a folder of {split}.jsonl, or one .jsonl file."
     )
+    train_split: str = HfArg(default="train", help="Problems to train on.")
     eval_split: str = HfArg(default="test", help="Problems to evaluate on.")
     prompt_template: str | None = HfArg(
         default=None,
@@ -63,14 +64,7 @@ class ProblemArguments:
 
 
 @dataclass
-class TrainingProblems(ProblemArguments):
-    """Problems to train on, in addition to the evaluation's problems."""
-
-    train_split: str = HfArg(default="train", help="Problems to train on.")
-
-
-@dataclass
-class ValidatedProblems(TrainingProblems):
+class ValidatedProblems(ProblemArguments):
     """Problems to validate on, in addition to those for training and for the final comparison."""
 
     validation_split: str | None = HfArg(
