@@ -135,10 +135,6 @@ LINES = [
         "lr 1.0e-06  0:00:14 left",
     ),
     (
-        {"loss": 0.1, "entropy": 1.25, "mean_token_accuracy": 0.97, "learning_rate": 1e-3},
-        "step  3/10  loss  0.100  token accuracy 0.970  lr 1.0e-03  0:00:14 left",
-    ),
-    (
         {"score": 0.5, "win_rate": 0.6, "kl": 0.1, "completions/mean_length": 12.0, "distinct_2": 0.3},
         "step  3/10  held out:  score 0.500  win rate 0.600  kl/response 0.1000  length  12.0",
     ),
@@ -157,19 +153,6 @@ def test_the_line_of_a_step(monkeypatch, capsys, row, line):
     state.global_step = 3
     lines.on_log(None, state, None, logs=row)
     assert capsys.readouterr().out.strip("\n") == line
-
-
-def test_lines_are_aligned_and_rounds_count_on(capsys):
-    lines = callbacks.StepLineCallback()
-    state = SimpleNamespace(global_step=7, max_steps=7, is_world_process_zero=True)
-    lines.on_log(None, state, None, logs={"expert_step": 2, "rollouts/reward": 0.25, "rollouts/kept": 12})
-    for loss in (12.5, 0.5):
-        lines.on_log(None, state, None, logs={"loss": loss, "learning_rate": 1e-3})
-    assert capsys.readouterr().out.splitlines() == [
-        "round 2, step 7  reward  0.250  kept 12",
-        "round 2, step 7  loss 12.500  lr 1.0e-03",
-        "round 2, step 7  loss  0.500  lr 1.0e-03",
-    ]
 
 
 def test_runs_of_one_method_may_have_rewards_of_their_seeds():

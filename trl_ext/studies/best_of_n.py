@@ -125,8 +125,6 @@ def _run(started: float) -> None:
                 path.unlink(missing_ok=True)
         check_settings(folder / RESPONSES, settings)
         write_text(folder / "config.yaml", resolved)
-        if arguments.keep and arguments.prompt_split.startswith("test"):
-            print(f"{arguments.prompt_split} is held out: to fine-tune on, give --prompt_split train_gen")
     accelerator.wait_for_everyone()
     dtype = "float32" if accelerator.device.type == "cpu" else arguments.dtype
     options = {"dtype": dtype, "use_vllm": arguments.use_vllm, "device": accelerator.device}
@@ -229,8 +227,6 @@ def _table(results: dict[str, Any]) -> str:
         f"{found['n_prompts']} prompts{left_out}; 95% intervals over prompts; win rate against the greedy base",
         f"\n{format_table(header, rows)}",
     ]
-    if found["unscorable"]:
-        lines.append(f"\n{found['unscorable']} responses have no reward")
     if "sft" in results:
         lines.append(f"\nto fine-tune on: sft.jsonl, {results['sft']['rows']} responses")
     return "\n".join(lines)

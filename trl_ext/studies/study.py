@@ -195,8 +195,14 @@ def find_shipped(name: str | Path, missing: str) -> Path:
 
 def run_study(study: Study, *, with_report: bool = True) -> None:
     """Run what is not finished, and report on all runs."""
-    if with_report:
-        _check_metric(study)
+    # Runs on other prompts than the embedded ones leave no score.
+    for recipe, arguments in study.methods.values() if with_report else ():
+        named = settings_of(arguments).get("dataset_name", "toy")
+        if study.metric is None and recipe not in REASONING_RECIPES and named not in EMBEDDED:
+            raise ValueError(
+                f"{named} comes with no judge: name a number in generations.jsonl with --metric, or give --no_report "
+                "and judge the responses with python -m public_eval.judge"
+            )
     runs = study.runs()
     check_runs(runs)
     failed = run_all(runs)
@@ -206,17 +212,6 @@ def run_study(study: Study, *, with_report: bool = True) -> None:
     if failed:
         print(f"failed: {', '.join(failed)}; the same command tries them again")
         raise SystemExit(1)
-
-
-def _check_metric(study: Study) -> None:
-    """Raise ValueError for runs that leave no score: on other prompts than the embedded ones, without a metric."""
-    for recipe, arguments in study.methods.values():
-        named = settings_of(arguments).get("dataset_name", "toy")
-        if study.metric is None and recipe not in REASONING_RECIPES and named not in EMBEDDED:
-            raise ValueError(
-                f"{named} comes with no judge: name a number in generations.jsonl with --metric, or give "
-                "--no_report and judge the responses with python -m public_eval.judge"
-            )
 
 
 def report(study: Study, folder: Path, *, required: bool = False) -> None:
