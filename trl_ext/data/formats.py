@@ -115,20 +115,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m trl_ext.data.formats", description=__doc__)
     parser.add_argument("source", metavar="IN", help="JSON lines as the data set has them; .gz is decompressed")
     parser.add_argument("out", metavar="OUT", help="such as my_benchmark/train_prefs.jsonl; replaced")
-    parser.add_argument("--format", required=True, choices=sorted(FORMATS), help="of IN")
+    parser.add_argument("--format", dest="form", required=True, choices=sorted(FORMATS), help="of IN")
     parser.add_argument("--plain", action="store_true", help="prompts as text, for models without a chat template")
     parser.add_argument("--prompts", action="store_true", help="of pairs, the prompts alone, each once")
     parser.add_argument("--skip_bad_rows", action="store_true", help="leave bad rows out, and say how many and why")
-    given = parser.parse_args(arguments)
+    options = vars(parser.parse_args(arguments))
+    out = options.pop("out")
     try:
-        rows = convert_file(
-            given.source, given.format, plain=given.plain, prompts=given.prompts, skip_bad_rows=given.skip_bad_rows
-        )
-        write_json_lines(given.out, rows)
+        rows = convert_file(options.pop("source"), options.pop("form"), **options)
+        write_json_lines(out, rows)
     except (ValueError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         raise SystemExit(2) from None
-    print(f"{given.out}: {len(rows)} rows")
+    print(f"{out}: {len(rows)} rows")
 
 
 if __name__ == "__main__":
