@@ -18,7 +18,7 @@ from tests.support.tiny import pairs
 from tests.support.trl_private import attention_of
 from trl_ext import ReMaxConfig, ReMaxTrainer
 from trl_ext.rollouts.sampler import evaluation_sampler, fast_rollouts, loop, rows, sampler_of, weights
-from trl_ext.rollouts.sampler.draw import draw
+from trl_ext.rollouts.sampler.loop import draw
 
 
 def seeded(model, seed: int, given: dict, **options):

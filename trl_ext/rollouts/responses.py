@@ -33,13 +33,9 @@ def sample_responses(
     engine: Engine,
     score: Callable[[list, list[Generation]], Sequence[Mapping[str, Any]]] | None = None,
     *,
-    path: str | Path | None = None,
-    settings: Mapping[str, Any] | None = None,
     samples: int = 1,
-    seed: int = 0,
-    save_every: int = SAVE_EVERY,
-    accelerator: Accelerator | None = None,
     progress: str | None = None,
+    **options: Any,
 ) -> list[Row]:
     """Sample responses to prompts and score them.
 
@@ -48,9 +44,9 @@ def sample_responses(
         prompts: the model's input for each row, messages or text.
         engine: `TransformersEngine`, `VLLMEngine`, or a function that is called like them.
         score: `f(rows, generations)`, which returns further columns for each response; None for none.
-        path, settings, seed, save_every, accelerator: as for `save_rows`.
         samples: responses to each prompt.
         progress: label of the progress bar; None for no bar.
+        options: `path`, `settings`, `seed`, `save_every` and `accelerator`, as for `save_rows`.
 
     Returns:
         JSON-ready rows, grouped by prompt in order: `row_id`, `sample` (from 0), `prompt_text`, `response_text`,
@@ -83,8 +79,7 @@ def sample_responses(
             for (row, prompt, number), generation, own in zip(part, generations, columns, strict=True)
         ]
 
-    options = {"path": path, "settings": settings, "save_every": save_every, "accelerator": accelerator}
-    return save_rows(items, respond, seed=seed, **options)
+    return save_rows(items, respond, **options)
 
 
 def save_rows(
