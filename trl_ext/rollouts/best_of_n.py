@@ -48,14 +48,13 @@ def best_of_n(
 
     Args:
         rows: prompts with `row_id` and `prompt` (messages or text); other columns are passed to the reward.
-        engine: as for `trl_ext.rollouts.responses.sample_responses`.
-        reward: a function with TRL's signature, a `RewardModel` or a `RewardEnsemble`. It receives the keywords
-            `prompts`, `completions`, `completion_ids`, `finished` and the rows' columns. A number that is not finite
-            counts as None, no reward.
+        engine: as for `sample_responses`.
+        reward: a function with TRL's signature, which also receives `finished`; a number that is not finite counts as
+            None, no reward.
         n: responses to each prompt.
         score_function: the known quality `f(prompt_text, response, *, finished)`, for the column `score`; or None.
         missing_eos_penalty: what is subtracted from the reward of a response that was truncated at the token limit.
-        options: other keyword arguments of `sample_responses`, with which an interrupted call is continued.
+        options: other keyword arguments of `sample_responses`.
 
     Returns:
         The n rows of each prompt, in sampling order: those of `sample_responses` with `reward`, which may be None.

@@ -92,28 +92,25 @@ def generate_responses(
     fast: bool = True,
     progress: str | None = None,
 ) -> list[Generation]:
-    """Generate one response for each prompt, in order.
+    """Generate one response for each prompt, messages or plain text, in order.
 
-    Only the settings given here are used; generation settings saved with the model (a repetition penalty, top-k) are
-    ignored. The random state of the process is restored. On a CPU, responses are sampled as by `fast_rollouts`.
+    Only the settings given here are used, and not those saved with the model. The random state of the process is
+    restored. On a CPU, responses are sampled as by `fast_rollouts`.
 
     Args:
         model: a causal language model of transformers; temporarily put into evaluation mode.
         tokenizer: its tokenizer, with a chat template if prompts are messages.
-        prompts: messages, or plain text.
         max_new_tokens: maximum length of a response, in tokens.
         max_prompt_tokens: longer prompts lose their beginning; None for no limit.
         temperature: 0 for greedy decoding.
         top_k: the number of most likely tokens to sample from; 0 for all.
-        repetition_penalty: values above 1 make tokens of the prompt and the response less likely to repeat
-            (Keskar et al. 2019, arXiv 1909.05858); 1 for none.
+        repetition_penalty: above 1, tokens of prompt and response become less likely (arXiv 1909.05858); 1 for none.
         stop: strings that end a response; the string remains in the response.
         fast: False leaves sampling to transformers.
         progress: label of the progress bar; None for no bar.
 
     Raises:
-        ValueError: a setting that `SamplingSettings` refuses, an empty prompt, a stop string that is a special token,
-            or one prompt instead of a list.
+        ValueError: a bad setting, an empty prompt, a special token to stop at, or one prompt instead of a list.
     """
     if isinstance(prompts, str) or any(isinstance(prompt, dict) for prompt in prompts):
         raise ValueError("prompts must be a list of prompts: give [prompt]")
@@ -169,10 +166,8 @@ def generate_responses(
 def without_own_settings(model) -> Iterator[None]:
     """Within the block, transformers takes no generation setting from those saved with a model."""
     # transformers fills settings that a call leaves at None; an adapter's wrapper has settings of its own.
-    with (
-        temporarily(model, generation_config=GenerationConfig()),
-        temporarily(unwrapped(model), generation_config=GenerationConfig()),
-    ):
+    plain = {"generation_config": GenerationConfig()}
+    with temporarily(model, **plain), temporarily(unwrapped(model), **plain):
         yield
 
 
@@ -215,11 +210,13 @@ def without_template(tokenizer, prompts: Sequence[list[dict] | str]) -> str | No
 # ---- Engines with fixed settings ----
 
 
+@dataclass
 class TransformersEngine:
     """Samples with a transformers model; call it with prompts and a seed to get one `Generation` per prompt."""
 
-    def __init__(self, model, tokenizer, settings: SamplingSettings):
-        self.model, self.tokenizer, self.settings = model, tokenizer, settings
+    model: Any
+    tokenizer: Any
+    settings: SamplingSettings
 
     def __call__(
         self, prompts: Sequence[list[dict] | str], *, seed: int = 0, progress: str | None = None

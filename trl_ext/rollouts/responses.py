@@ -92,10 +92,10 @@ def save_rows(
     save_every: int = SAVE_EVERY,
     accelerator: Accelerator | None = None,
 ) -> list[Row]:
-    """Compute a row for each item, in parts of `save_every` items that are saved one after another.
+    """Compute a row for each item, in parts of `save_every` items that are appended to a file one after another.
 
-    With a `path`, each part is appended to the file and synchronized to disk. A call that finds rows there continues
-    after the last complete part and returns the same rows as an uninterrupted call.
+    A call that finds rows in the file continues after the last complete part and returns the same rows as an
+    uninterrupted call.
 
     Args:
         items: rows with their prompt and the number of the response.
@@ -106,8 +106,7 @@ def save_rows(
             sure that the file is its own. Those in `MAY_CHANGE` are not compared.
         seed: seed of the first part; each part has its own.
         save_every: items of a part. A call that continues a file needs the same number.
-        accelerator: for a run with several processes, which divide the work. Each must call this function and gets
-            all rows.
+        accelerator: for several processes, which divide the work; each must call this function and gets all rows.
 
     Raises:
         ValueError: a line of the file is damaged, or its rows are not in this order.
@@ -138,7 +137,11 @@ def save_rows(
         part = items[start : start + save_every]
         found = map_over_ranks(lambda own, options=options: compute(own, **options), part, accelerator)
         if path is not None and is_main:
-            _append(Path(path), found)
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            with open(path, "ab") as file:
+                file.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in found).encode())
+                file.flush()
+                os.fsync(file.fileno())
         rows += found
     return rows
 
@@ -166,15 +169,6 @@ def check_settings(path: str | Path, settings: Mapping[str, Any]) -> None:
             raise FileExistsError(
                 f"{path} holds rows made with {name} {was}, not {now}: choose another file, or overwrite it"
             )
-
-
-def _append(path: Path, rows: Sequence[Row]) -> None:
-    """Append the rows of a part and wait until they are on disk."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab") as file:
-        file.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _kept(path: Path, items: Sequence[Item], save_every: int) -> list[Row]:
