@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import math
 import subprocess
 import sys
@@ -33,24 +32,6 @@ NAMES = list(algorithms)
 
 
 # -------------------------------------------------------------------------------------------------------- the table
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_every_row_describes_itself(name):
-    objective = algorithm(name)
-    assert json.loads(json.dumps(objective.to_dict())) == objective.to_dict()
-    line = objective.describe()
-    assert line.startswith(f"{name} (advantage {objective.advantage}") and "\n" not in line
-    assert ("beta" in line) == (objective.beta > 0) and "None" not in line
-    assert algorithms[name].summary and algorithms[name].paper
-
-
-def test_what_an_algorithm_needs():
-    assert [n for n in NAMES if algorithm(n).reads("greedy_rewards")] == ["remax"]
-    assert [n for n in NAMES if not algorithm(n).group_relative] == ["remax", "reinforce"]
-    referenced = {n for n in NAMES if algorithm(n).needs_reference}
-    assert referenced == {"grpo", "rloo", "remax", "reinforce_plus_plus_baseline"} | {n for n in NAMES if "berk" in n}
-    assert not algorithm("grpo", beta=0.0).needs_reference
 
 
 def test_the_command_lists_every_algorithm():

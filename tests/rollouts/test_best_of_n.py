@@ -6,8 +6,6 @@ import itertools
 import json
 import math
 import random
-import subprocess
-import sys
 
 import pytest
 
@@ -106,15 +104,6 @@ def test_the_curve_is_the_mean_over_all_choices():
         assert row["proxy"]["mean"] == pytest.approx(proxy) and row["gold"]["mean"] == pytest.approx(gold)
         assert row["gold"]["low"] <= gold <= row["gold"]["high"]
     assert found["n_prompts"] == 6
-
-
-def test_intervals_are_over_prompts():
-    """n = 1 of prompts whose figure is 0 or 1, half of each: the mean of 40 has a standard error of sqrt(.25 / 40)."""
-    samples = [rows_of([float(place % 2)] * 2) for place in range(40)]
-    interval = best_of_n_curve(samples, [1])["curve"][0]["proxy"]
-    half_width = 1.96 * math.sqrt(0.25 / 40)
-    assert interval["mean"] == 0.5
-    assert interval["high"] - interval["low"] == pytest.approx(2 * half_width, rel=0.1)
 
 
 def test_prompts_without_enough_rewards_are_left_out_of_every_n():
@@ -276,17 +265,6 @@ def test_by_hand(name):
     assert {key: found[key] for key in expected} == {
         key: pytest.approx(value, abs=1e-12) if isinstance(value, float) else value for key, value in expected.items()
     }
-
-
-def test_compression_of_repetitive_text():
-    """480 bytes into 34, give or take one with the build of zlib."""
-    ratio = diagnose_generations(["the cat sat on the mat. "] * 20)["compression_ratio"]
-    assert 480 / 36 < ratio < 480 / 32
-
-
-def test_win_rate_is_the_function_whatever_was_imported_first():
-    code = "import trl_ext.evaluation.statistics.win_rate\nfrom trl_ext.evaluation import win_rate\nwin_rate([])"
-    subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
 
 
 # ---- Refusals ----

@@ -346,8 +346,3 @@ def test_a_replaced_generate_stays():
     model.generate = replaced = model.generate
     assert fast_rollouts(model).reason == "its generate method has been replaced"
     assert vars(model)["generate"] is replaced and evaluation_sampler(model) is None
-
-
-def test_refusals():
-    with pytest.raises(TypeError, match="a causal language model or a trainer, got str"):
-        fast_rollouts("toy")
