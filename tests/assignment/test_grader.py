@@ -124,7 +124,7 @@ BROKEN = {
     "dpo": ("def dpo(scores, *, beta=0.1):\n    while True:\n        pass\n", "it took more than 4 s"),
     "ipo": ("def ipo(scores, **options):\n    raise SystemExit(0)\n", "ends the program"),
     "aot": ("def aot(scores, **options):\n    import os\n    os._exit(0)\n", "it ended the process in which it ran"),
-    "sequence_log_probs": ("def split_minibatches(:\n", "log_probs.py cannot be imported (my_rlhf/log_probs.py, line"),
+    "sequence_log_probs": ("def completion_mask(:\n", "log_probs.py cannot be imported (my_rlhf/log_probs.py, line"),
     "group_normalized": ("del group_normalized\n", "my_rlhf/policy.py has no function group_normalized"),
     "group_centered": ("def group_centered(rewards, group_size):\n    return 'ok'\n", "must be a tensor"),
     "token_log_ratio": (
