@@ -1,9 +1,8 @@
-"""The README and the pages stay true: commands parse, Python runs, links lead somewhere, and tables fit the code."""
+"""The README and the pages stay true: commands parse, Python runs, and links lead somewhere."""
 
 from __future__ import annotations
 
 import importlib
-import inspect
 import re
 import shlex
 import tomllib
@@ -260,22 +259,6 @@ def test_paths_and_links_lead_somewhere():
 
 
 # Named on a page, and by no docstring.
-
-
-# ---- Tables against the code ----
-
-
-def test_defaults_in_the_table_of_losses():
-    rows = re.findall(r"^\| `(\w+)` \| \$.*\| ([^|]*) \|$", TEXTS["docs/preference.md"], flags=re.MULTILINE)
-    checked = 0
-    for name, options in rows:
-        parameters = inspect.signature(preference_losses[name].function).parameters
-        for option, value in re.findall(r"`(\w+)` ([\d.]+|false)(?=[,;]| *$|$)", options):
-            default = parameters[option].default
-            if default is not None:
-                assert default == (False if value == "false" else float(value)), (name, option)
-                checked += 1
-    assert checked > 20
 
 
 # ---- Tables of results ----
