@@ -73,13 +73,12 @@ def main() -> None:
     run.train(trainer)
 
     selected = None if selection_split is None else kept_checkpoint(trainer, selection_split)
-    found, margins = evaluate_reward_model(run, trainer, pairs, held_out)
+    found = evaluate_reward_model(run, trainer, pairs, held_out)
     finish(
         run,
         trainer,
         {"selection": selected, **found},
         panels=REWARD_PANELS,
-        margins=margins,
         show=show_reward_model,
         objective=describe_objective(training, arguments),
         train_pairs=len(trainer.train_dataset),

@@ -14,9 +14,9 @@ from typing import Any
 from trl_ext.evaluation import plot_run
 from trl_ext.evaluation.command_line import format_table
 from trl_ext.evaluation.reasoning import accuracy_gain, summarize_reasoning
-from trl_ext.evaluation.reporting.model_card import results_section
 from trl_ext.evaluation.reporting.plots import PREFERENCE_PANELS
 from trl_ext.evaluation.reporting.results import save_results
+from trl_ext.evaluation.reporting.tables import results_section
 from trl_ext.evaluation.statistics.intervals import Estimate
 from trl_ext.files import write_json_lines
 from trl_ext.held_out.generations import GenerationEvaluation
@@ -107,12 +107,11 @@ def finish(
     *,
     panels: Panels,
     show: Callable[[dict[str, Any]], None],
-    margins: Sequence[float] = (),
     **described: Any,
 ) -> None:
     """Write `results.json`, the model card and `report.png`, print the results, and shut the processes down.
 
-    `show` prints the tables of `results`; `margins` are those of a reward model's held-out pairs.
+    `show` prints the tables of `results`.
     """
     if trainer.accelerator.is_main_process:
         results = {"run": describe_run(run, trainer, described), **results}
@@ -121,7 +120,7 @@ def finish(
         trainer.create_model_card()
         with drawing("report.png"):
             metrics = read_metrics(run.folder / "metrics.jsonl")
-            plot_run(metrics, results, run.folder / "report.png", panels, margins)
+            plot_run(metrics, results, run.folder / "report.png", panels)
         told = results["run"]
         print(f"\n{told['objective']}, model {told['model']}, data {told['dataset']}, {told['optimizer_steps']} steps")
         show(results)

@@ -88,14 +88,14 @@ def describe_objective(training: RewardConfig, arguments) -> str:
     return f"Bradley-Terry ({given})" if given else "Bradley-Terry"
 
 
-def evaluate_reward_model(run: TrainingRun, trainer, pairs, held_out) -> tuple[dict[str, Any], list[float]]:
-    """The figures on the held-out pairs, and each pair's margin; writes scores.jsonl and reward_mistakes.jsonl.
+def evaluate_reward_model(run: TrainingRun, trainer, pairs, held_out) -> dict[str, Any]:
+    """The figures on the held-out pairs; writes scores.jsonl and reward_mistakes.jsonl.
 
     `pairs` are the rows of `held_out` as the trainer prepared them; None without pairs.
     """
     results: dict[str, Any] = {"pairs": None, "true_order": None}
     if pairs is None:
-        return results, []
+        return results
     scores = trainer.score_pairs(pairs, progress="held-out pairs")
     chosen, rejected = ([float(score) for score in side] for side in scores)
     margins = [c - r for c, r in zip(chosen, rejected, strict=True)]
@@ -112,7 +112,7 @@ def evaluate_reward_model(run: TrainingRun, trainer, pairs, held_out) -> tuple[d
         write_json_lines(run.folder / "scores.jsonl", [dict(zip(keys, row, strict=True)) for row in rows])
         mistakes = reward_mistakes(held_out, chosen, rejected, run.arguments.num_mistakes)
         write_json_lines(run.folder / "reward_mistakes.jsonl", mistakes)
-    return results, margins
+    return results
 
 
 def show_reward_model(results: dict[str, Any]) -> None:
