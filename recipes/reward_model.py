@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-from trl_ext.evaluation.reporting.plots import REWARD_PANELS
 from trl_ext.runs.arguments import HfArg, one_line_errors
 from trl_ext.runs.finish import finish
 from trl_ext.runs.loading import BenchmarkArguments, can_be_resumed, load_rows, optional_split
@@ -78,7 +77,6 @@ def main() -> None:
         run,
         trainer,
         {"selection": selected, **found},
-        panels=REWARD_PANELS,
         show=show_reward_model,
         objective=describe_objective(training, arguments),
         train_pairs=len(trainer.train_dataset),

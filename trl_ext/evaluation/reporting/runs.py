@@ -90,7 +90,7 @@ def find_runs(folders: Iterable[str | Path]) -> tuple[list[Run], list[dict[str, 
     for folder in found:
         label = folder.relative_to(common).as_posix()
         try:
-            run = _read_run(label, folder)
+            run = read_run(label, folder)
         except ValueError as error:
             reason = str(error).removeprefix(f"{folder}{os.sep}")
             incomplete.append({"run": label, "folder": str(folder), "reason": reason})
@@ -108,8 +108,8 @@ def _natural(path: Path) -> list[tuple[int, int | str]]:
     return [(0, int(part)) if part.isdecimal() else (1, part) for part in re.split(r"(\d+)", str(path))]
 
 
-def _read_run(label: str, folder: Path) -> Run:
-    """Read a run; ValueError says why it has no figures."""
+def read_run(label: str, folder: Path) -> Run:
+    """Read a finished run; ValueError says why it has no figures."""
     problems: Faults = []
     results = read_results(folder / RESULTS_NAME)
     metrics = _read_metrics(folder / "metrics.jsonl", problems)
