@@ -32,11 +32,10 @@ class RewardArguments(BenchmarkArguments):
     )
     num_train_pairs: int | None = HfArg(default=None, help="Train on the first N pairs. Default: all.")
     label_noise: float = HfArg(default=0.0, help="Fraction of the training labels to flip, for a weak model.")
-    num_mistakes: int = HfArg(default=50, help="Most held-out pairs in reward_mistakes.jsonl.")
 
     def __post_init__(self):
         super().__post_init__()
-        check_at_least(self, {"num_mistakes": 0, "num_train_pairs": 1})
+        check_at_least(self, {"num_train_pairs": 1})
         if not 0 <= self.label_noise <= 1:
             raise ValueError(f"label_noise must lie between 0 and 1, got {self.label_noise}")
 

@@ -16,7 +16,7 @@ _NAMES_BY_MODULE = {
     ".judging.score_judges": "GroundTruthJudge RewardModelJudge",
     ".comparing.generations": "PolicyComparison compare_generations",
     ".comparing.preferences": "approximate_kl join_pair_scores preference_metrics",
-    ".comparing.reward_models": "best_of_n best_of_n_curve reward_metrics reward_mistakes true_order_metrics",
+    ".comparing.reward_models": "best_of_n best_of_n_curve reward_metrics true_order_metrics",
     ".comparing.tournament": "run_tournament",
     ".report": "write_report",
     ".reporting.plots": "plot_run",

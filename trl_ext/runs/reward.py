@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from trl_ext.data.benchmark import known_score
-from trl_ext.evaluation import reward_metrics, reward_mistakes, true_order_metrics
+from trl_ext.evaluation import reward_metrics, true_order_metrics
 from trl_ext.evaluation.command_line import format_table
 from trl_ext.evaluation.judging.protocol import last_user_text
 from trl_ext.files import write_json_lines
@@ -89,7 +89,7 @@ def describe_objective(training: RewardConfig, arguments) -> str:
 
 
 def evaluate_reward_model(run: TrainingRun, trainer, pairs, held_out) -> dict[str, Any]:
-    """The figures on the held-out pairs; writes scores.jsonl and reward_mistakes.jsonl.
+    """The figures on the held-out pairs; writes scores.jsonl.
 
     `pairs` are the rows of `held_out` as the trainer prepared them; None without pairs.
     """
@@ -110,8 +110,6 @@ def evaluate_reward_model(run: TrainingRun, trainer, pairs, held_out) -> dict[st
         rows = zip(held_out["row_id"], chosen, rejected, margins, strict=True)
         keys = ("row_id", "chosen_score", "rejected_score", "margin")
         write_json_lines(run.folder / "scores.jsonl", [dict(zip(keys, row, strict=True)) for row in rows])
-        mistakes = reward_mistakes(held_out, chosen, rejected, run.arguments.num_mistakes)
-        write_json_lines(run.folder / "reward_mistakes.jsonl", mistakes)
     return results
 
 

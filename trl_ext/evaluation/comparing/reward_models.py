@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy
 from scipy.special import expit
 
-from trl_ext.evaluation.judging.protocol import last_user_text
 from trl_ext.evaluation.statistics.intervals import mean_with_interval, wilson_interval
 
 logger = logging.getLogger(__name__)
@@ -175,38 +174,6 @@ def best_of_n_curve(samples: Sequence[Sequence[Mapping[str, Any]]], ns: Sequence
     return {"n_prompts": len(kept), "left_out": len(samples) - len(kept), "curve": curve, "peak": peak}
 
 
-def reward_mistakes(
-    rows: Iterable[Mapping[str, Any]],
-    chosen_scores: Sequence[float],
-    rejected_scores: Sequence[float],
-    k: int | None = None,
-) -> list[dict[str, Any]]:
-    """The pairs that a reward model ranks against their label or as equal, the most clearly wrong first.
-
-    Args:
-        rows: preference rows, with `row_id`, `prompt`, `chosen` and `rejected` as messages or text.
-        chosen_scores, rejected_scores: one score for each row.
-        k: maximum number to return; None for all.
-
-    Returns:
-        JSON-ready rows: `row_id`, `prompt_text`, `chosen_text`, `rejected_text`, both scores and their `margin`, <= 0.
-    """
-    rows, margins = list(rows), _margins(chosen_scores, rejected_scores)
-    wrong = [i for i in margins.argsort(kind="stable").tolist() if margins[i] <= 0]
-    return [
-        {
-            "row_id": rows[i]["row_id"],
-            "prompt_text": last_user_text(rows[i]["prompt"]),
-            "chosen_text": _response_text(rows[i]["chosen"]),
-            "rejected_text": _response_text(rows[i]["rejected"]),
-            "chosen_score": float(chosen_scores[i]),
-            "rejected_score": float(rejected_scores[i]),
-            "margin": float(margins[i]),
-        }
-        for i in wrong[:k]
-    ]
-
-
 def _margins(chosen: Sequence[float], rejected: Sequence[float]) -> numpy.ndarray:
     own, other = (numpy.array([float(score) for score in scores]) for scores in (chosen, rejected))
     for index in numpy.flatnonzero(~numpy.isfinite(own - other)):
@@ -242,7 +209,3 @@ def _rows(values: Sequence) -> list[list[float]]:
     values = values.tolist() if hasattr(values, "tolist") else list(values)
     rows = [values] if values and isinstance(values[0], (int, float)) else values
     return [[float(value) for value in row] for row in rows]
-
-
-def _response_text(response: Sequence[Mapping[str, Any]] | str) -> str:
-    return response if isinstance(response, str) else response[-1]["content"]
