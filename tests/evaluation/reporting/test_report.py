@@ -38,7 +38,7 @@ from trl_ext.evaluation import (
 )
 from trl_ext.evaluation.reasoning import summarize_reasoning
 from trl_ext.evaluation.report import main
-from trl_ext.evaluation.reporting import charts
+from trl_ext.evaluation.reporting import charts, plots
 from trl_ext.evaluation.reporting.curves import panels
 from trl_ext.evaluation.reporting.page import embed
 from trl_ext.evaluation.reporting.runs import find_runs
@@ -275,6 +275,16 @@ def test_curves_are_the_rows_of_the_metrics(example):
     }.items():
         assert found[title]["alpha"] == [(row["step"], row[key]) for row in rows if key in row], title
     assert found["accuracy"] == {"rm": [(10, 0.6), (20, 0.63)]}
+
+
+def test_the_picture_of_a_run_has_its_curves(example, tmp_path, monkeypatch):
+    made, new_figure = [], plots.new_figure
+    monkeypatch.setattr(plots, "new_figure", lambda *size: made.append(new_figure(*size)) or made[-1])
+    plot_run(example / "alpha", tmp_path / "report.png")
+    ((_, axes),) = made
+    drawn = {axis.get_title(): axis.lines[0].get_xydata().tolist() for axis in axes if axis.lines}
+    found = panels(find_runs([example / "alpha"])[0])
+    assert drawn == {panel.title: [list(point) for point in panel.curves["alpha"]] for panel in found}
 
 
 def test_an_online_run_logs_both_its_rollouts_and_its_evaluations(tmp_path):
