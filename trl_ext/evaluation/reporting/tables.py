@@ -51,7 +51,14 @@ def task_tables(task: Task) -> dict[str, Table]:
     """The tables of a task by name, in their order in the Markdown; those without rows are empty."""
     found = [
         _tasks(task.policies),
-        _of_runs("policies", "Policies", _note(task.policies), task.policies),
+        _of_runs(
+            "policies",
+            "Policies",
+            "Of the responses to held-out prompts, against each run's base; brackets hold 95% intervals. Tokens are "
+            "the mean length. A win rate with ties dropped is over the prompts on which both orders prefer the same "
+            "model.",
+            task.policies,
+        ),
         _of_runs(
             "reward-models",
             "Reward models",
@@ -91,19 +98,6 @@ def _tasks(runs: Sequence[Run]) -> Table:
     places = list(dict.fromkeys(row["metric"] for row in rows))
     rows.sort(key=lambda row: places.index(row["metric"]))
     return Table("tasks", "Tasks", "Evaluations on tasks. Brackets hold 95% intervals.", rows)
-
-
-def _note(runs: Sequence[Run]) -> str:
-    """How to read the figures of the policies."""
-    note = (
-        "Of the responses to held-out prompts, against each run's base; brackets hold 95% intervals. Tokens are the "
-        "mean length. A win rate with ties dropped is over the prompts on which both orders prefer the same model."
-    )
-    for run in runs:
-        rows = run.generations
-        if rows and all(row.response_text == row.base_response_text for row in rows):
-            note += f" All {len(rows)} responses of {run.label} are identical to its base's."
-    return note
 
 
 def _of_runs(name: str, title: str, note: str, runs: Sequence[Run]) -> Table:
