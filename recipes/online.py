@@ -10,7 +10,6 @@ of their method.
 from dataclasses import dataclass
 from functools import partial
 
-from trl_ext.evaluation.reporting.plots import ONLINE_PANELS
 from trl_ext.runs.arguments import HfArg, one_line_errors
 from trl_ext.runs.finish import write_results
 from trl_ext.runs.loading import (
@@ -83,7 +82,7 @@ def main(config_class: type[PolicyConfig] = PolicyConfig, trainer_class: type[Po
 
     run.train(trainer)
 
-    write_results(run, trainer, evaluation, panels=ONLINE_PANELS, **describe_online(trainer, arguments))
+    write_results(run, trainer, evaluation, **describe_online(trainer, arguments))
 
 
 if __name__ == "__main__":

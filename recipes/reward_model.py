@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-from trl_ext.evaluation.reporting.plots import REWARD_PANELS
 from trl_ext.runs.arguments import HfArg, one_line_errors
 from trl_ext.runs.finish import finish
 from trl_ext.runs.loading import BenchmarkArguments, can_be_resumed, load_rows, optional_split
@@ -71,13 +70,11 @@ def main() -> None:
     run.train(trainer)
 
     selected = None if selection_split is None else kept_checkpoint(trainer, selection_split)
-    found, margins = evaluate_reward_model(run, trainer, pairs, held_out)
+    found = evaluate_reward_model(run, trainer, pairs, held_out)
     finish(
         run,
         trainer,
         {"selection": selected, **found},
-        panels=REWARD_PANELS,
-        margins=margins,
         show=show_reward_model,
         objective=describe_objective(training, arguments),
         train_pairs=len(trainer.train_dataset),

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from trl_ext import load_benchmark
 from trl_ext.runs.arguments import HfArg, one_line_errors
-from trl_ext.runs.finish import SFT_PANELS, write_results
+from trl_ext.runs.finish import write_results
 from trl_ext.runs.loading import (
     ResponseArguments,
     can_be_resumed,
@@ -75,7 +75,6 @@ def main() -> None:
         run,
         trainer,
         evaluation,
-        panels=SFT_PANELS,
         objective=f"SFT ({len(train)} demonstrations)",
         train_responses=len(train),
     )
