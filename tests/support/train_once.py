@@ -310,7 +310,7 @@ def _facts(trainer) -> dict[str, Any]:
     plugin = accelerator.state.deepspeed_plugin
     facts = {
         "processes": accelerator.num_processes,
-        "engine": engine_in_force(trainer.args).name,
+        "engine": engine_in_force(trainer.args),
         "in_force": accelerator.distributed_type.value,
         "zero_stage": None if plugin is None else plugin.zero_stage,
         "shards": sum(hasattr(parameter, "full_tensor") for parameter in trainer.model.parameters()),

@@ -32,6 +32,7 @@ class ProblemArguments:
     dataset_name: str = HfArg(
         default="toy", help="toy (additions), word_problems, a folder of {split}.jsonl, or one .jsonl file."
     )
+    train_split: str = HfArg(default="train", help="Problems to train on.")
     eval_split: str = HfArg(default="test", help="Problems to evaluate on.")
     prompt_template: str | None = HfArg(
         default=None,
@@ -63,21 +64,7 @@ class ProblemArguments:
 
 
 @dataclass
-class TrainingProblems(ProblemArguments):
-    """Problems to train on and the length of training, in addition to the evaluation's problems."""
-
-    train_split: str = HfArg(default="train", help="Problems to train on.")
-    max_hours: float | None = HfArg(
-        default=None, help="End training after so many hours, with a checkpoint and the final table."
-    )
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_at_least(self, {"max_hours": 0})
-
-
-@dataclass
-class ValidatedProblems(TrainingProblems):
+class ValidatedProblems(ProblemArguments):
     """Problems to validate on, in addition to those for training and for the final comparison."""
 
     validation_split: str | None = HfArg(

@@ -96,7 +96,6 @@ class ExpertIterationTrainer(SFTTrainer):
         validate: called before the first round and after each round's fine-tuning.
 
     Attributes:
-        stops: called after each round but the last; the run ends if it returns true.
         rounds: number of finished rounds.
 
     Raises:
@@ -129,7 +128,6 @@ class ExpertIterationTrainer(SFTTrainer):
             raise ValueError(f"questions_per_step {args.questions_per_step} is more than the {len(rows)} problems")
         self.rows, self.prompts, self.grade, self.settings = list(rows), list(prompts), grade, settings
         self.validate = validate or (lambda: None)
-        self.stops: Callable[[], bool] = lambda: False
         self.rounds = 0
         # TRL requires an example before sampling has produced one.
         example = demonstration(self.rows[0], self.prompts[0], str(self.rows[0]["answer"]))
@@ -162,8 +160,6 @@ class ExpertIterationTrainer(SFTTrainer):
             self.validate()
             self._save_checkpoint_of(step)
             self.rounds = step
-            if step < self.args.n_steps and self.stops():
-                break
 
     # ---- Progress of the run ----
 
