@@ -7,6 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate.data_loader import BatchSamplerShard
+from datasets import Dataset
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from trl_ext import (
     GRPOConfig,
@@ -22,7 +25,8 @@ from trl_ext import (
     load_benchmark,
 )
 from trl_ext.models import resolve_model_path
-from trl_ext.trainers.passes import divide, passes_of_groups, passes_of_pairs
+from trl_ext.trainers.packing import pack_trainer
+from trl_ext.trainers.passes import balance_ranks, divide, passes_of_groups, passes_of_pairs
 
 ALONE = SimpleNamespace(num_processes=1)
 
@@ -75,6 +79,60 @@ def test_auto_is_the_padded_size_of_the_largest_micro_batch():
         {**one, "prompt_mask": torch.ones(2, 3), "group": torch.tensor([i, i])} for i, one in enumerate(rollout)
     ]
     assert [one["group"].tolist() for one in passes_of_groups(rollout, "auto", ALONE)] == [[0, 0], [1, 1, 2, 2]]
+
+
+@pytest.mark.parametrize("ranks, micro_batches, rows", [(2, 2, 24), (2, 3, 31), (4, 1, 40), (3, 2, 11), (1, 4, 9)])
+def test_ranks_get_as_many_tokens_and_a_step_keeps_its_rows(ranks, micro_batches, rows):
+    """Batches of 2 rows, of which a third is long; the rest of an epoch, and a single rank's, stay as they are."""
+    draw = random.Random(0)
+    lengths = [draw.choice([5, 10, 400]) for _ in range(rows)]
+    dataset = Dataset.from_dict({"prompt_ids": [[0]] * rows, "chosen_ids": [[0] * (length - 1) for length in lengths]})
+
+    def of_rank(rank: int, columns: list[str]) -> list[list[int]]:
+        batches = BatchSampler(SequentialSampler(range(rows)), 2, drop_last=False)
+        loader = DataLoader(dataset, batch_sampler=BatchSamplerShard(batches, ranks, rank) if ranks > 1 else batches)
+        return [[*batch] for batch in balance_ranks(loader, columns, micro_batches).batch_sampler]
+
+    plain = [of_rank(rank, ["other"]) for rank in range(ranks)]
+    balanced = [of_rank(rank, ["prompt_ids", "chosen_ids"]) for rank in range(ranks)]
+    assert [[*map(len, one)] for one in balanced] == [[*map(len, one)] for one in plain]
+    if ranks == 1:
+        assert balanced == plain
+    for step in range(rows // (2 * ranks * micro_batches)):
+        steps = []
+        for found in (plain, balanced):
+            steps.append([sum(one[step * micro_batches : (step + 1) * micro_batches], []) for one in found])
+        before, after = ([sum(lengths[row] for row in one) for one in step] for step in steps)
+        assert sorted(sum(steps[0], [])) == sorted(sum(steps[1], []))
+        assert max(after) <= max(before) and max(after) - min(after) <= max(lengths)
+
+
+@pytest.mark.parametrize(
+    ("settings", "spared"),
+    [
+        ({}, True),
+        ({"gradient_checkpointing": False}, None),
+        ({"gradient_checkpointing_kwargs": {"preserve_rng_state": True, "use_reentrant": False}}, False),
+        ({"gradient_checkpointing_kwargs": {"use_reentrant": True}}, True),
+        ({"dropout": 0.1}, False),
+        ({"attention_dropout": 0.1}, False),
+        ({"router_jitter_noise": 0.1}, False),
+    ],
+)
+def test_recomputation_saves_random_states_only_where_something_draws(settings, spared):
+    settings = dict(settings)
+    model = torch.nn.Sequential(torch.nn.Dropout(settings.pop("dropout", 0.0)))
+    config = {name: settings.pop(name) for name in ("attention_dropout", "router_jitter_noise") if name in settings}
+    model.config = SimpleNamespace(output_router_logits=True, to_dict=lambda: config)
+    args = {"packing": "auto", "torch_compile": False, "gradient_checkpointing": True}
+    args = SimpleNamespace(**args | {"gradient_checkpointing_kwargs": None} | settings)
+    given = dict(args.gradient_checkpointing_kwargs or {})
+    pack_trainer(SimpleNamespace(model=model, args=args, is_fsdp_enabled=False))
+    found = args.gradient_checkpointing_kwargs
+    if not spared:
+        assert (found or {}) == given
+    else:
+        assert found == {"use_reentrant": False, "preserve_rng_state": False, **given}
 
 
 COMMON = {"max_steps": 2, "report_to": "none", "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1}

@@ -6,12 +6,14 @@ that gradients are exchanged after the last as always.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import torch
 from accelerate import Accelerator
+from accelerate.data_loader import BatchSamplerShard
 from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader
 
 from trl_ext.processes import warn_once_per_run
 
@@ -200,3 +202,59 @@ def passes_of_groups(
             }
         )
     return found
+
+
+# ---- Ranks ----
+
+
+class BalancedBatches(BatchSampler):
+    """Batches whose rows change places within an optimizer step, so that every rank gets about as many tokens.
+
+    A rank that has more tokens than the others would keep them waiting. The rows of a step stay the same.
+
+    Args:
+        batches: the batches of all ranks, of which rank r takes the batches r, r + ranks, r + 2 ranks ...
+        tokens: the number of tokens of each row of the dataset.
+        ranks: number of ranks.
+        micro_batches: number of a rank's batches in an optimizer step.
+    """
+
+    def __init__(self, batches: BatchSampler, tokens: Sequence[int], ranks: int, micro_batches: int):
+        self.sampler, self.batch_size, self.drop_last = batches.sampler, batches.batch_size, batches.drop_last
+        self.batches, self.tokens, self.ranks, self.micro_batches = batches, tokens, ranks, micro_batches
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        rows: list[int] = []
+        for batch in self.batches:
+            rows += batch
+            if len(rows) == self.ranks * self.micro_batches * self.batch_size:
+                yield from self._balance(rows)
+                rows = []
+        # The rest of an epoch is not a whole step.
+        yield from (rows[start : start + self.batch_size] for start in range(0, len(rows), self.batch_size))
+
+    def _balance(self, rows: list[int]) -> Iterator[list[int]]:
+        """Give the longest remaining row to the rank with the fewest tokens that has room for it."""
+        room = self.micro_batches * self.batch_size
+        places: list[list[int]] = [[] for _ in range(self.ranks)]
+        loads = [0] * self.ranks
+        for place in sorted(range(len(rows)), key=lambda place: -self.tokens[rows[place]]):
+            rank = min((rank for rank in range(self.ranks) if len(places[rank]) < room), key=loads.__getitem__)
+            places[rank].append(place)
+            loads[rank] += self.tokens[rows[place]]
+        own = [[rows[place] for place in sorted(ones)] for ones in places]
+        for start in range(0, room, self.batch_size):
+            yield from (ones[start : start + self.batch_size] for ones in own)
+
+
+def balance_ranks(loader: DataLoader, columns: Sequence[str], micro_batches: int) -> DataLoader:
+    """Balance the tokens in these columns of token ids over the ranks, if each takes whole batches of a dataset."""
+    shard, dataset = getattr(loader, "batch_sampler", None), loader.dataset
+    known = {*columns} <= {*(getattr(dataset, "column_names", None) or ())}
+    if isinstance(shard, BatchSamplerShard) and not shard.split_batches and shard.num_processes > 1 and known:
+        tokens = [sum(map(len, row)) for row in zip(*(dataset[column] for column in columns), strict=True)]
+        shard.batch_sampler = BalancedBatches(shard.batch_sampler, tokens, shard.num_processes, micro_batches)
+    return loader

@@ -29,7 +29,14 @@ from trl_ext.trainers.defaults import configuration
 from trl_ext.trainers.metrics import StepMetrics, pair_metrics
 from trl_ext.trainers.model_card import WritesModelCard
 from trl_ext.trainers.packing import pack_trainer
-from trl_ext.trainers.passes import is_empty, no_loss, passes_of_pairs, tokens_per_pass, window_of_passes
+from trl_ext.trainers.passes import (
+    balance_ranks,
+    is_empty,
+    no_loss,
+    passes_of_pairs,
+    tokens_per_pass,
+    window_of_passes,
+)
 from trl_ext.trainers.policies import check_base_of_adapter, is_zero3, reference_in_memory
 from trl_ext.trainers.preference.config import PreferenceConfig
 from trl_ext.trainers.preference.whole_batch import (
@@ -194,6 +201,10 @@ class PreferenceTrainer(ResilientTraining, WritesModelCard, StepMetrics, TRLDPOT
         return super().compute_ref_log_probs(model, {k: v for k, v in inputs.items() if k not in _OWN})
 
     # ---- A whole accumulation window, before training on it ----
+
+    def get_train_dataloader(self):
+        columns = ("prompt_ids", "chosen_ids", "rejected_ids")
+        return balance_ranks(super().get_train_dataloader(), columns, self.args.gradient_accumulation_steps)
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         batches, num_items_in_batch = super().get_batch_samples(epoch_iterator, num_batches, device)
