@@ -218,15 +218,15 @@ def _whole(parameters: list, *, changed: bool = False):
     return deepspeed.zero.GatheredParameters(parameters, modifier_rank=0 if changed else None)
 
 
-def load_models(path: str) -> tuple:
-    """The tokenizer, the policy before training and the reference of `REFERENCE`, in float64."""
+def load_models(path: str, *, scale: float = REFERENCE["reference_scale"]) -> tuple:
+    """The tokenizer, the policy before training and the reference of `REFERENCE`, moved so far, in float64."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from tests.support.tiny import perturbed
 
     load = lambda: AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)  # noqa: E731
-    reference = perturbed(load(), seed=REFERENCE["reference_seed"], scale=REFERENCE["reference_scale"])
+    reference = perturbed(load(), seed=REFERENCE["reference_seed"], scale=scale)
     return AutoTokenizer.from_pretrained(path), load().double(), reference.double()
 
 
