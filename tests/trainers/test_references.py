@@ -99,7 +99,7 @@ def test_the_reference_is_a_copy_of_the_model_in_memory(name, change, tiny_model
 
 
 @pytest.mark.parametrize(
-    ("name", "own"), [("PreferenceTrainer", {}), ("OnlinePreferenceTrainer", {"temperature": 0.7})]
+    ("name", "own"), [("PreferenceTrainer", {}), ("OnlinePreferenceTrainer", {"temperature": 0.7, "packing": "off"})]
 )
 def test_a_model_that_earlier_trainers_trained_in_bfloat16(name, own, tiny_model_path, tmp_path):
     """accelerate wraps its forward pass for each trainer; policy and reference must compute the same."""
