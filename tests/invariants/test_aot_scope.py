@@ -20,7 +20,7 @@ from tests.support.train_once import (
     relative_difference,
     result,
     train,
-    train_in_processes,
+    train_under,
 )
 from trl_ext.losses import PreferenceObjective, PreferenceScores
 from trl_ext.trainers import AOTTrainer
@@ -91,8 +91,7 @@ def run_on_two(tiny_model_path, tmp_path_factory, coupled):
     short = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2, "max_steps": 2}
     specs["short last window"] = {**with_args(DPO, **short), "pairs": 5}
     specs = {name: {"model": tiny_model_path, **spec} for name, spec in specs.items()}
-    runs = train_in_processes(list(specs.values()), 2, tmp_path_factory.mktemp("two-processes"))
-    return dict(zip(specs, runs, strict=True))
+    return train_under(None, specs, tmp_path_factory.mktemp("two-processes"))
 
 
 @pytest.fixture(scope="module")

@@ -189,9 +189,9 @@ def run(tmp_path_factory, request):
             names = [params["name"] for params in asked if params.get("split") == split]
             for start in range(0, len(names), PER_LAUNCH):
                 part = names[start : start + PER_LAUNCH]
-                specs = [specification(each, split, models) for each in part]
-                runs = train_once.train_in_processes(specs, 2, tmp_path_factory.mktemp("spread"))
-                known.update({(each, split): one for each, one in zip(part, runs, strict=True)})
+                specs = {each: specification(each, split, models) for each in part}
+                runs = train_once.train_under(None, specs, tmp_path_factory.mktemp("spread"))
+                known.update({(each, split): one for each, one in runs.items()})
         return known[name, split]
 
     return of

@@ -378,12 +378,6 @@ def train_under(
     return runs
 
 
-def train_in_processes(specs: list[dict], processes: int, folder: Path) -> list[Run]:
-    """Complete each specification in turn in one launch of several processes on the CPU."""
-    named = {str(index): spec for index, spec in enumerate(specs)}
-    return list(train_under(None, named, folder, processes=processes).values())
-
-
 def main() -> None:
     from accelerate import Accelerator
     from safetensors.torch import save_file

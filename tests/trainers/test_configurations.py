@@ -155,9 +155,6 @@ def test_beta_defaults_to_the_losses_own(configure):
         assert configure(name, beta=0.7).beta == 0.7
     online = [configure("OnlinePreferenceConfig", loss=loss) for loss in ("ipo", "simpo")]
     assert [config.beta for config in online] == [0.1, 2.0]
-    objective = online[0].build_algorithm()
-    assert objective.describe().startswith("online ipo (beta 0.1, length_normalized False), pairs best_worst")
-    assert objective.to_dict()["loss"] == "ipo"
 
 
 # ---- Device ----
@@ -323,10 +320,8 @@ def test_json_and_objects_are_alike(configure):
             {"column": "avg_confidence", "power": 2, "floor": 0.3},
         ]
         assert objective.columns == ("avg_confidence",)
-    with torch.no_grad():
-        assert configure("SimPOConfig", gamma=1.0, loss_kwargs={"gamma": 1.0}).build_objective().loss_options == {
-            "gamma": 1.0
-        }
+    twice = configure("SimPOConfig", gamma=1.0, loss_kwargs={"gamma": 1.0})
+    assert twice.build_objective().loss_options == {"gamma": 1.0}
 
 
 @pytest.mark.parametrize("parser_class", [HfArgumentParser, TrlParser])

@@ -24,7 +24,7 @@ from tests.support.train_once import (
     named_methods,
     result,
     train,
-    train_in_processes,
+    train_under,
 )
 from trl_ext import preference_loss
 from trl_ext.losses import PreferenceScores
@@ -135,8 +135,8 @@ def test_precomputing_from_memory_on_two_processes(tiny_model_path, tmp_path):
     wanted = [("trl.DPOTrainer", "full"), ("trl.DPOTrainer", "lora")]
     wanted += [("DPOTrainer", "full"), ("DPOTrainer", "lora")]
     wanted += [("DPOTrainer", "precomputed"), ("DPOTrainer", "lora precomputed")]
-    specs = [specification(tiny_model_path, trainer, setup) for trainer, setup in wanted]
-    *stock, full, lora, ahead, lora_ahead = train_in_processes(specs, 2, tmp_path)
+    specs = {f"{trainer} {setup}": specification(tiny_model_path, trainer, setup) for trainer, setup in wanted}
+    *stock, full, lora, ahead, lora_ahead = train_under(None, specs, tmp_path).values()
     for expected, own, computed_ahead in zip(stock, (full, lora), (ahead, lora_ahead), strict=True):
         # Sums over processes are added up in another order than TRL's.
         for entry, of_trl in zip(same_in_trl(own), same_in_trl(expected), strict=True):
