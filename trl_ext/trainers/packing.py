@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.modules.dropout import _DropoutNd
 
 from trl_ext.models.packing import Packing, packing_of, share_prefixes
 from trl_ext.processes import warn_once_per_run
@@ -14,7 +13,6 @@ from trl_ext.processes import warn_once_per_run
 
 def pack_trainer(trainer) -> Packing | None:
     """Pack the passes of a trainer's model and reference model as configured; None, and one line why, if not."""
-    _spare_random_states(trainer)
     models = [trainer.model, getattr(trainer, "ref_model", None)]
     reason = None
     if trainer.args.packing == "off":
@@ -37,20 +35,6 @@ def pack_trainer(trainer) -> Packing | None:
             earlier.remove()
     warn_once_per_run(f"packing: off, rows are padded: {reason}")
     return None
-
-
-def _spare_random_states(trainer) -> None:
-    """Save no random states for the recomputation of layers, which would take host time, if nothing draws from them.
-
-    Your own `gradient_checkpointing_kwargs` decide if they say so.
-    """
-    args, model = trainer.args, trainer.model
-    config = getattr(model.config, "get_text_config", lambda: model.config)().to_dict()
-    names = [name for name, value in config.items() if ("drop" in name or "jitter" in name) and value]
-    drawn = names or any(isinstance(module, _DropoutNd) and module.p for module in model.modules())
-    if args.gradient_checkpointing and not drawn:
-        options = {"use_reentrant": False, "preserve_rng_state": False, **(args.gradient_checkpointing_kwargs or {})}
-        args.gradient_checkpointing_kwargs = options
 
 
 def keeps_groups(trainer) -> bool:

@@ -152,7 +152,7 @@ class RewardTrainer(ResilientTraining, WritesModelCard, TRLRewardTrainer):
             # The trainer divides each loss by the number of micro-batches and averages over ranks. The gradient is
             # then that of the mean over all pairs, however the last window is divided.
             scale, micro_batches = len(batches) * self.accelerator.num_processes / pairs, len(batches)
-            if self._budget is not None:
+            if self._budget is not None and self.packing.packs_all():
                 settings = {"pad_token_id": self.processing_class.pad_token_id}
                 settings["shares"] = not self.packing.draws_dropout()
                 batches = passes_of_pairs(batches, self._budget, self.accelerator, **settings)

@@ -23,7 +23,7 @@ from trl_ext.processes import warn_once_per_run
 from trl_ext.resilience.reward_guard import RewardGuard
 from trl_ext.resilience.training import ResilientTraining
 from trl_ext.rewards import ShapedReward
-from trl_ext.rollouts.generation import warn_of_ignored_settings, without_own_settings
+from trl_ext.rollouts.generation import without_own_settings
 from trl_ext.rollouts.stopping import check_stop, cut_at_stop, end_of_stop
 from trl_ext.trainers.context import PROMPTS, check_context, check_inputs, quiet_about_length, report_plain_prompts
 from trl_ext.trainers.defaults import configuration
@@ -185,9 +185,6 @@ class PolicyTrainer(ResilientTraining, WritesModelCard, StepMetrics, TRLGRPOTrai
         prompts = self.train_dataset["prompt"] if isinstance(self.train_dataset, Dataset) else []
         check_context(self.model, prompts, limits, self.processing_class)
         check_stop(args.stop or (), self._tokenizer)
-        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-        sampling = {name: getattr(args, name) for name in names}
-        warn_of_ignored_settings(self.model, sampling | (args.generation_kwargs or {}))
 
     # ---- What several parts of a step read ----
 
@@ -352,7 +349,8 @@ class PolicyTrainer(ResilientTraining, WritesModelCard, StepMetrics, TRLGRPOTrai
             if keeps_groups(self):
                 self._buffered_inputs = regroup(self._buffered_inputs)
             self._count_tokens(self._buffered_inputs)
-            if self._budget is not None and "num_images" not in self._buffered_inputs[0]:
+            packed = self._budget is not None and self.packing.packs_all()
+            if packed and "num_images" not in self._buffered_inputs[0]:
                 self._divide_into_passes()
             inputs = self._buffered_inputs[self._step % self.args.steps_per_generation]
         return inputs
@@ -360,9 +358,11 @@ class PolicyTrainer(ResilientTraining, WritesModelCard, StepMetrics, TRLGRPOTrai
     def _divide_into_passes(self) -> None:
         """Put the passes of each optimizer step in place of its micro-batches."""
         batches, size = self._buffered_inputs, self.args.gradient_accumulation_steps
+        # Without dropout, a pass encodes the prompt of a group once.
+        shares = not self.packing.draws_dropout()
         self._buffered_inputs = []
         for start in range(0, len(batches), size):
-            passes = passes_of_groups(batches[start : start + size], self._budget, self.accelerator)
+            passes = passes_of_groups(batches[start : start + size], self._budget, self.accelerator, shares=shares)
             self._buffered_inputs += window_of_passes(passes, size)
 
     def _count_tokens(self, batches: list[dict]) -> None:
