@@ -25,11 +25,8 @@ RATIO_SURROGATES: dict[str, list[dict[str, Any]]] = {
     "sapo": [{}, {"temperature_pos": 0.5, "temperature_neg": 2.0}],
 }
 SHAPING: dict[str, list[dict[str, Any]]] = {
-    "center": [{}],
     "center_reference": [{}],
-    "whiten": [{"ddof": 0}, {"ddof": 1}],
     "clip": [{"limit": 0.75}],
-    "length_penalty": [{"per_token": 0.125, "free": 2}, {"per_token": -0.5}],
 }
 
 
@@ -140,8 +137,6 @@ def reward_rows() -> Iterator[Row]:
     for kind in STEPS:
         for settings in SHAPING[kind]:
             yield label("shaping", kind, settings), partial(_shaped, [{"kind": kind, **settings}]), {}
-    chain = [{"kind": "center_reference"}, {"kind": "clip", "limit": 0.75}, {"kind": "whiten", "ddof": 0}]
-    yield "shaping/three steps/", partial(_shaped, chain), {}
     yield "reward model/reward_metrics/", _metrics, {}
 
 
