@@ -130,7 +130,7 @@ def _surrogate(name: str, ratio: str, advantages: Tensor, settings: dict[str, An
 def reward_rows() -> Iterator[Row]:
     for kind in AGGREGATES:
         options = [{}, {"quantile": 0.625}] if kind == "quantile" else [{}]
-        options += [{"ddof": 1}, {"coefficient": 0.25}] if kind in ("mean_minus_std", "uwo") else []
+        options += [{"coefficient": 0.25}] if kind in ("mean_minus_std", "uwo") else []
         for settings in options:
             yield label("ensemble", kind, settings), partial(combine, given.MEMBER_SCORES, kind, **settings), {}
     yield "ensemble/calibrate/", _calibrated, {}
