@@ -76,26 +76,22 @@ def test_a_checkpoint_of_stock_trainers_has_no_marker(removed, error, run):
 
 
 @pytest.mark.parametrize(
-    ("there", "newest", "limit", "options", "left"),
+    ("there", "newest", "limit", "best", "left"),
     [
-        ([1, 2, 3, 4], 4, 2, {}, [3, 4]),
-        ([1, 2, 3, 4], 4, None, {}, [1, 2, 3, 4]),
+        ([1, 2, 3, 4], 4, 2, None, [3, 4]),
+        ([1, 2, 3, 4], 4, None, None, [1, 2, 3, 4]),
         # As with transformers, the best one counts, and with one allowed there are two.
-        ([1, 2, 3, 4], 4, 2, {"best": 1}, [1, 4]),
-        ([1, 2, 3, 4], 4, 1, {"best": 2}, [2, 4]),
-        # The one in use does not.
-        ([1, 2, 3, 4], 4, 2, {"in_use": 1}, [1, 3, 4]),
-        ([1, 2, 3, 4], 4, 2, {"best": 2, "in_use": 1}, [1, 2, 4]),
+        ([1, 2, 3, 4], 4, 2, 1, [1, 4]),
+        ([1, 2, 3, 4], 4, 1, 2, [2, 4]),
         # 9 and 12 were there when the run was resumed from 3: they go before 2, which is older.
-        ([2, 3, 4, 9, 12], 4, 3, {"in_use": 3}, [2, 3, 4, 12]),
-        ([2, 3, 4, 9, 12], 4, 2, {"in_use": 3}, [2, 3, 4]),
+        ([2, 3, 4, 9, 12], 4, 4, None, [2, 3, 4, 12]),
+        ([2, 3, 4, 9, 12], 4, 2, None, [3, 4]),
     ],
 )
-def test_which_are_deleted(there, newest, limit, options, left, tmp_path):
+def test_which_are_deleted(there, newest, limit, best, left, tmp_path):
     for step in there:
         (tmp_path / f"checkpoint-{step}").mkdir()
-    paths = {name: tmp_path / f"checkpoint-{step}" for name, step in options.items()}
-    delete_old(tmp_path / f"checkpoint-{newest}", limit, **paths)
+    delete_old(tmp_path / f"checkpoint-{newest}", limit, best and str(tmp_path / f"checkpoint-{best}"))
     assert steps_in(tmp_path) == left
 
 
