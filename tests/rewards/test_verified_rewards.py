@@ -174,8 +174,7 @@ def test_hostile_answers_are_refused_quickly(answer):
 
 def test_as_a_reward_function_of_trl():
     """Correct, wrong, no form: the means of format and answer are 2/3 and 1/3."""
-    reward = VerifiedReward("r1_zero", truth_column="truth", name="math")
-    assert reward.__name__ == "math"
+    reward = VerifiedReward("r1_zero", truth_column="truth")
     texts = [TAGGED.format("5"), TAGGED.format("6"), "5"]
     columns, metrics = {}, {}
     rewards = reward(
@@ -188,13 +187,13 @@ def test_as_a_reward_function_of_trl():
         log_metric=metrics.__setitem__,
     )
     assert rewards == [1.0, 0.0, 0.0]
-    assert columns == {"reward/math/format": [1.0, 1.0, 0.0], "reward/math/answer": [1.0, 0.0, 0.0]}
-    assert metrics == {"rewards/math/format": pytest.approx(2 / 3), "rewards/math/answer": pytest.approx(1 / 3)}
+    assert columns == {"reward/r1_zero/format": [1.0, 1.0, 0.0], "reward/r1_zero/answer": [1.0, 0.0, 0.0]}
+    assert metrics == {f"rewards/r1_zero/{part}": pytest.approx(n / 3) for part, n in (("format", 2), ("answer", 1))}
     messages = [[{"role": "assistant", "content": text}] for text in texts]
     messages[0][0]["content"] = [{"type": "text", "text": texts[0]}]
     copy = pickle.loads(pickle.dumps(reward))
     assert copy(prompts=[[]] * 3, completions=messages, truth=["5"] * 3) == [1.0, 0.0, 0.0]
-    assert copy.__name__ == "math"
+    assert copy.__name__ == "r1_zero"
 
 
 def test_reward_functions_say_where_the_data_is_wrong():
@@ -221,8 +220,8 @@ def test_reward_functions_say_where_the_data_is_wrong():
 def test_countdown(answer, expected):
     assert parts(countdown_reward(TAGGED.format(answer), [25, 5, 3, 1], 80)) == expected
     assert parts(countdown_reward(answer, [25, 5, 3, 1], 80)) == (0, 0, 0)
-    reward = VerifiedReward("countdown", truth_column="target", numbers_column="nums")
-    given = {"target": [80], "nums": [[25, 5, 3, 1]]}
+    reward = VerifiedReward("countdown", truth_column="target")
+    given = {"target": [80], "numbers": [[25, 5, 3, 1]]}
     assert reward(prompts=["p"], completions=[TAGGED.format(answer)], **given) == [expected[2]]
 
 

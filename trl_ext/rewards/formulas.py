@@ -34,14 +34,11 @@ FUNCTIONS = "sin|cos|tan|exp|log|ln|arcsin|arccos|arctan"
 FUNCTION = re.compile(rf"(?<![\\A-Za-z])({FUNCTIONS})(?![A-Za-z])")
 # A formula that has a value: no relations, integrals, accents or subscripts, which are compared as text.
 COMMANDS = rf"\\(?:frac|sqrt|binom|pi|cdot|times|div|ast|{FUNCTIONS})(?![A-Za-z])"
-VALUE = re.compile(rf"(?:[A-Za-z0-9.+\-*/^!(){{}}\[\]\s×·÷]|(?<=log)\s*_|{COMMANDS}|{GREEK}(?![A-Za-z]))+")
+VALUE = re.compile(rf"(?:[A-Za-z0-9.+\-*/^!(){{}}\[\]\s]|(?<=log)\s*_|{COMMANDS}|{GREEK}(?![A-Za-z]))+")
 APPLIED = rf"\\(?:{FUNCTIONS})(?![A-Za-z])(?:[_^](?:\{{[^{{}}]*\}}|[0-9]))?(?![({{])"
 # Signs, names of functions and logarithms. From left to right, `\ln x/2` is half of `\ln x`, and `x/2y` half of `xy`.
 LATEX_RULES = [
     (re.compile(r"\*\*"), "^"),
-    (re.compile("×"), r"\\times "),
-    (re.compile("·"), r"\\cdot "),
-    (re.compile("÷"), r"\\div "),
     (FUNCTION, r"\\\1 "),
     (re.compile(r"\\log(?!\s*_|[A-Za-z])"), r"\\ln "),
     (re.compile(r"(\\log\s*_)\s*([0-9]+|[A-Za-z])"), r"\1{\2}"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -70,6 +69,9 @@ def countdown_reward(response: str, numbers: Sequence[int], target: float) -> di
     return _scores(answer is not None, countdown_is_solved(inside or "", numbers, target) and inside is not None)
 
 
+# f(response, row) -> `reward`, `format_reward` and `answer_reward`, each 0 or 1.
+Grader = Callable[[str, Mapping[str, Any]], dict[str, float]]
+CATEGORIES = ("correct", "wrong_answer", "wrong_format")
 # Rewards that need only a response and its truth.
 ANSWER_REWARDS = {"r1_zero": r1_zero_reward, "question_only": question_only_reward, "gsm8k": gsm8k_reward}
 KINDS = (*ANSWER_REWARDS, "countdown")
@@ -112,23 +114,12 @@ class VerifiedReward:
     Args:
         kind, fast: as for `VerifiedGrader`.
         truth_column: the dataset's column with the truth of each row: a text, a number or a list of those; for
-            `countdown`, its target.
-        name: the name that TRL logs it under; None for the kind.
-        numbers_column: for `countdown`, the column with the numbers to use.
+            `countdown`, its target, and the column `numbers` has the numbers to use.
     """
 
-    def __init__(
-        self,
-        kind: str = "r1_zero",
-        truth_column: str = "answer",
-        name: str | None = None,
-        *,
-        fast: bool = True,
-        numbers_column: str = "numbers",
-    ):
+    def __init__(self, kind: str = "r1_zero", truth_column: str = "answer", *, fast: bool = True):
         self.grade = VerifiedGrader(kind, fast=fast)
-        self.truth_column, self.numbers_column = truth_column, numbers_column
-        self.__name__ = name or kind
+        self.truth_column, self.__name__ = truth_column, kind
 
     def __call__(
         self,
@@ -149,7 +140,7 @@ class VerifiedReward:
         if self.truth_column not in columns:
             raise ValueError(f"{self.__name__}: the dataset has no column {self.truth_column!r}: give truth_column")
         truths = columns[self.truth_column]
-        numbers = columns.get(self.numbers_column) or [None] * len(truths)
+        numbers = columns.get("numbers") or [None] * len(truths)
         rewards = []
         for index, (completion, truth, given) in enumerate(zip(completions, truths, numbers, strict=True)):
             try:
@@ -199,17 +190,11 @@ def _scores(formatted: bool, correct: bool) -> dict[str, float]:
     return {"reward": float(correct), "format_reward": float(formatted), "answer_reward": float(correct)}
 
 
-# f(response, row) -> `reward`, `format_reward` and `answer_reward`, each 0 or 1.
-Grader = Callable[[str, Mapping[str, Any]], dict[str, float]]
-CATEGORIES = ("correct", "wrong_answer", "wrong_format")
-
-
 def category_of(format_reward: float, answer_reward: float) -> str:
     """The category of a graded response; an answer in the wrong form is never correct."""
     return "correct" if answer_reward else "wrong_answer" if format_reward else "wrong_format"
 
 
-def count_categories(rows: Iterable[Mapping[str, Any]]) -> dict[str, int]:
+def count_categories(rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     """The number of rows per `category`; every category is present, even with no rows."""
-    counts = Counter(row["category"] for row in rows)
-    return {name: counts[name] for name in CATEGORIES}
+    return {name: sum(row["category"] == name for row in rows) for name in CATEGORIES}
