@@ -33,7 +33,7 @@ def test_a_question_without_end_ends_at_the_limit(worker):
     """Hours for a computer algebra system; asked past the checks that come before it."""
     assert worker.verify("2/4", r"\frac{1}{2}") is True
     process, start = worker.process, seconds_of_children()
-    assert worker.verify("(x+y+z+w)^{9999}=1", "(x+y+z+w)^{9998}(x+y+z+w+0.5)=1") is False
+    assert worker.verify("9^{9^{9^{9}}}", "9^{9^{9^{9}}}+1") is False
     assert process.poll() is not None and seconds_of_children() - start < 5
     assert worker.verify("2/4", r"\frac{1}{3}") is False and worker.verify("2/4", r"\frac{1}{2}") is True
     assert worker.started == 2
@@ -42,6 +42,7 @@ def test_a_question_without_end_ends_at_the_limit(worker):
 # In place of math-verify: what a question of each kind would do to the process, without the wait for it.
 STUB = """
 import dataclasses
+import sympy
 @dataclasses.dataclass
 class Normalization:
     units: bool = True
@@ -49,18 +50,15 @@ class Normalization:
 class LatexExtractionConfig:
     normalization_config: Normalization = dataclasses.field(default_factory=Normalization)
 def parse(text, **settings):
-    return [text]
-def verify(truth, answer, **settings):
-    (truth,), (answer,) = truth, answer
     print("0")
-    if "memory" in answer:
+    if "memory" in text:
         bytearray(1 << 31)
-    if "C code" in answer:
+    if "C code" in text:
         sum(range(10 ** 12))
-    if "crash" in answer:
+    if "crash" in text:
         import os
         os.abort()
-    return truth == answer
+    return [sympy.Symbol(text)]
 """
 
 

@@ -97,14 +97,11 @@ def test_box_with_escaped_braces():
     assert last_boxed(r"so \boxed{\left\{ 1 \right.} indeed }") == r"\left\{ 1 \right."
 
 
-@pytest.mark.parametrize("fast", [True, False])
-def test_corpus(fast):
-    """One process serves all of it, without reaching a limit; what is correct in form is correct in any form."""
+def test_corpus():
+    """One process serves all of it, without reaching a limit."""
     started = _worker.started
     for case in CORPUS:
-        expected = case["verdict"] if fast else case.get("with_math_verify", case["verdict"])
-        assert is_correct(case["answer"], case["truth"], fast=fast) is expected, case
-        assert expected or not case["verdict"]
+        assert is_correct(case["answer"], case["truth"]) is case["verdict"], case
     assert _worker.started - started <= 1
 
 
@@ -165,9 +162,8 @@ HOSTILE = {
 def test_hostile_answers_are_refused_quickly(answer):
     """Some milliseconds each in this process; a second leaves room for a machine under load."""
     started, begin = _worker.started, time.process_time()
-    for fast in (True, False):
-        assert not r1_zero_reward(TAGGED.format(answer), "77", fast=fast)["reward"]
-        assert not question_only_reward(f"\\boxed{{{answer}}}", r"\frac{77}{5}", fast=fast)["reward"]
+    assert not r1_zero_reward(TAGGED.format(answer), "77")["reward"]
+    assert not question_only_reward(f"\\boxed{{{answer}}}", r"\frac{77}{5}")["reward"]
     assert time.process_time() - begin < 1
     assert _worker.started - started <= 1
 
@@ -349,19 +345,16 @@ def test_the_last_number_is_graded_as_the_labels_say(solutions):
     assert disagreements(solutions, lambda text, truth: gsm8k_reward(text, truth)["reward"]) == []
 
 
-@pytest.mark.parametrize("fast", [True, False])
-def test_answers_in_a_box_and_in_tags_are_graded_as_the_labels_say(solutions, fast):
+def test_answers_in_a_box_and_in_tags_are_graded_as_the_labels_say(solutions):
     """Answers are spelled `18`, `18.0`, `2,125`, `-3`, `1/5`, `-1.8 billion` or `10+John's age`."""
 
     def boxed(text: str, truth: str) -> float:
         reasoning, mark, answer = text.rpartition("A: ")
-        return question_only_reward(rf"{reasoning}\boxed{{{answer}}}" if mark else text, truth, fast=fast)["reward"]
+        return question_only_reward(rf"{reasoning}\boxed{{{answer}}}" if mark else text, truth)["reward"]
 
     def tagged(text: str, truth: str) -> float:
         reasoning, mark, answer = text.rpartition("A: ")
-        return r1_zero_reward(f"{reasoning}</think> <answer>{answer}</answer>" * bool(mark), truth, fast=fast)[
-            "reward"
-        ]
+        return r1_zero_reward(f"{reasoning}</think> <answer>{answer}</answer>" * bool(mark), truth)["reward"]
 
     assert disagreements(solutions, boxed) == []
     assert disagreements(solutions, tagged) == []

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from accelerate.utils import broadcast_object_list, set_seed
+from accelerate.utils import broadcast_object_list
 from accelerate.utils.memory import should_reduce_batch_size
 from httpx import HTTPError
 from safetensors import SafetensorError
@@ -48,7 +48,6 @@ class ResilientTraining:
     _resumed_from: Path | None = None
     # Of the checkpoint, until the run's first epoch has restored it.
     _progress: checkpoints.Progress | None = None
-    _reseeds: bool = False
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -81,8 +80,6 @@ class ResilientTraining:
             self.check_optimizer_batch(checkpoint)
             self._resumed_from = Path(checkpoint)
             self._progress = checkpoints.read_progress(self, self._resumed_from)
-            random_state = f"rng_state_{self.args.process_index}.pth" if self.args.world_size > 1 else "rng_state.pth"
-            self._reseeds = not (self._resumed_from / random_state).is_file()
         try:
             result = super().train(checkpoint, *args, **kwargs)
         except Exception as error:
@@ -157,10 +154,6 @@ class ResilientTraining:
         super()._run_epoch(**kwargs)
 
     def training_step(self, *args: Any, **kwargs: Any):
-        if self._reseeds:
-            # Processes that were not there before would all draw the first one's numbers.
-            self._reseeds = False
-            set_seed(self.args.seed + self.state.global_step, device_specific=True)
         loss = super().training_step(*args, **kwargs)
         self.update_guard.observe_loss(loss)
         # transformers adds it up for the log, where a NaN would stay.

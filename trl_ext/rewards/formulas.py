@@ -48,19 +48,14 @@ LATEX_RULES = [
 ]
 
 
-def formulas_agree(answer: str, truth: str, *, by_value: bool) -> bool:
-    """Ask math-verify, but only about formulas of bounded size without words, which it reads as products of letters.
-
-    Args:
-        by_value: whether both must have a value, with decimals taken as exact.
-    """
+def formulas_agree(answer: str, truth: str) -> bool:
+    """Whether two formulas that have a value agree, as the math worker says; decimals are taken as exact."""
     formulas = tuple(re.sub(r"\s+(?![A-Za-z0-9])|(?<![A-Za-z0-9])\s+", "", text) for text in (answer, truth))
     if any(map(UNREAD.search, formulas)) or all(map(CALL_OF_FORMULA.search, formulas)):
         return False
-    if by_value:
-        if not all(map(VALUE.fullmatch, formulas)):
-            return False
-        formulas = tuple(re.sub(r"[0-9]*\.[0-9]+", _as_fraction, text) for text in formulas)
+    if not all(map(VALUE.fullmatch, formulas)):
+        return False
+    formulas = tuple(re.sub(r"[0-9]*\.[0-9]+", _as_fraction, text) for text in formulas)
     formulas = _latex(formulas[0], formulas[1]), _latex(formulas[1], formulas[0])
     return all(map(_is_formula, formulas)) and verify_in_worker(*formulas)
 

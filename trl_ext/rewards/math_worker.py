@@ -1,4 +1,4 @@
-"""math-verify in a separate process, with a limit on time and memory.
+"""Formulas are compared in a separate process, with a limit on time and memory.
 
 math-verify's own time limit uses `signal.alarm`, which works only in the main thread. This module starts one process
 at the first question, communicates over pipes, and replaces the process after a question that reaches a limit. The
@@ -21,7 +21,7 @@ JUDGE = Path(__file__).with_name("math_judge.py")
 
 @functools.lru_cache(maxsize=10_000)
 def verify_in_worker(answer: str, truth: str) -> bool:
-    """Whether math-verify accepts the answer as the truth, both in LaTeX. Also False if it reaches a limit."""
+    """Whether the answer equals the truth, both formulas in LaTeX. Also False if the question reaches a limit."""
     return _worker.verify(answer, truth)
 
 
@@ -46,7 +46,7 @@ class MathWorker:
         self._lock = threading.Lock()
 
     def verify(self, answer: str, truth: str) -> bool:
-        """Whether math-verify accepts the answer as the truth. Also False if the process ends without a reply.
+        """Whether the answer equals the truth. Also False if the process ends without a reply.
 
         Raises:
             RuntimeError: the process does not start.

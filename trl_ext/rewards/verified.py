@@ -13,7 +13,7 @@ from trl_ext.rewards.parsers import countdown_is_solved, parse_gsm8k_response
 Truth = str | float | Iterable[str | float]
 
 
-def r1_zero_reward(response: str, ground_truth: Truth, fast: bool = True) -> dict[str, float]:
+def r1_zero_reward(response: str, ground_truth: Truth) -> dict[str, float]:
     """The reward of a response that thinks and then answers in tags: `... </think> <answer> 5 </answer>`.
 
     The form is strict: `</think> <answer>` with one space between, and `</answer>`. The answer is the text after the
@@ -22,7 +22,6 @@ def r1_zero_reward(response: str, ground_truth: Truth, fast: bool = True) -> dic
     Args:
         response: the text after the prompt, which ends with `<think>`.
         ground_truth: text, a number, `\\boxed{...}`, or a list of alternatives.
-        fast: False to give math-verify whole answers as well, as for `is_correct`.
 
     Returns:
         `format_reward`, `answer_reward` and `reward`, each 0 or 1. The reward is that of the answer: 0 in the
@@ -32,27 +31,27 @@ def r1_zero_reward(response: str, ground_truth: Truth, fast: bool = True) -> dic
         ValueError: the truth is not an answer.
     """
     answer = _tagged_answer(response)
-    return _graded(answer is not None, _unboxed(answer), ground_truth, fast)
+    return _graded(answer is not None, _unboxed(answer), ground_truth)
 
 
-def question_only_reward(response: str, ground_truth: Truth, fast: bool = True) -> dict[str, float]:
+def question_only_reward(response: str, ground_truth: Truth) -> dict[str, float]:
     """The reward of a response whose answer is in its last `\\boxed{...}`.
 
     The form is correct if that box is closed. `\\fbox{}` and `\\boxed 5` do not count as boxes. Arguments and result
     are those of `r1_zero_reward`.
     """
     answer = last_boxed(response)
-    return _graded(answer is not None, answer, ground_truth, fast)
+    return _graded(answer is not None, answer, ground_truth)
 
 
-def gsm8k_reward(response: str, ground_truth: Truth, fast: bool = True) -> dict[str, float]:
+def gsm8k_reward(response: str, ground_truth: Truth) -> dict[str, float]:
     """The reward of a response whose answer is its last number.
 
     The form is correct if there is a number. This is the grading of GSM8K (https://arxiv.org/abs/2110.14168).
     Arguments and result are those of `r1_zero_reward`.
     """
     answer = parse_gsm8k_response(response)
-    return _graded(answer is not None, answer, ground_truth, fast)
+    return _graded(answer is not None, answer, ground_truth)
 
 
 def countdown_reward(response: str, numbers: Sequence[int], target: float) -> dict[str, float]:
@@ -84,11 +83,9 @@ class VerifiedGrader:
     Attributes:
         kind: `r1_zero` (tags), `question_only` (a box), `gsm8k` (the last number), or `countdown` (tags around an
             expression of the row's `numbers` that makes its `answer`).
-        fast: as for `is_correct`.
     """
 
     kind: str = "r1_zero"
-    fast: bool = True
 
     def __post_init__(self):
         if self.kind not in KINDS:
@@ -99,7 +96,7 @@ class VerifiedGrader:
         """`reward`, `format_reward` and `answer_reward` of a response, each 0 or 1."""
         if self.kind == "countdown":
             return countdown_reward(response, row.get("numbers"), row["answer"])
-        return ANSWER_REWARDS[self.kind](response, row["answer"], fast=self.fast)
+        return ANSWER_REWARDS[self.kind](response, row["answer"])
 
     def parsed_answer(self, response: str) -> str | None:
         """The answer that the reward extracts from a response; None if there is none."""
@@ -112,13 +109,13 @@ class VerifiedReward:
     """A reward function for TRL's trainers, which can be pickled.
 
     Args:
-        kind, fast: as for `VerifiedGrader`.
+        kind: as for `VerifiedGrader`.
         truth_column: the dataset's column with the truth of each row: a text, a number or a list of those; for
             `countdown`, its target, and the column `numbers` has the numbers to use.
     """
 
-    def __init__(self, kind: str = "r1_zero", truth_column: str = "answer", *, fast: bool = True):
-        self.grade = VerifiedGrader(kind, fast=fast)
+    def __init__(self, kind: str = "r1_zero", truth_column: str = "answer"):
+        self.grade = VerifiedGrader(kind)
         self.truth_column, self.__name__ = truth_column, kind
 
     def __call__(
@@ -178,12 +175,12 @@ def _unboxed(answer: str | None) -> str | None:
     return last_boxed(answer) if answer is not None and "\\boxed" in answer else answer
 
 
-def _graded(formatted: bool, answer: str | None, truth: Truth, fast: bool) -> dict[str, float]:
+def _graded(formatted: bool, answer: str | None, truth: Truth) -> dict[str, float]:
     if answer is None:
         # A bad truth must raise at the first response, even at one without an answer.
         truth_texts(truth)
         return _scores(formatted, False)
-    return _scores(formatted, is_correct(answer, truth, fast=fast))
+    return _scores(formatted, is_correct(answer, truth))
 
 
 def _scores(formatted: bool, correct: bool) -> dict[str, float]:
