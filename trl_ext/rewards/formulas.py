@@ -18,10 +18,9 @@ LONE = r"\((?=[^()]*\))[+-]?(?:[0-9.]+|[A-Za-z])(?:,[+-]?(?:[0-9.]+|[A-Za-z]))*\
 # A letter before a bracket, with its power: a function or a factor.
 CALL = re.compile(rf"((?<![\\A-Za-z])[A-Za-z]{{1,2}}|{GREEK}|\\pi)(\^(?:\{{[^{{}}]*\}}|[0-9]))?({LONE}|\()")
 # Derivatives, inverse functions and functions of sums, which math-verify reads as products and quotients.
-DERIVATIVE = r"(?<![A-Za-z])(?:d|\\partial) ?(?:\^\{?[0-9]\}? ?)?[A-Za-z]?"
 UNREAD = re.compile(
-    rf"'|\\partial|\\frac\{{{DERIVATIVE}\}}\{{(?:(?:d|\\partial) ?[A-Za-z](?:\^\{{?[0-9]\}}?)?)+\}}|{GREEK}{LONE}"
-    rf"|(?<![A-Za-z\\])[eE]{LONE}|(?:[fg](?=\^\{{-1\}}\()|\\?(?:log|ln|lg)\^\{{-1\}})|(?<!log)_(?:\w|\{{\w+\}})\("
+    r"\\frac\{d ?(?:\^\{?[0-9]\}? ?)?[A-Za-z]?\}\{(?:d ?[A-Za-z](?:\^\{?[0-9]\}?)?)+\}"
+    rf"|{GREEK}{LONE}|(?<![A-Za-z\\])[eE]{LONE}|(?:[fg](?=\^\{{-1\}}\()|\\?(?:log|ln|lg)\^\{{-1\}})"
 )
 CALL_OF_FORMULA = re.compile(rf"(?<![A-Za-z\\])[fg](?!{LONE})\(")
 # Towers of powers and of exponentials, long exponents, and factorials of large numbers, of powers or of factorials
