@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
 import signal
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
 from tests.support.faults_once import At
@@ -129,15 +126,6 @@ def test_a_run_that_has_ended_needs_its_best_checkpoint_alone(limit, spec, tmp_p
     assert steps_in(tmp_path) == [1, 3][:limit]
 
 
-def test_the_best_checkpoint_goes_by_its_own_name(spec, tmp_path):
-    arguments = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "learning_rate": 1e-3}
-    trainer = train({**spec, "held_out": pairs(4, seed=9), "args": {**spec["args"], **arguments}}, str(tmp_path))
-    best = tmp_path / f"checkpoint-{trainer.state.best_global_step}"
-    assert trainer.state.best_model_checkpoint == str(best)
-    state = json.loads((best / "trainer_state.json").read_text())
-    assert state["best_model_checkpoint"] == str(best)
-
-
 # ---- What a run leaves that is stopped ----
 
 
@@ -241,19 +229,3 @@ def test_the_recipes_checkpoint_to_resume(run, spec, tmp_path, monkeypatch, caps
     (begun / "results.json").write_text("{}")
     with pytest.raises(FileNotFoundError, match="has no checkpoint to resume"):
         resume(begun)
-
-
-class Malicious(str):
-    """What pickle would run when it is read: a folder is made."""
-
-    def __reduce__(self):
-        return os.mkdir, (str(self),)
-
-
-@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth"])
-def test_nothing_in_a_checkpoint_is_unpickled(name, spec, run, tmp_path):
-    folder = run / "checkpoint-2"
-    torch.save({"state": Malicious(str(tmp_path / "harm"))}, folder / name)
-    with pytest.raises(Exception, match="Weights only load failed|weights_only"):
-        build(spec, str(run)).train(resume_from_checkpoint=str(folder))
-    assert not (tmp_path / "harm").exists()

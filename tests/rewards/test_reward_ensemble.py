@@ -8,8 +8,8 @@ import math
 import pytest
 import torch
 
-from tests.support.reward_adapters import COMPLETIONS, PROMPTS, load_policy, save_adapter, save_full_model
-from trl_ext.rewards import RewardEnsemble, RewardModel, combine, share_or_load
+from tests.support.reward_adapters import COMPLETIONS, PROMPTS, save_full_model
+from trl_ext.rewards import RewardEnsemble, RewardModel, combine
 
 # Scores of three members for two responses.
 SCORES = torch.tensor([[1.0, 0.9], [0.4, 0.8], [0.7, 0.85]], dtype=torch.float64)
@@ -223,18 +223,3 @@ def test_names_of_members_never_agree(tiny_model_path, tmp_path):
     members = [table([0.0], name) for name in ("best", "best-2", "best", "best")]
     assert RewardEnsemble(members).names == ["best", "best-2", "best-3", "best-4"]
     assert ensemble.to_dict()["members"][0]["source"] == first
-
-
-def test_an_ensemble_on_the_policys_backbone(tiny_model_path, tmp_path):
-    """Shared, the same rewards as with a copy for each member; cut completions reach the members as cut."""
-    folders = [save_adapter(tiny_model_path, tmp_path / f"rm{seed}", seed=seed) for seed in range(3)]
-    separate = [RewardModel(folder) for folder in folders]
-    shared = [RewardModel(folder) for folder in folders]
-    share_or_load(shared, load_policy(tiny_model_path), "always")
-    finished = [True, False, True, False]
-    scores = torch.stack([model.score(PROMPTS, COMPLETIONS, finished=finished) for model in separate])
-    expected = (scores.mean(dim=0) - 0.5 * ((scores - scores.mean(dim=0)) ** 2).mean(dim=0)).tolist()
-    for members in (separate, shared):
-        ensemble = RewardEnsemble(members, aggregate="uwo")
-        assert ensemble(PROMPTS, COMPLETIONS, finished=finished) == pytest.approx(expected, abs=2e-6)
-        assert ensemble(PROMPTS, COMPLETIONS) != pytest.approx(expected, abs=1e-3)

@@ -87,7 +87,7 @@ def test_a_response_that_one_of_two_functions_fails_on_has_no_reward(fault, is_a
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("mode", ["skip", "raise"])
 def test_calls_of_a_function_that_fails(mode, is_async, caplog):
-    """It is called once, and its error is told with the rows of the call."""
+    """It is called once, and its error is told with the rows of the call and its line."""
     seen = []
 
     def judge(prompts, **_):
@@ -110,7 +110,7 @@ def test_calls_of_a_function_that_fails(mode, is_async, caplog):
         (message,) = [record.message for record in caplog.records]
         assert "all 64 responses of the call" in message
     assert message.startswith("the reward function 'judge' failed on row_id 'row0', row_id 'row1', row_id 'row2', ")
-    assert "...: KeyError: 'no answer'" in message
+    assert "...: KeyError: 'no answer' (test_reward_faults.py, line " in message
     assert seen == [64]
 
 

@@ -190,13 +190,6 @@ def test_that_ends_do_not_show_is_said_once(folders, tmp_path, caplog):
     assert len(lines()) == 1
 
 
-def test_limits_are_those_of_training(folders, tmp_path):
-    assert RewardModel(folders["full"]).limits == {"max_prompt_tokens": 512, "max_response_tokens": 512}
-    text = '{"max_prompt_tokens": null, "max_response_tokens": 5}'
-    unlimited = with_limits(folders["full"], tmp_path / "unlimited", text)
-    assert RewardModel(unlimited).limits == {"max_prompt_tokens": None, "max_response_tokens": 5}
-
-
 def test_loading_is_lazy_idempotent_and_draws_no_random_numbers(folders):
     for kind in ("adapter", "full"):
         before = torch.get_rng_state()

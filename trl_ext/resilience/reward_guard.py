@@ -7,8 +7,10 @@ import inspect
 import logging
 import math
 import threading
+import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -59,7 +61,7 @@ class RewardGuard:
             try:
                 rewards = _call(function, arguments, self.limit)
             except Exception as error:
-                return self._failed(name, arguments, error)
+                return self._failed(function, name, arguments, error)
             return self._checked(name, arguments, rewards)
 
         async def scored_later(**arguments: Any) -> list[float | None]:
@@ -68,7 +70,7 @@ class RewardGuard:
                 async with clock:
                     rewards = await function(**arguments)
             except Exception as error:
-                return self._failed(name, arguments, TimedOut() if clock.expired() else error)
+                return self._failed(function, name, arguments, TimedOut() if clock.expired() else error)
             return self._checked(name, arguments, rewards)
 
         is_coroutine = inspect.iscoroutinefunction
@@ -76,17 +78,17 @@ class RewardGuard:
         guarded.__name__ = name
         return guarded
 
-    def _failed(self, name: str, arguments: dict[str, Any], error: Exception) -> list[None]:
+    def _failed(self, function: Callable, name: str, arguments: dict[str, Any], error: Exception) -> list[None]:
         rows = _described(arguments)
         told = brief(", ".join(dict.fromkeys(rows)), 300)
         if isinstance(error, TimedOut):
             what = f"did not come back within {self.limit:g} seconds (reward_timeout), given {told}"
         else:
-            what = f"failed on {told}: {type(error).__name__}: {error}"
+            what = f"failed on {told}: {type(error).__name__}: {error}{_place(function, error)}"
         message = f"the reward function {name!r} {what}"
         if self.on_error == "raise":
             raise RewardError(f"{message} (--reward_errors skip trains on without these rewards)") from error
-        logger.warning(f"{message}; all {len(rows)} responses of the call are without a reward", exc_info=error)
+        logger.warning(f"{message}; all {len(rows)} responses of the call are without a reward")
         self.failed.update(range(len(rows)))
         return [None] * len(rows)
 
@@ -139,3 +141,10 @@ def _described(arguments: dict[str, Any]) -> list[str]:
     if "row_id" in arguments:
         return [f"row_id {row_id!r}" for row_id in arguments["row_id"]]
     return [f"the prompt {str(prompt)[:120]!r}" for prompt in arguments["prompts"]]
+
+
+def _place(function: Callable, error: Exception) -> str:
+    """The line of the function's own file that raised the error; empty if it is not known."""
+    code = getattr(inspect.unwrap(getattr(function, "reward", function)), "__code__", None)
+    lines = [at.lineno for at in traceback.extract_tb(error.__traceback__) if code and at.filename == code.co_filename]
+    return f" ({Path(code.co_filename).name}, line {lines[-1]})" if lines else ""
