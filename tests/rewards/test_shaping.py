@@ -59,6 +59,8 @@ def test_what_it_wraps_is_told_everything_and_reports():
     assert rewards == [1.0, 1.5] and seen == {"finished": [True, False], "column": [7, 8]}
     assert logged["rewards/ensemble/mean"] == 2.0 and logged["rewards/one/mean"] == 3.0
     assert shaped.__name__ == "ensemble+clip" and innermost(shaped) is ensemble
+    both = ShapedReward(ensemble, parse_shaping('["center_reference", {"kind": "clip", "limit": 1.5}]'))
+    assert both.__name__ == "ensemble+center_reference+clip" and both.needs_calibration
 
 
 @pytest.mark.parametrize(

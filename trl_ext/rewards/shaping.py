@@ -86,7 +86,7 @@ def innermost(reward: Any) -> Any:
     return reward.reward if isinstance(reward, ShapedReward) else reward
 
 
-def parse_shaping(text: str) -> list[dict[str, Any]]:
+def parse_shaping(text: str) -> list[dict[str, Any] | str]:
     """The steps of a `ShapedReward` that a JSON text lists.
 
     Raises:
@@ -96,7 +96,9 @@ def parse_shaping(text: str) -> list[dict[str, Any]]:
         found = parse_json(text)
         if not isinstance(found, list) or not found:
             raise ValueError('give a list of steps, such as ["center_reference", {"kind": "clip", "limit": 5}]')
-        return [_read_step(entry) for entry in found]
+        for entry in found:
+            _read_step(entry)
+        return found
     except ValueError as error:
         raise ValueError(f"reward_shaping: {error}") from None
 
