@@ -14,10 +14,9 @@ _NAMES_BY_MODULE = {
     ".judging.protocol": "JudgeError JudgeUnavailable Judgement PairwiseJudge Usage",
     ".judging.rubric": "RubricReward",
     ".judging.score_judges": "GroundTruthJudge RewardModelJudge",
-    ".comparing.best_of_n_curve": "best_of_n_curve plot_best_of_n",
     ".comparing.generations": "PolicyComparison compare_generations",
     ".comparing.preferences": "approximate_kl join_pair_scores preference_metrics",
-    ".comparing.reward_models": "best_of_n reward_metrics reward_mistakes true_order_metrics",
+    ".comparing.reward_models": "best_of_n best_of_n_curve reward_metrics true_order_metrics",
     ".comparing.tournament": "run_tournament",
     ".report": "write_report",
     ".reporting.plots": "plot_run",
@@ -31,6 +30,6 @@ _NAMES_BY_MODULE = {
     ".submissions.candidates": "compare_candidates judge_candidate",
     ".submissions.grading": "grade_submission",
     ".submissions.submission": "generate_submission_file pack_submission score_submission_file",
-    "trl_ext.rollouts.diagnostics": "GenerationDiagnostics diagnose_generations",
+    "trl_ext.rollouts.diagnostics": "diagnose_generations",
 }
 __all__, __getattr__, __dir__ = lazy_names(__name__, _NAMES_BY_MODULE)
