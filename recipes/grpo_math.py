@@ -42,7 +42,7 @@ def main() -> None:
         # The problems with their prompt template and grader; the reward is any function with TRL's signature.
         arguments.sample_as(training)
         train, validation, final = load_problem_sets(arguments)
-        reward = VerifiedReward(train.reward, fast=not arguments.use_math_verify)
+        reward = VerifiedReward(train.reward)
         # Do this before the trainer is created, which reads the stop strings.
         settings = rollout_settings(arguments, training, train.reward)
 

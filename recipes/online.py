@@ -60,7 +60,7 @@ def main(config_class: type[PolicyConfig] = PolicyConfig, trainer_class: type[Po
         train = splits[arguments.train_split]
         prompts = optional_split(splits, "prompt_split", arguments, "no held-out evaluation")
         plain = load_rewards(arguments, training.per_device_eval_batch_size)
-        rewards = shape_rewards(plain, arguments.reward_shaping, training)
+        rewards = shape_rewards(plain, arguments.reward_shaping)
 
         trainer = run.load_trainer(partial(trainer_class, reward_funcs=rewards), train_dataset=train)
         # This comes after the trainer is created, when members of an ensemble share a backbone if they can.

@@ -167,7 +167,7 @@ SOURCES = [
     (Trainer._load_optimizer_and_scheduler, "self.args.device", RESUMABLE),
     (Trainer._save_checkpoint, "save_total_limit=self.args.save_total_limit", RESUMABLE),
     (Trainer._finalize_training, "self.args.save_total_limit == 1", RESUMABLE),
-    (BatchSamplerShard, "self.batch_sampler = batch_sampler", "trl_ext.resilience.progress.generator_of"),
+    (BatchSamplerShard, "self.batch_sampler = batch_sampler", "trl_ext.resilience.checkpoints.generators_of"),
     (prepare_data_loader, "sampler.generator", RESUMABLE),
     (trl.DPOTrainer.evaluate, "self.precompute_ref_logps", PREFERENCE),
     (trl.DPOTrainer.prediction_step, "self.compute_loss(", PREFERENCE),

@@ -108,8 +108,7 @@ RECIPES = {
     "reward_model": ["--max_steps=4", "--eval_steps=2", "--save_steps=2", "--logging_steps=1", "--disable_tqdm=true"],
     "sft": [*EVALUATED, "--generation_eval_every=2", "--num_generation_prompts=4"],
     "gspo": REWARDED,
-    # The running mean of the rewards is resumed with the run.
-    "dr_grpo": [*REWARDED, '--reward_shaping=["center", {"kind": "clip", "limit": 0.25}]'],
+    "dr_grpo": [*REWARDED, '--reward_shaping=[{"kind": "clip", "limit": 0.25}]'],
     "ppo": [*REWARDED, "--num_generations=1", "--generation_batch_size=8", "--num_iterations=1"],
     "online_preference": REWARDED,
     "sft_math": [*EVALUATED, "--generation_eval_every=2", "--num_generation_prompts=4"],

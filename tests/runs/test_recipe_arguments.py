@@ -55,7 +55,6 @@ REFUSED = {
         ([KNOWN, "--calibrate_rewards", "true"], "several --reward_model"),
         ([KNOWN, "--reward_shaping", '["clip"]'], "reward_shaping: clip: "),
     ],
-    "remax": [([KNOWN, "--reward_shaping", '["center"]'], "center and whiten do not go with remax")],
     "sft_math": [
         (["--reward", "r1"], "reward must be one of"),
         (["--reward", "countdown"], "needs problems with nums and target"),

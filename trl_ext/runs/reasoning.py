@@ -46,11 +46,6 @@ class ProblemArguments:
         "Default: countdown where problems have numbers and a target, question_only for the prompts of that name "
         "and boxed, else r1_zero.",
     )
-    use_math_verify: bool = HfArg(
-        default=False,
-        help="Give math-verify whole answers as well: it accepts unreduced fractions, lists in any order and "
-        "equivalent equations.",
-    )
     num_eval_prompts: int | None = HfArg(default=None, help="Problems to evaluate on. Default: all.")
     max_new_tokens: int = HfArg(default=1024, help="Longest response, in tokens.")
     generation_temperature: float = HfArg(default=1.0, help="Sampling temperature of evaluations; 0 is greedy.")
@@ -129,7 +124,7 @@ def load_problems(arguments: ProblemArguments, split: str, setting: str | None =
         reward = "countdown" if has_numbers else "question_only" if within in BOXED else "r1_zero"
     elif reward == "countdown" and not all("numbers" in row for row in rows):
         raise ValueError(f"the reward countdown needs problems with nums and target, which {split!r} has not")
-    return Problems(rows, template, name, reward, VerifiedGrader(reward, fast=not arguments.use_math_verify))
+    return Problems(rows, template, name, reward, VerifiedGrader(reward))
 
 
 def load_problem_sets(arguments: ValidatedProblems) -> tuple[Problems, Problems, Problems]:

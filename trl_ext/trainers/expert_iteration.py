@@ -21,7 +21,6 @@ from transformers import Trainer, TrainerState
 
 from trl_ext.files import write_json, write_json_lines
 from trl_ext.resilience import checkpoints
-from trl_ext.resilience.progress import counts_of, set_counts
 from trl_ext.rewards.verified import Grader, count_categories
 from trl_ext.rollouts import SamplingSettings, TransformersEngine, VLLMEngine, response_entropies
 from trl_ext.rollouts.responses import evaluate_reasoning
@@ -168,13 +167,12 @@ class ExpertIterationTrainer(SFTTrainer):
         done = 0
         if checkpoint is not None:
             self.check_optimizer_batch(checkpoint)
-            self._resumed_from = Path(checkpoint)
             saved = json.loads((Path(checkpoint) / ROUND_FILE).read_text(encoding="utf-8"))
             done = saved["expert_step"]
             self.state = TrainerState.load_from_json(str(Path(checkpoint) / "trainer_state.json"))
             if done:
                 self._load_from_checkpoint(checkpoint)
-                set_counts(self, saved["carried_over"])
+                checkpoints.set_counts(self, saved["carried_over"])
         self.state.is_world_process_zero = self.is_world_process_zero()
         if self.accelerator.is_main_process:
             # The next round's first line has the step at which the finished ones ended.
@@ -196,12 +194,11 @@ class ExpertIterationTrainer(SFTTrainer):
         if step:
             self.save_model(str(folder))
         if self.args.should_save:
-            carried_over = counts_of(self, self.carried_over)
+            carried_over = checkpoints.counts_of(self, self.carried_over)
             write_json(folder / ROUND_FILE, {"expert_step": step, "carried_over": carried_over})
             self.state.save_to_json(str(folder / checkpoints.STATE_FILE))
             checkpoints.mark_complete(folder, self.get_total_train_batch_size(self.args))
-            in_use = self._resumed_from if step < self.args.n_steps else None
-            checkpoints.delete_old(folder, self.args.save_total_limit, in_use=in_use)
+            checkpoints.delete_old(folder, self.args.save_total_limit)
 
     # ---- One round ----
 
