@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import REPOSITORY
+from trl_ext.rewards import math_worker
 from trl_ext.rewards.math_worker import MathWorker
 
 
@@ -100,6 +103,26 @@ def test_a_killed_process_is_replaced_and_none_is_left(worker):
     worker.close()
     with pytest.raises(ProcessLookupError):
         os.kill(second, 0)
+
+
+@pytest.mark.parametrize("kills", [1, 2])
+def test_a_question_that_was_killed_from_outside_is_asked_once_more(kills, worker, monkeypatch):
+    """Killed while it answers, as by the out-of-memory killer; the second time there is no verdict to remember."""
+    monkeypatch.setattr(math_worker, "_worker", worker)
+    math_worker._verdict.cache_clear()
+    start = worker._start
+
+    def start_and_kill() -> None:
+        start()
+        if worker.started <= kills:
+            worker.process.send_signal(signal.SIGSTOP)
+            threading.Timer(0.2, worker.process.kill).start()
+
+    monkeypatch.setattr(worker, "_start", start_and_kill)
+    if kills == 2:
+        assert math_worker.verify_in_worker("2/4", "1/2") is False
+    assert math_worker.verify_in_worker("2/4", "1/2") is True
+    assert worker.started == kills + 1
 
 
 SCRIPT = """

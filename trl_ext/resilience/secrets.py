@@ -44,11 +44,16 @@ class KeepsSecrets:
     """Mixin before TRL's configurations, whose `hub_token` and `model_init_kwargs` may hold credentials.
 
     They are left out of training_args.bin, which transformers pickles with every saved model, and of the settings
-    that it sends to trackers. A deep copy keeps them, to load a private model.
+    that it sends to trackers. Copies keep them, to load a private model.
     """
 
     def __getstate__(self) -> dict[str, Any]:
         return without_secrets(self.__dict__)
+
+    def __copy__(self):
+        made = object.__new__(type(self))
+        made.__dict__ = dict(self.__dict__)
+        return made
 
     def __deepcopy__(self, memo: dict[int, Any]):
         made = object.__new__(type(self))
