@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from trl_ext.evaluation.command_line import at_least_one, format_table, one_line_errors, print_json
 from trl_ext.evaluation.submissions.assets import MAX_PROMPT_TOKENS, default_max_new_tokens
-from trl_ext.evaluation.submissions.commands import DEFAULT, add_prompt_arguments, make_parser
+from trl_ext.evaluation.submissions.commands import DEFAULT, add_data_arguments, make_parser
 from trl_ext.evaluation.submissions.submission import generate_submission_file
 
 DESCRIPTION = """\
@@ -22,7 +22,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = make_parser("generate", DESCRIPTION)
     parser.add_argument("--model", required=True, help="toy, a folder of a model or of an adapter, or a hub model")
     parser.add_argument("--out", required=True, help="such as submission/policy_generations/aot.jsonl")
-    add_prompt_arguments(parser, base=False)
+    add_data_arguments(parser, base=False, prefs=False)
     longest = "of a prompt; the end is kept" + DEFAULT
     parser.add_argument("--max_prompt_tokens", type=at_least_one, default=MAX_PROMPT_TOKENS, help=longest)
     parser.add_argument("--batch_size", type=at_least_one, default=32, help="prompts per batch" + DEFAULT)

@@ -10,7 +10,7 @@ from trl_ext.evaluation.statistics.intervals import Estimate
 from trl_ext.evaluation.submissions import commands
 from trl_ext.evaluation.submissions.candidates import CandidateResult, compare_candidates, judge_candidate
 from trl_ext.evaluation.submissions.rows import read_human_labels
-from trl_ext.files import write_json, write_json_lines
+from trl_ext.files import write_json_lines
 from trl_ext.names import check_choice
 
 DESCRIPTION = """\
@@ -21,7 +21,7 @@ of a random part of the prompts, also a win rate without the judge's bias.
 cost    two questions per prompt and candidate. ground_truth and reward_model cost computing time only; openai costs
         money: see --estimate first. Its key is read from OPENAI_API_KEY.
 writes  with openai, every verdict into --cache as it arrives: the same command resumes and pays for nothing twice.
-        With --out the figures as JSON, with --verdicts what the judge said on every row.
+        With --verdicts what the judge said on every row.
 """
 HEADER = ("candidate", "win rate, ties dropped", "ties as half", "at equal lengths", "tokens", "of the base")
 HEADER += ("agreement", "position bias", "length bias", "errors")
@@ -31,10 +31,8 @@ def main(arguments: list[str] | None = None) -> None:
     """Read the arguments, judge and print."""
     parser = commands.make_parser("judge", DESCRIPTION)
     parser.add_argument("--candidate", nargs="+", required=True, metavar="FILE", help="files of responses")
-    commands.add_prompt_arguments(parser)
+    commands.add_data_arguments(parser, prefs=False)
     commands.add_judge_arguments(parser)
-    commands.add_rule_argument(parser)
-    parser.add_argument("--out", type=Path, help="write the figures as JSON")
     parser.add_argument("--verdicts", type=Path, help="write what the judge said on every row as JSONL")
     labels = "JSONL with row_id and outcome: candidate, base or tie; NAME is a candidate's file without .jsonl, if "
     labels += "there are several"
@@ -59,13 +57,10 @@ def main(arguments: list[str] | None = None) -> None:
         ]
         summary = {
             "judge": commands.judge_settings(options),
-            "rule": options.rule,
             "candidates": [result.to_dict() for result in results],
-            "differences": compare_candidates(results, options.rule),
+            "differences": compare_candidates(results),
             "usage": sum((result.usage for result in results), Usage()).to_dict(),
         }
-        if options.out:
-            write_json(options.out, summary)
         if options.verdicts:
             rows = [{"candidate": result.name, **row} for result in results for row in result.verdicts]
             write_json_lines(options.verdicts, rows)
@@ -79,28 +74,28 @@ def main(arguments: list[str] | None = None) -> None:
             print(
                 f"{result.name}, human labels and judge: {Estimate(found.rate, found.low, found.high):.3f}, like "
                 f"{found.effective_n:.0f} labels; {found.n_labels} labels alone: "
-                f"{commands.interval_cell(vars(found.labels_only))}; {total}"
+                f"{commands.interval_cell(found.labels_only)}; {total}"
             )
     for row in summary["differences"]:
         difference = f"{Estimate(row['difference'], row['low'], row['high']):.3f}, paired over {row['n']} prompts"
         p_value = f"McNemar p {row['mcnemar']['p_value']:.4f}"
-        print(f"{' minus '.join(row['candidates'])}, {row['rule']}: {difference}; {p_value}")
+        print(f"{' minus '.join(row['candidates'])}, ties dropped: {difference}; {p_value}")
     print(commands.usage_line(summary["usage"]))
 
 
 def _row(result: CandidateResult) -> tuple:
-    figures, controlled = result.win_rate.to_dict(), result.length_controlled
+    rates, controlled = result.win_rate, result.length_controlled
     return (
         result.name,
-        commands.interval_cell(figures["agreed"]),
-        commands.interval_cell(figures["half"]),
+        commands.interval_cell(rates.agreed),
+        commands.interval_cell(rates.half),
         "-" if controlled is None else f"{Estimate(controlled.rate, controlled.low, controlled.high):.3f}",
         result.mean_tokens,
         result.base_mean_tokens,
-        figures["agreement_rate"],
-        figures["position_bias"],
+        rates.agreement_rate,
+        rates.position_bias,
         controlled and controlled.length_coefficient,
-        figures["n_errors"],
+        rates.n_errors,
     )
 
 

@@ -28,7 +28,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("files", nargs="+", metavar="FILE", help="files of responses; their names name the policies")
     out = "folder for the results" + commands.DEFAULT
     parser.add_argument("--out", type=Path, default=Path("tournament"), help=out)
-    commands.add_prompt_arguments(parser)
+    commands.add_data_arguments(parser, prefs=False)
     commands.add_judge_arguments(parser)
     with one_line_errors():
         options = parser.parse_args(arguments)

@@ -7,12 +7,9 @@ from trl_ext.names import lazy_names
 # Modules and their public names. A module loads when one of its names is first used.
 _NAMES_BY_MODULE = {
     ".judging.cache": "CacheError VerdictCache",
-    ".judging.cost": "Cost estimate",
     ".judging.openai_judge": "OpenAIJudge",
-    ".judging.openai_model": "OpenAIModel",
     ".judging.pairs": "JudgingResult TooManyErrors compare judge_pairs",
     ".judging.protocol": "JudgeError JudgeUnavailable Judgement PairwiseJudge Usage",
-    ".judging.rubric": "RubricReward",
     ".judging.score_judges": "GroundTruthJudge RewardModelJudge",
     ".comparing.best_of_n_curve": "best_of_n_curve plot_best_of_n",
     ".comparing.generations": "PolicyComparison compare_generations",

@@ -16,7 +16,7 @@ from tests.support.reward_adapters import load_policy, save_full_model
 from tests.support.tiny import save_tiny_model
 from trl_ext.evaluation import grade_submission
 from trl_ext.evaluation.submissions import submission
-from trl_ext.evaluation.submissions.assets import load_prompts, token_counter
+from trl_ext.evaluation.submissions.assets import load_prompts
 from trl_ext.evaluation.submissions.submission import (
     generate_submission_file,
     pack_submission,
@@ -168,19 +168,14 @@ class TestBuildScoreAndPack:
         assert again(overwrite=True)["sha256"] == packed["sha256"]
 
     def test_what_is_packed_is_what_can_be_graded(self, tmp_path):
-        """One text of 60 words beside a row that says 9 tokens: over the 48 of the embedded prompts by its own count.
-
-        Packing and grading name the same row in the same words, by the embedded tokenizer.
-        """
+        """A row of 49 tokens is over the 48 of the embedded prompts; packing and grading name it in the same words."""
         rows = [response(row["row_id"], "word", 9, row["prompt_text"]) for row in load_prompts()]
-        rows[7]["response_text"] = "word, " * 60
-        counted = token_counter("toy")(rows[7]["response_text"])
+        rows[7]["generated_num_tokens"] = 49
         path = write_rows(tmp_path / "submission" / "policy_generations" / "aot.jsonl", rows)
         (grade,) = grade_submission(tmp_path / "submission", {"aot": 0.5}).grades
         (problem,) = grade.problems
         assert (grade.reason, grade.passed, grade.figure) == ("1 bad row", False, None)
-        words = "over the token budget of 48: generated_num_tokens is 9, and the text has"
-        assert problem == f"row_id {rows[7]['row_id']}: {words} {counted} tokens"
+        assert problem == f"row_id {rows[7]['row_id']}: over the token budget of 48: generated_num_tokens is 49"
         pack = partial(pack_submission, tmp_path / "submission", tmp_path / "s.zip", ["aot"])
         assert_refused(pack, f"{path}: {problem}")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -14,12 +13,6 @@ from typing import Any, NamedTuple
 from trl_ext.evaluation.judging.protocol import Judgement, PairwiseJudge, Usage, Verdict
 from trl_ext.evaluation.judging.run import JudgingRun, Question
 from trl_ext.evaluation.statistics.win_rate import PairOutcome, System
-
-# The reason recorded with a row about which nothing was asked.
-EMPTY = "empty response"
-IDENTICAL = "identical responses"
-# The error of a row if the run stopped before both of its questions were answered.
-NOT_ASKED = "not asked: too many rows before it could not be judged"
 
 
 class JudgingResult(NamedTuple):
@@ -38,11 +31,7 @@ class JudgingResult(NamedTuple):
 
 
 class TooManyErrors(ValueError):
-    """Raised when more rows than allowed could not be judged; `result` holds the judged ones."""
-
-    def __init__(self, message: str, result: JudgingResult):
-        super().__init__(message)
-        self.result = result
+    """Raised when more rows than allowed could not be judged."""
 
 
 class CallableJudge:
@@ -75,9 +64,8 @@ def judge_pairs(
     before its thread asks the next question, so the same call resumes after a kill.
 
     Two kinds of rows are not asked about. A row with an empty candidate response is lost. A row with identical
-    responses is a tie and not usable: the judge would name the same label in both orders, or tag the row
-    `near_identical`. It is excluded from `agreed`, is half a win under `half`, and counts as agreement in
-    `agreement_rate`.
+    responses is a tie and not usable: it is excluded from `agreed`, is half a win under `half`, and counts as
+    agreement in `agreement_rate`.
 
     Args:
         judge: a judge, or a function `f(prompt, response_a, response_b)`. It is called from several threads, unless it
@@ -102,26 +90,19 @@ def judge_pairs(
     judge = judge if hasattr(judge, "judge") else CallableJudge(judge)
     rows = list(rows)
     passes = make_questions(judge, rows, candidate, base, candidate_finished, base_finished)
-    questions = distinct_questions(passes)
-    if cache is not None:
-        # Shuffle, so that another run on the same cache and rows rarely asks the same questions at the same time.
-        random.Random().shuffle(questions)
     # A share such as 0.29 of 100 rows is 29, up to rounding.
     max_errors = math.floor(max_error_fraction * len(rows) + 1e-9)
     with open_cache(judge, cache) as store:
         run = JudgingRun(judge, store, max_concurrency, max_errors, progress)
-        run.ask_all(questions)
-    outcomes = [_outcome(row["row_id"], pair, run) for row, pair in zip(rows, passes, strict=True)]
-    verdicts = [_verdict_row(outcome, pair, run) for outcome, pair in zip(outcomes, passes, strict=True)]
-    result = JudgingResult(outcomes, run.usage, verdicts)
-    failed = [outcome for outcome in outcomes if outcome.error not in (None, NOT_ASKED)]
+        run.ask_all(distinct_questions(passes))
+    judged = [_judged(row["row_id"], pair, run) for row, pair in zip(rows, passes, strict=True)]
+    failed = [outcome for outcome, _ in judged if outcome.error]
     if len(failed) > max_errors:
         raise TooManyErrors(
             f"{len(failed)} of {len(rows)} rows could not be judged, more than the share of {max_error_fraction:g} "
-            f"that max_error_fraction allows; the first: row_id {failed[0].row_id}: {failed[0].error}",
-            result,
+            f"that max_error_fraction allows; the first: row_id {failed[0].row_id}: {failed[0].error}"
         )
-    return result
+    return JudgingResult([outcome for outcome, _ in judged], run.usage, [verdict for _, verdict in judged])
 
 
 def compare(
@@ -200,32 +181,33 @@ def open_cache(judge: PairwiseJudge, path: str | Path | None):
     return VerdictCache(path)
 
 
-def _outcome(row_id: str, pair: tuple[Question, Question] | PairOutcome, run: JudgingRun) -> PairOutcome:
-    """The outcome of one row: in the first question the candidate's response is A, in the second the base's."""
+def _judged(
+    row_id: str, pair: tuple[Question, Question] | PairOutcome, run: JudgingRun
+) -> tuple[PairOutcome, dict[str, Any]]:
+    """The outcome of one row and its verdicts; in the first question the candidate's response is A."""
+    answers, reason = [None, None], None
     if isinstance(pair, PairOutcome):
-        return pair
-    first, second = (run.answers.get(question.key) for question in pair)
-    if first is None or second is None:
-        error = next((run.errors[question.key] for question in pair if question.key in run.errors), NOT_ASKED)
-        return PairOutcome(row_id, None, None, error=error)
-    systems: dict[Verdict, System] = {"A": "candidate", "B": "base", "tie": "tie"}
-    swapped: dict[Verdict, System] = {"A": "base", "B": "candidate", "tie": "tie"}
-    usable = first["usable"] and second["usable"]
-    return PairOutcome(row_id, systems[first["verdict"]], swapped[second["verdict"]], usable=usable)
-
-
-def _verdict_row(
-    outcome: PairOutcome, pair: tuple[Question, Question] | PairOutcome, run: JudgingRun
-) -> dict[str, Any]:
-    was_asked, judged = not isinstance(pair, PairOutcome), outcome.error is None
-    first, second = (run.answers.get(question.key) for question in pair) if was_asked else (None, None)
-    return {
-        "row_id": outcome.row_id,
-        "outcome": None if not judged else outcome.first if outcome.first == outcome.second else "disagree",
-        "usable": outcome.usable if judged else None,
+        outcome, reason = pair, "empty response" if pair.empty else "identical responses"
+    else:
+        answers = [run.answers.get(question.key) for question in pair]
+        errors = [run.errors[question.key] for question in pair if question.key in run.errors]
+        if None in answers:
+            # A run that ended because of other rows has no error of this one.
+            outcome = PairOutcome(row_id, None, None, error=next(iter(errors), ""))
+        else:
+            first, second = answers
+            systems: dict[Verdict, System] = {"A": "candidate", "B": "base", "tie": "tie"}
+            swapped: dict[Verdict, System] = {"A": "base", "B": "candidate", "tie": "tie"}
+            usable = first["usable"] and second["usable"]
+            outcome = PairOutcome(row_id, systems[first["verdict"]], swapped[second["verdict"]], usable=usable)
+    is_judged = outcome.error is None
+    return outcome, {
+        "row_id": row_id,
+        "outcome": None if not is_judged else outcome.first if outcome.first == outcome.second else "disagree",
+        "usable": outcome.usable if is_judged else None,
         "error": outcome.error,
         "empty": outcome.empty,
-        "reason": None if was_asked else EMPTY if outcome.empty else IDENTICAL,
-        "candidate_first": first,
-        "base_first": second,
+        "reason": reason,
+        "candidate_first": answers[0],
+        "base_first": answers[1],
     }

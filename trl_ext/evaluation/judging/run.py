@@ -36,17 +36,9 @@ class Question(NamedTuple):
 
 @dataclass
 class JudgingRun:
-    """Asks questions until all have been answered or have failed.
+    """Asks questions until all have been answered or have failed, or more than `max_errors` rows have failed.
 
     Threads only call the judge. The calling thread keeps the records and writes the cache.
-
-    Args:
-        judge: the judge. A method `ask(prompt, response_a, response_b)`, if it has one, returns its judgement and its
-            `Usage`. Other judges are called as described in `PairwiseJudge`.
-        cache: where verdicts are stored; None for no cache.
-        max_concurrency: maximum number of concurrent questions. With 1, the judge is called in this thread.
-        max_errors: number of rows that may fail; the run stops when there are more.
-        progress: label of the progress bar; None for no bar.
 
     Attributes:
         answers: the record of each answer, by key, as stored in the cache.
@@ -125,12 +117,13 @@ class JudgingRun:
                 self._record(question, record, Usage(cached=1))
 
     def _ask(self, question: Question) -> tuple[Judgement, Usage] | JudgeError:
+        shown = question.prompt, question.response_a, question.response_b
         try:
             if hasattr(self.judge, "ask"):
-                return self.judge.ask(question.prompt, question.response_a, question.response_b)
+                return self.judge.ask(*shown)
             uses_finished = getattr(self.judge, "uses_finished", False)
             finished = {"finished_a": question.finished_a, "finished_b": question.finished_b} if uses_finished else {}
-            answer = self.judge.judge(question.prompt, question.response_a, question.response_b, **finished)
+            answer = self.judge.judge(*shown, **finished)
         except JudgeError as error:
             return error
         judgement = answer if isinstance(answer, Judgement) else Judgement(answer)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,13 +17,10 @@ from trl_ext.files import existing_file, read_json
 KINDS = {"gen": "prompts", "prefs": "preference pairs"}
 # A method's name is that of its file, and a threshold is a rate.
 _Method = Annotated[str, StringConstraints(pattern=r"^\w[\w-]{0,99}$")]
-_THRESHOLDS = TypeAdapter(
-    Annotated[dict[_Method, Annotated[float, Field(ge=0, le=1, strict=True)]], Field(min_length=1)]
-)
+_Rate = Annotated[float, Field(ge=0, le=1, strict=True)]
+_THRESHOLDS = TypeAdapter(Annotated[dict[_Method, _Rate], Field(min_length=1)])
 MAX_PROMPT_TOKENS = 700
 MAX_NEW_TOKENS = 256
-
-TokenCounter = Callable[[str], int]
 
 
 def load_prompts(path: str | Path | None = None) -> list[dict[str, Any]]:
@@ -73,15 +70,19 @@ def load_base(
         responses, problems = read_responses(path, prompts, max_new_tokens=max_new_tokens or MAX_NEW_TOKENS)
         refuse_fatal(path, problems)
         return responses
+    from tokenizers import Tokenizer
+
+    from trl_ext.toy import MODEL_DIR
+
     embedded = {row["row_id"]: row["reference_response_text"] for row in _load(None, "gen")}
-    count, limit = token_counter("toy"), default_max_new_tokens(None)
+    tokenizer, limit = Tokenizer.from_file(str(MODEL_DIR / "tokenizer.json")), default_max_new_tokens(None)
     responses = []
     for row_id in (row["row_id"] for row in prompts):
         if row_id not in embedded:
             raise ValueError(f"row_id {row_id} is not one of the embedded prompts: give --base_jsonl")
         # The generated end token is not in the text.
-        tokens = min(count(embedded[row_id]) + 1, limit)
-        responses.append(Response(row_id, embedded[row_id], tokens, max_new_tokens=limit))
+        tokens = len(tokenizer.encode(embedded[row_id], add_special_tokens=False).ids) + 1
+        responses.append(Response(row_id, embedded[row_id], min(tokens, limit), max_new_tokens=limit))
     return responses
 
 
@@ -92,14 +93,12 @@ def load_thresholds(source: str | Path | Mapping[str, float]) -> dict[str, float
         FileNotFoundError: the file does not exist.
         ValueError: the file is damaged, or an entry is not a rate.
     """
-    if isinstance(source, Mapping):
-        values, where = dict(source), "thresholds"
-    else:
-        values, where = read_json(Path(source).expanduser()), str(source)
+    is_file = not isinstance(source, Mapping)
+    values = read_json(Path(source).expanduser()) if is_file else dict(source)
     try:
         return _THRESHOLDS.validate_python(values)
     except ValidationError as error:
-        raise ValueError(f"{where}: {first_error(error)}") from None
+        raise ValueError(f"{source if is_file else 'thresholds'}: {first_error(error)}") from None
 
 
 def default_max_new_tokens(path: str | Path | None) -> int:
@@ -109,26 +108,3 @@ def default_max_new_tokens(path: str | Path | None) -> int:
     from trl_ext.toy import MAX_NEW_TOKENS as embedded
 
     return embedded
-
-
-def token_counter(tokenizer: str) -> TokenCounter:
-    """A function that counts the tokens of a text without special tokens.
-
-    Args:
-        tokenizer: a model's folder, a `tokenizer.json`, a hub name, or `toy`.
-
-    Raises:
-        FileNotFoundError: no tokenizer of that name was found.
-    """
-    from tokenizers import Tokenizer
-
-    from trl_ext.models import resolve_model_path
-
-    path = Path(tokenizer if tokenizer.endswith(".json") else resolve_model_path(tokenizer))
-    if path.is_dir():
-        path = path / "tokenizer.json"
-    try:
-        loaded = Tokenizer.from_file(str(path)) if path.is_file() else Tokenizer.from_pretrained(tokenizer)
-    except Exception as error:  # the library raises bare exceptions
-        raise FileNotFoundError(f"no tokenizer {tokenizer!r}: {error}") from error
-    return lambda text: len(loaded.encode(text, add_special_tokens=False).ids)

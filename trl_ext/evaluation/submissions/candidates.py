@@ -18,7 +18,6 @@ from trl_ext.evaluation.statistics.paired import paired_difference
 from trl_ext.evaluation.statistics.win_rate import (
     OUTCOME_VALUES,
     PairOutcome,
-    Rule,
     System,
     WinRate,
     row_credits,
@@ -78,6 +77,12 @@ def judge_candidate(
         judging: keyword arguments of `judge_pairs`, which may raise `TooManyErrors`.
     """
     result = judge_pairs(judge, prompts, **both_systems(responses, base), **judging)
+    estimated = None
+    if human_labels:
+        values = dict(zip((row.row_id for row in result.outcomes), judge_values(result.outcomes), strict=True))
+        told = [(OUTCOME_VALUES[human_labels[row]], value) for row, value in values.items() if row in human_labels]
+        further = [value for row, value in values.items() if row not in human_labels]
+        estimated = prediction_powered(*zip(*told, strict=True), further)
     return CandidateResult(
         name=name,
         win_rate=win_rate(result.outcomes),
@@ -87,7 +92,7 @@ def judge_candidate(
         outcomes=result.outcomes,
         usage=result.usage,
         verdicts=result.verdicts,
-        human_labels=_with_human_labels(result.outcomes, human_labels) if human_labels else None,
+        human_labels=estimated,
     )
 
 
@@ -104,14 +109,6 @@ def _at_equal_lengths(outcomes: Sequence[PairOutcome], responses: Sequence[Respo
     rates = {name: share * getattr(controlled, name) for name in ("rate", "low", "high", "raw")}
     note = f"{controlled.note}; {empty} empty responses as losses"
     return dataclasses.replace(controlled, **rates, n=controlled.n + empty, note=note)
-
-
-def _with_human_labels(outcomes: Sequence[PairOutcome], labels: Mapping[str, System]) -> PredictionPowered:
-    """The win rate from the judge's outcomes and human labels of some of the prompts, by row_id."""
-    values = dict(zip((row.row_id for row in outcomes), judge_values(outcomes), strict=True))
-    told = [(OUTCOME_VALUES[labels[row_id]], value) for row_id, value in values.items() if row_id in labels]
-    further = [value for row_id, value in values.items() if row_id not in labels]
-    return prediction_powered(*zip(*told, strict=True), further)
 
 
 def known_score_judge(prompts: Sequence[Mapping[str, Any]]) -> GroundTruthJudge:
@@ -131,10 +128,10 @@ def known_score_judge(prompts: Sequence[Mapping[str, Any]]) -> GroundTruthJudge:
     return GroundTruthJudge()
 
 
-def compare_candidates(results: Sequence[CandidateResult], rule: Rule = "agreed") -> list[dict[str, Any]]:
+def compare_candidates(results: Sequence[CandidateResult]) -> list[dict[str, Any]]:
     """The paired difference of every two candidates on the same prompts, JSON-ready, with their names."""
     pairs = itertools.combinations(results, 2)
-    found = ((one, other, paired_difference(one.outcomes, other.outcomes, rule)) for one, other in pairs)
+    found = ((one, other, paired_difference(one.outcomes, other.outcomes)) for one, other in pairs)
     return [{"candidates": [one.name, other.name], **difference.to_dict()} for one, other, difference in found]
 
 

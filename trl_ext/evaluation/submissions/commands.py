@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from trl_ext.evaluation.command_line import CommandParser, at_least_one, format_table, print_json
-from trl_ext.evaluation.judging.cost import Cost, estimate
-from trl_ext.evaluation.judging.openai_model import MAX_OUTPUT_TOKENS
-from trl_ext.evaluation.judging.pairs import CallableJudge
+from trl_ext.evaluation.judging.openai_judge import MAX_OUTPUT_TOKENS, OpenAIJudge
+from trl_ext.evaluation.judging.pairs import CallableJudge, distinct_questions, make_questions, open_cache
 from trl_ext.evaluation.statistics.intervals import Estimate
-from trl_ext.evaluation.submissions.assets import default_max_new_tokens, load_base, load_prompts, token_counter
+from trl_ext.evaluation.statistics.win_rate import Interval
+from trl_ext.evaluation.submissions.assets import default_max_new_tokens, load_base, load_prompts
 from trl_ext.evaluation.submissions.candidates import both_systems, known_score_judge
 from trl_ext.evaluation.submissions.rows import Response, read_responses, refuse_fatal
 from trl_ext.names import check_choice, load_function, load_module
@@ -21,7 +21,7 @@ from trl_ext.names import check_choice, load_function, load_module
 JUDGES = ("ground_truth", "openai", "reward_model")
 WITH_MODEL = ("openai", "reward_model")
 # The settings of an `OpenAIJudge` that have a flag.
-OF_OPENAI = ("base_url", "api", "instructions", "reasoning_effort", "max_output_tokens")
+OF_OPENAI = ("base_url", "instructions", "reasoning_effort", "max_output_tokens")
 CACHE = "judge_cache.sqlite"
 DEFAULT = " (default: %(default)s)"
 
@@ -33,27 +33,20 @@ def make_parser(command: str, description: str) -> CommandParser:
     return parser
 
 
-def add_prompt_arguments(parser: argparse.ArgumentParser, *, base: bool = True) -> None:
-    """Add flags for prompts, base responses and the token limit."""
+def add_data_arguments(parser: argparse.ArgumentParser, *, base: bool = True, prefs: bool = True) -> None:
+    """Add flags for the prompts and the token limit, and perhaps for the base responses and the pairs."""
     parser.add_argument("--prompts_jsonl", help="the course's prompts (default: the embedded ones)")
     if base:
         parser.add_argument("--base_jsonl", help="the base's responses to them (default: the embedded ones)")
+    if prefs:
+        parser.add_argument("--prefs_jsonl", help="the course's pairs (default: the embedded ones)")
     limit = "most tokens of a response (default: 256; 48 for the embedded prompts)"
     parser.add_argument("--max_new_tokens", type=at_least_one, help=limit)
 
 
-def add_check_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags for what else a submission is checked against, both in packing and in grading."""
-    parser.add_argument("--prefs_jsonl", help="the course's pairs (default: the embedded ones)")
-    counts = "counts the responses' tokens (default: the embedded one's for the embedded prompts, else no check)"
-    parser.add_argument("--tokenizer", help=counts)
-
-
 def data_options(options: argparse.Namespace) -> dict[str, Any]:
     """Keyword arguments of `read_submission` from the flags."""
-    names = ("prompts_jsonl", "prefs_jsonl", "max_new_tokens")
-    count_tokens = token_counter(options.tokenizer) if options.tokenizer else None
-    return {name: getattr(options, name) for name in names} | {"count_tokens": count_tokens}
+    return {name: getattr(options, name) for name in ("prompts_jsonl", "prefs_jsonl", "max_new_tokens")}
 
 
 def add_judge_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,7 +61,6 @@ def add_judge_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--model", help="of openai: a model's name; of reward_model: a folder or hub name")
     group.add_argument("--base_url", help="of openai: a compatible server of your own, such as vLLM's")
-    group.add_argument("--api", choices=("responses", "chat"), default="responses", help="of that server" + DEFAULT)
     group.add_argument("--instructions", type=Path, help="of openai: a rubric instead of the default one")
     group.add_argument("--reasoning_effort", help="of openai: none, low, ... (default: the model's own)")
     longest = "of openai: most tokens of an answer, reasoning included; a longer one gives no verdict" + DEFAULT
@@ -77,16 +69,7 @@ def add_judge_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--max_concurrency", type=at_least_one, default=8, help="questions open at once" + DEFAULT)
     unjudged = "share of rows that may stay unjudged" + DEFAULT
     group.add_argument("--max_error_fraction", type=float, default=0.1, help=unjudged)
-    group.add_argument("--estimate", action="store_true", help="say what it would cost, and send nothing")
-    for tokens in ("in", "out"):
-        price = f"of --estimate: dollars per million tokens of {tokens}put"
-        group.add_argument(f"--price_{tokens}", type=float, help=price)
-
-
-def add_rule_argument(parser: argparse.ArgumentParser) -> None:
-    """Add the flag for the rule of win rates."""
-    rows = "what counts first: rows on which both orders agree, or ties as half" + DEFAULT
-    parser.add_argument("--rule", choices=("agreed", "half"), default="agreed", help=rows)
+    group.add_argument("--estimate", action="store_true", help="count questions and tokens, and send nothing")
 
 
 def make_judge(options: argparse.Namespace, prompts: list[dict[str, Any]]) -> Any:
@@ -99,8 +82,6 @@ def make_judge(options: argparse.Namespace, prompts: list[dict[str, Any]]) -> An
     if bool(options.model) != (options.judge in WITH_MODEL):
         raise ValueError(f"--judge {options.judge}: --model is for {' and '.join(WITH_MODEL)}, which need it")
     if options.judge == "openai":
-        from trl_ext.evaluation.judging.openai_judge import OpenAIJudge
-
         return OpenAIJudge(options.model, **{name: getattr(options, name) for name in OF_OPENAI})
     if options.judge == "reward_model":
         from trl_ext.evaluation.judging.score_judges import RewardModelJudge
@@ -159,19 +140,26 @@ def load_systems(
 
 
 def show_estimates(options: argparse.Namespace, judge: Any, prompts: list[dict[str, Any]], pairs: Mapping) -> None:
-    """Print what judging would cost for each named pair of systems."""
-    given = {name: getattr(options, name) for name in ("cache", "price_in", "price_out")}
-    estimates = {name: estimate(judge, prompts, **both_systems(*pair), **given) for name, pair in pairs.items()}
-    total = Cost(*(None if None in column else sum(column) for column in zip(*estimates.values(), strict=True)))
+    """Print the questions that judging each named pair of systems would ask, those cached, and the tokens of input.
+
+    A token is a quarter of a text's UTF-8 bytes.
+    """
+    counts: dict[str, dict[str, int]] = {}
+    for name, pair in pairs.items():
+        questions = distinct_questions(make_questions(judge, prompts, **both_systems(*pair)))
+        with open_cache(judge, options.cache if Path(options.cache).is_file() else None) as cache:
+            missing = [one for one in questions if cache is None or cache.get(one.key) is None]
+        tokens = getattr(judge, "estimate_tokens", lambda *_: 0)
+        asked = sum(tokens(one.prompt, one.response_a, one.response_b) for one in missing)
+        counts[name] = {"calls": len(missing), "cached": len(questions) - len(missing), "input_tokens": asked}
+    columns = ("calls", "cached", "input_tokens")
+    total = {column: sum(count[column] for count in counts.values()) for column in columns}
     if options.json:
-        listed = {name: one._asdict() for name, one in estimates.items()}
-        print_json({"estimates": listed, "total": total._asdict()})
+        print_json({"estimates": counts, "total": total})
         return
-    rows = [(name, *one) for name, one in {**estimates, "total": total}.items()]
-    print(format_table(("", *Cost._fields), rows))
-    print(
-        "input tokens are a quarter of the bytes, output tokens those of cached or typical answers; nothing was sent"
-    )
+    rows = [(name, *count.values()) for name, count in {**counts, "total": total}.items()]
+    print(format_table(("", *columns), rows))
+    print("nothing was sent; an answer has about 150 tokens, and more with reasoning")
 
 
 def usage_line(usage: Mapping[str, Any]) -> str:
@@ -182,8 +170,8 @@ def usage_line(usage: Mapping[str, Any]) -> str:
     )
 
 
-def interval_cell(interval: Mapping[str, Any] | None) -> str:
+def interval_cell(interval: Interval | None) -> str:
     """A rate with its interval and number of rows."""
-    if interval is None or not interval["n"]:
+    if interval is None or not interval.n:
         return "-"
-    return f"{Estimate(interval['rate'], interval['low'], interval['high']):.3f}  n {interval['n']}"
+    return f"{Estimate(interval.rate, interval.low, interval.high):.3f}  n {interval.n}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -14,8 +14,6 @@ from trl_ext.evaluation.statistics.win_rate import System
 from trl_ext.files import brief
 
 RowType = TypeVar("RowType", bound=BaseModel)
-# A text may not tokenize back into the same tokens; a count from the text may be off by this many.
-RECOUNT_SLACK = 4
 
 
 class ResponseRow(BaseModel, strict=True):
@@ -75,19 +73,9 @@ class RowProblem(NamedTuple):
 def read_rows(
     path: str | Path, row_type: type[RowType], row_ids: Sequence[str], *, complete: bool = True
 ) -> tuple[dict[str, RowType], list[RowProblem]]:
-    """Read rows by their row_id, and check their fields.
+    """Read the rows of a JSONL file by their row_id: the good ones, and the problems, all of them fatal.
 
-    Args:
-        path: a JSONL file.
-        row_type: the fields of a row.
-        row_ids: the rows that the file may hold.
-        complete: whether it must hold all of them.
-
-    Returns:
-        The good rows by row_id, and the problems, all of them fatal.
-
-    Raises:
-        FileNotFoundError: the file does not exist.
+    `row_type` has a row's fields, and `row_ids` are the rows that the file may hold, all of them if `complete`.
     """
     split = read_jsonl(path)
     problems = [RowProblem(None, f"line {line}: {message}") for line, message in split.problems]
@@ -110,11 +98,7 @@ def read_rows(
 
 
 def read_responses(
-    path: str | Path,
-    prompts: Sequence[Mapping[str, Any]],
-    *,
-    max_new_tokens: int,
-    count_tokens: Callable[[str], int] | None = None,
+    path: str | Path, prompts: Sequence[Mapping[str, Any]], *, max_new_tokens: int
 ) -> tuple[list[Response], list[RowProblem]]:
     """Read `row_id, prompt_text, response_text, generated_num_tokens` for every prompt.
 
@@ -122,7 +106,6 @@ def read_responses(
         path: a JSONL file.
         prompts: rows with `row_id` and `prompt_text`.
         max_new_tokens: maximum number of tokens in a response.
-        count_tokens: counts the tokens of a text, to check the numbers in the rows; None for no check.
 
     Returns:
         Responses in the order of the prompts, and problems. If a problem is fatal, responses may be missing. An empty
@@ -136,15 +119,10 @@ def read_responses(
             continue
         text, tokens = rows[row_id].response_text, rows[row_id].generated_num_tokens
         responses.append(Response(row_id, text, tokens, max_new_tokens))
-        counted = 0
-        if count_tokens is not None:
-            # A character that is truncated within its bytes decodes to U+FFFD, which is longer than the bytes.
-            counted = count_tokens(text.rstrip("\ufffd"))
         if rows[row_id].prompt_text != prompt["prompt_text"]:
             problems.append(RowProblem(row_id, "prompt_text is not the benchmark's for this row_id"))
-        elif tokens > max_new_tokens or counted > max_new_tokens + RECOUNT_SLACK:
+        elif tokens > max_new_tokens:
             message = f"over the token budget of {max_new_tokens}: generated_num_tokens is {tokens}"
-            message += "" if count_tokens is None else f", and the text has {counted} tokens"
             problems.append(RowProblem(row_id, message))
         elif not text.strip():
             problems.append(RowProblem(row_id, "the response is empty", fatal=False))

@@ -6,19 +6,12 @@ import hashlib
 import json
 import zipfile
 from codecs import BOM_UTF8
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from trl_ext.evaluation.submissions.assets import (
-    MAX_PROMPT_TOKENS,
-    TokenCounter,
-    default_max_new_tokens,
-    load_pairs,
-    load_prompts,
-    token_counter,
-)
+from trl_ext.evaluation.submissions.assets import MAX_PROMPT_TOKENS, default_max_new_tokens, load_pairs, load_prompts
 from trl_ext.evaluation.submissions.rows import RowProblem, read_pair_scores, read_responses, refuse_fatal
 from trl_ext.files import replacing
 
@@ -70,13 +63,16 @@ def generate_submission_file(
         ValueError: prompts or existing rows are malformed.
     """
     from trl_ext.models.loading import model_sha256
+    from trl_ext.processes import warn_once_per_run
+    from trl_ext.rollouts.generation import SamplingSettings, without_template
+    from trl_ext.rollouts.responses import load_engine
 
+    prompts = load_prompts(prompts_jsonl)
     limits = {
         "max_prompt_tokens": max_prompt_tokens,
         "max_new_tokens": max_new_tokens or default_max_new_tokens(prompts_jsonl),
         "batch_size": batch_size,
     }
-    prompts = load_prompts(prompts_jsonl)
     settings = {
         "rows": "greedy responses",
         "model": str(model),
@@ -85,10 +81,6 @@ def generate_submission_file(
         "dtype": dtype,
         **limits,
     }
-
-    from trl_ext.processes import warn_once_per_run
-    from trl_ext.rollouts.generation import SamplingSettings, without_template
-    from trl_ext.rollouts.responses import load_engine, save_rows
 
     @cache
     def load() -> Any:
@@ -110,10 +102,7 @@ def generate_submission_file(
             for (row, _, _), one in zip(part, generations, strict=True)
         ]
 
-    if overwrite:
-        Path(out).unlink(missing_ok=True)
-    items = [(row, row["prompt"], 0) for row in prompts]
-    return save_rows(items, respond, path=out, settings=settings, save_every=SAVE_EVERY)
+    return _write(prompts, respond, Path(out), overwrite, settings=settings, save_every=SAVE_EVERY)
 
 
 def score_submission_file(
@@ -138,12 +127,10 @@ def score_submission_file(
         FileNotFoundError, FileExistsError: as there.
         ValueError: pairs are malformed, or the model is not a reward model.
     """
-    pairs = load_pairs(prefs_jsonl)
-
     from trl_ext.models.loading import model_sha256
     from trl_ext.rewards import RewardModel
-    from trl_ext.rollouts.responses import save_rows
 
+    pairs = load_pairs(prefs_jsonl)
     model = RewardModel(reward_model, batch_size=batch_size, dtype=dtype)
     settings = {
         "rows": "scores of pairs",
@@ -164,10 +151,15 @@ def score_submission_file(
             for (row, _, _), chosen, rejected in zip(part, columns["chosen"], columns["rejected"], strict=True)
         ]
 
+    return _write(pairs, score, Path(out), overwrite, settings=settings, save_every=max(len(pairs), 1))
+
+
+def _write(rows: list[dict[str, Any]], compute: Callable, out: Path, overwrite: bool, **options: Any) -> list[dict]:
+    from trl_ext.rollouts.responses import save_rows
+
     if overwrite:
-        Path(out).unlink(missing_ok=True)
-    items = [(row, row["prompt"], 0) for row in pairs]
-    return save_rows(items, score, path=out, settings=settings, save_every=max(len(pairs), 1))
+        out.unlink(missing_ok=True)
+    return save_rows([(row, row["prompt"], 0) for row in rows], compute, path=out, **options)
 
 
 def read_submission(
@@ -177,7 +169,6 @@ def read_submission(
     prompts_jsonl: str | Path | None = None,
     prefs_jsonl: str | Path | None = None,
     max_new_tokens: int | None = None,
-    count_tokens: TokenCounter | None = None,
 ) -> dict[str, tuple[Any, list[RowProblem]]]:
     """Read the files of a submission that are there, and check their rows as both packing and grading do.
 
@@ -186,8 +177,6 @@ def read_submission(
         methods: methods whose files are read.
         prompts_jsonl, prefs_jsonl: data that the submission was made on; None for the embedded data.
         max_new_tokens: maximum number of tokens in a response; None for 256, or 48 for the embedded prompts.
-        count_tokens: counts the tokens of a text, to check the lengths in the rows. None for the embedded tokenizer
-            with the embedded prompts, and for no check with others.
 
     Returns:
         The result of `read_responses` or `read_pair_scores` by method.
@@ -195,9 +184,7 @@ def read_submission(
     Raises:
         FileNotFoundError, ValueError: as `load_prompts` and `load_pairs`.
     """
-    limits: dict[str, Any] = {"max_new_tokens": max_new_tokens or default_max_new_tokens(prompts_jsonl)}
-    limits["count_tokens"] = token_counter("toy") if count_tokens is None and prompts_jsonl is None else count_tokens
-    prompts = load_prompts(prompts_jsonl)
+    prompts, limit = load_prompts(prompts_jsonl), max_new_tokens or default_max_new_tokens(prompts_jsonl)
     found = {}
     for name in methods:
         path = Path(folder) / submission_file(name)
@@ -206,7 +193,7 @@ def read_submission(
         if name == REWARD_MODEL:
             found[name] = read_pair_scores(path, [row["row_id"] for row in load_pairs(prefs_jsonl)])
         else:
-            found[name] = read_responses(path, prompts, **limits)
+            found[name] = read_responses(path, prompts, max_new_tokens=limit)
         if path.read_bytes().startswith(BOM_UTF8):
             mark = "begins with a UTF-8 byte order mark, on which the course's grader stops; pack leaves it out"
             found[name][1].append(RowProblem(None, mark, fatal=False))
@@ -214,12 +201,7 @@ def read_submission(
 
 
 def pack_submission(
-    folder: str | Path,
-    out: str | Path,
-    methods: Collection[str],
-    *,
-    overwrite: bool = False,
-    **data: Any,
+    folder: str | Path, out: str | Path, methods: Collection[str], *, overwrite: bool = False, **data: Any
 ) -> dict[str, Any]:
     """Check a submission's files and pack them into an archive; the same files give an identical archive.
 

@@ -1,4 +1,4 @@
-"""Evaluates a model on a task: samples responses or scores pairs, checks, and summarizes with intervals."""
+"""Evaluates a model on a task: samples responses, checks them, and summarizes with intervals."""
 
 from __future__ import annotations
 
@@ -10,23 +10,21 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from trl_ext.data.conversation import encode_turn
 from trl_ext.data.formats import plain_prompt
 from trl_ext.data.math import load_prompt_template, render
 from trl_ext.data.rows import read_jsonl
 from trl_ext.evaluation.reasoning import summarize_reasoning
 from trl_ext.evaluation.reporting.results import save_results
 from trl_ext.evaluation.statistics.intervals import mean_with_interval
-from trl_ext.evaluation.tasks.checks import PAIRS, PREFIX, make_check
+from trl_ext.evaluation.tasks.checks import PREFIX, make_check
 from trl_ext.evaluation.tasks.task import Row, Task, read_rows, read_task
 from trl_ext.files import existing_file, read_json
-from trl_ext.models.loading import find_policy, load_policy, model_sha256
-from trl_ext.models.scoring import score_responses
+from trl_ext.models.loading import find_policy, model_sha256
 from trl_ext.rewards.verified import KINDS
 from trl_ext.rollouts.generation import Generation, SamplingSettings
-from trl_ext.rollouts.responses import Engine, Item, load_engine, sample_responses, save_rows, settings_path
+from trl_ext.rollouts.responses import Engine, load_engine, sample_responses, settings_path
 
-RESPONSES, SCORES = "responses.jsonl", "scores.jsonl"
+RESPONSES = "responses.jsonl"
 
 
 def evaluate(
@@ -66,7 +64,7 @@ def evaluate(
     name, task, home = read_task(name)
     task = task.model_copy(update={"max_new_tokens": max_new_tokens or task.max_new_tokens})
     rows = read_rows(task, [home, *([data] if data else [])])
-    check, of_pairs = make_check(task, rows), task.check == PAIRS
+    check = make_check(task, rows)
     find_policy(model, dtype=dtype)
     # A model that is trained again into the same folder is another one, and so are data or your own check's file that
     # have changed.
@@ -78,19 +76,15 @@ def evaluate(
         "model_sha256": model_sha256(model),
         "batch_size": batch_size,
     }
-    path = folder / (SCORES if of_pairs else RESPONSES)
-    earlier = None if compare is None else _rows_of(compare / path.name, settings)
-    options = {"path": path, "settings": settings, "seed": seed, "save_every": save_every}
-    if of_pairs:
-        done = _score_pairs(model, dtype, rows[:limit], check, batch_size, options)
-    else:
-        limits = {"max_new_tokens": task.max_new_tokens, "batch_size": batch_size}
-        sampling = SamplingSettings(**limits, temperature=task.temperature, top_p=task.top_p, stop=tuple(task.stop))
-        engine = _engine_of(task, cache(lambda: load_engine(model, sampling, dtype=dtype, use_vllm=use_vllm)))
-        asked = [{**row, "prompt_text": _text(row["prompt"])} for row in rows[:limit]]
-        prompts = [row["prompt"] for row in asked]
-        done = sample_responses(asked, prompts, engine, check, samples=task.samples, progress=name, **options)
+    earlier = None if compare is None else _rows_of(compare / RESPONSES, settings)
     decoding = {"temperature": task.temperature, "top_p": task.top_p}
+    limits = {"max_new_tokens": task.max_new_tokens, "batch_size": batch_size}
+    sampling = SamplingSettings(**limits, **decoding, stop=tuple(task.stop))
+    engine = _engine_of(task, cache(lambda: load_engine(model, sampling, dtype=dtype, use_vllm=use_vllm)))
+    asked = [{**row, "prompt_text": _text(row["prompt"])} for row in rows[:limit]]
+    prompts, options = [row["prompt"] for row in asked], {"samples": task.samples, "progress": name}
+    options |= {"path": folder / RESPONSES, "settings": settings, "seed": seed, "save_every": save_every}
+    done = sample_responses(asked, prompts, engine, check, **options)
     run = {"objective": f"evaluation ({name})", "model": model, "dataset": name, "sampling": decoding, "seed": seed}
     results: dict[str, Any] = {"run": run, "tasks": {name: summarize(_by_row(done).values())}}
     if task.check in KINDS:
@@ -99,9 +93,8 @@ def evaluate(
         of_k = {f"{kind}@{k}": one for kind in ("pass", "maj") for k, one in found[f"{kind}_at"].items()}
         results["tasks"][name] = {"accuracy": found["accuracy"], "format": found["format_rate"], **of_k}
         results["score"] = {"policy": found["accuracy"]["mean"]}
-    if not of_pairs:
-        tokens, finished = (fmean(row[key] for row in done) for key in ("generated_num_tokens", "finished"))
-        results["generations"] = {"policy": {"mean_tokens": tokens, "truncated_fraction": 1 - finished}}
+    tokens, finished = (fmean(row[key] for row in done) for key in ("generated_num_tokens", "finished"))
+    results["generations"] = {"policy": {"mean_tokens": tokens, "truncated_fraction": 1 - finished}}
     if earlier is not None:
         results["compared_with"] = str(compare)
         results["difference"] = difference(earlier, done)
@@ -115,33 +108,16 @@ def _engine_of(task: Task, load: Callable[[], tuple[Engine, Any]]) -> Engine:
 
     def respond(prompts: Sequence[Any], **options: Any) -> list[Generation]:
         engine, tokenizer = load()
-        if template is None:
-            return engine([_model_input(tokenizer, prompt) for prompt in prompts], **options)
-        return engine([render(template, _text(prompt)) for prompt in prompts], **options)
+        return engine([given(tokenizer, prompt) for prompt in prompts], **options)
+
+    def given(tokenizer: Any, prompt: Any) -> Any:
+        if template is not None:
+            return render(template, _text(prompt))
+        if tokenizer.chat_template:
+            return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        return _text(prompt)
 
     return respond
-
-
-def _score_pairs(model: str, dtype: str, rows: list[Row], check, batch_size: int, options: dict) -> list[Row]:
-    """The rows of pairs, with the metrics of the two responses' log-probabilities."""
-    load = cache(lambda: load_policy(model, dtype=dtype))
-
-    def score(part: list[Item], **_: Any) -> list[Row]:
-        (policy, tokenizer), asked = load(), [row for row, _, _ in part]
-        turns = [
-            encode_turn(tokenizer, _model_input(tokenizer, row["prompt"]), row[side])
-            for row in asked
-            for side in ("chosen", "rejected")
-        ]
-        settings = {"pad_token_id": tokenizer.pad_token_id, "batch_size": batch_size, "progress": "pairs"}
-        scores = score_responses(policy, *zip(*turns, strict=True), **settings)
-        pairs = list(zip(scores[::2], scores[1::2], strict=True))
-        return [
-            {"row_id": row["row_id"], "margin": float(chosen.sum() - rejected.sum()), **columns}
-            for row, (chosen, rejected), columns in zip(asked, pairs, check(asked, pairs), strict=True)
-        ]
-
-    return save_rows([(row, row["prompt"], 0) for row in rows], score, **options)
 
 
 def summarize(rows: Iterable[Mapping[str, float]], *, gains: bool = False) -> dict[str, dict[str, Any]]:
@@ -189,10 +165,3 @@ def _rows_of(path: Path, settings: Mapping[str, Any]) -> list[Row]:
 
 def _text(prompt: Any) -> str:
     return prompt if isinstance(prompt, str) else plain_prompt(prompt)
-
-
-def _model_input(tokenizer, prompt: Any) -> Any:
-    """Messages for a model with a chat template, else text."""
-    if tokenizer.chat_template:
-        return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    return _text(prompt)
