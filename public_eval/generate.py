@@ -28,11 +28,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--batch_size", type=at_least_one, default=32, help="prompts per batch" + DEFAULT)
     dtype = "of the weights: float32, bfloat16, float16, or auto, which is as saved" + DEFAULT
     parser.add_argument("--dtype", default="auto", help=dtype)
-    parser.add_argument("--overwrite", action="store_true", help="replace a file of another model or settings")
     with one_line_errors():
         options = vars(parser.parse_args(arguments))
         as_json = options.pop("json")
-        rows = generate_submission_file(**options, progress=True)
+        rows = generate_submission_file(**options)
     tokens = [row["generated_num_tokens"] for row in rows]
     limit = options["max_new_tokens"] or default_max_new_tokens(options["prompts_jsonl"])
     summary = {

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from public_eval import THRESHOLDS
 from trl_ext.data.rows import first_few
 from trl_ext.evaluation.command_line import format_table, one_line_errors, print_json
-from trl_ext.evaluation.statistics.intervals import Estimate
 from trl_ext.evaluation.submissions import commands
 from trl_ext.evaluation.submissions.assets import load_prompts, load_thresholds
-from trl_ext.evaluation.submissions.grading import FileGrade, SubmissionGrade, grade_submission
+from trl_ext.evaluation.submissions.grading import grade_submission
 from trl_ext.evaluation.submissions.submission import REWARD_MODEL, submission_file
 
 DESCRIPTION = """\
@@ -47,37 +47,35 @@ def main(arguments: list[str] | None = None) -> None:
         data |= {"base_jsonl": options.base_jsonl, **commands.judging_options(options)}
         result = grade_submission(options.folder, methods, judge=judge, **data)
     if options.json:
-        print_json({"judge": commands.judge_settings(options), **result.to_dict()})
+        print_json({"judge": commands.judge_settings(options), **result})
     else:
         _print(result, Path(options.folder))
-    if any(grade.problems for grade in result.grades):
+    if any(grade["problems"] for grade in result["grades"]):
         raise SystemExit(2)
 
 
-def _print(result: SubmissionGrade, folder: Path) -> None:
-    print(format_table(HEADER, [_row(grade) for grade in result.grades]))
-    for grade in result.grades:
-        for label, lines in (("cannot be graded", grade.problems), ("warning", grade.warnings)):
+def _print(result: dict[str, Any], folder: Path) -> None:
+    print(format_table(HEADER, [_row(grade) for grade in result["grades"]]))
+    for grade in result["grades"]:
+        for label, lines in (("cannot be graded", grade["problems"]), ("warning", grade["warnings"])):
             if lines:
-                print(f"{label}: {folder / grade.file}: {first_few(lines)}")
-    passed = f"{sum(grade.passed for grade in result.grades)} of {len(result.grades)} passed"
-    part_two = "" if result.part_two is None else f"; part two, by either file: {_word(result.part_two)}"
-    print(f"{passed}{part_two}; n: rows that count, of all rows")
-    if result.usage is not None:
-        print(commands.usage_line(result.usage))
+                print(f"{label}: {folder / grade['file']}: {first_few(lines)}")
+    part_two = "" if result["part_two"] is None else f"; part two, by either file: {_word(result['part_two'])}"
+    print(f"{result['passed']} of {len(result['grades'])} passed{part_two}; n: rows that count, of all rows")
+    if result["usage"] is not None:
+        print(commands.usage_line(result["usage"]))
 
 
-def _row(grade: FileGrade) -> tuple:
-    figure = f"{Estimate(grade.figure, grade.low, grade.high):.3f}  n {grade.n} of {grade.n_total}"
+def _row(grade: dict[str, Any]) -> tuple:
     return (
-        grade.method,
-        _word(grade.passed),
-        grade.measure,
-        grade.reason or figure,
-        commands.interval_cell(grade.half),
-        f"{grade.threshold:.2f}",
-        grade.agreement_rate,
-        grade.position_bias,
+        grade["method"],
+        _word(grade["passed"]),
+        grade["measure"],
+        grade["reason"] or f"{commands.interval_cell({**grade, 'rate': grade['figure']})} of {grade['n_total']}",
+        commands.interval_cell(grade["half"]),
+        f"{grade['threshold']:.2f}",
+        grade["agreement_rate"],
+        grade["position_bias"],
     )
 
 

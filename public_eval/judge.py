@@ -74,7 +74,7 @@ def main(arguments: list[str] | None = None) -> None:
             print(
                 f"{result.name}, human labels and judge: {Estimate(found.rate, found.low, found.high):.3f}, like "
                 f"{found.effective_n:.0f} labels; {found.n_labels} labels alone: "
-                f"{commands.interval_cell(found.labels_only)}; {total}"
+                f"{commands.interval_cell(vars(found.labels_only))}; {total}"
             )
     for row in summary["differences"]:
         difference = f"{Estimate(row['difference'], row['low'], row['high']):.3f}, paired over {row['n']} prompts"
@@ -87,8 +87,8 @@ def _row(result: CandidateResult) -> tuple:
     rates, controlled = result.win_rate, result.length_controlled
     return (
         result.name,
-        commands.interval_cell(rates.agreed),
-        commands.interval_cell(rates.half),
+        commands.interval_cell(vars(rates.agreed)),
+        commands.interval_cell(vars(rates.half)),
         "-" if controlled is None else f"{Estimate(controlled.rate, controlled.low, controlled.high):.3f}",
         result.mean_tokens,
         result.base_mean_tokens,

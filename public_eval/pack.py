@@ -24,11 +24,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", default="submission.zip", help="the archive" + DEFAULT)
     parser.add_argument("--thresholds", default=THRESHOLDS, help="JSON whose keys are the methods of a submission")
     add_data_arguments(parser, base=False)
-    parser.add_argument("--overwrite", action="store_true", help="replace an archive that is there")
     with one_line_errors():
         options = parser.parse_args(arguments)
-        data = {"overwrite": options.overwrite, **data_options(options)}
-        packed = pack_submission(options.folder, options.out, load_thresholds(options.thresholds), **data)
+        methods = load_thresholds(options.thresholds)
+        packed = pack_submission(options.folder, options.out, methods, **data_options(options))
     if options.json:
         print_json({"archive": options.out, **packed})
         return

@@ -3,6 +3,7 @@
 import json
 import math
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 
@@ -20,7 +21,6 @@ from tests.support.public_evaluation import (
 from tests.support.refusals import assert_refused
 from trl_ext.evaluation import JudgeError, grade_submission
 from trl_ext.evaluation.submissions.assets import load_base, load_pairs, load_prompts, load_thresholds
-from trl_ext.evaluation.submissions.grading import SubmissionGrade
 from trl_ext.evaluation.submissions.rows import read_pair_scores, read_responses
 from trl_ext.evaluation.submissions.submission import generate_submission_file
 
@@ -132,9 +132,9 @@ def folder(tmp_path):
     return path
 
 
-def only(result: SubmissionGrade):
-    (grade,) = result.grades
-    return grade
+def only(result: dict) -> SimpleNamespace:
+    (grade,) = result["grades"]
+    return SimpleNamespace(**grade)
 
 
 class TestPolicies:
@@ -145,7 +145,7 @@ class TestPolicies:
         assert grade.passed
         assert (grade.figure, grade.n, grade.measure) == (pytest.approx(5 / 7), 7, "win rate")
         assert (grade.low, grade.high) == pytest.approx((0.358934, 0.917776), abs=1e-5)
-        assert (grade.half.rate, grade.half.n) == (pytest.approx(0.65), 10)
+        assert (grade.half["rate"], grade.half["n"]) == (pytest.approx(0.65), 10)
         # At the threshold is passed.
         grades = [only(grade_submission(folder, {"aot": at}, **assets)) for at in (5 / 7, 0.72)]
         assert [grade.passed for grade in grades] == [True, False]
@@ -169,14 +169,14 @@ class TestPolicies:
         """4 wins, 4 losses, 2 empty: 4 / 8, and 4 / 10; each empty one is a warning by file and row_id."""
         write_policy(folder, "aot", response_rows(plan(win=4, loss=4, empty=2)))
         grade = only(grade_submission(folder, {"aot": 0.5}, **assets))
-        assert (grade.passed, grade.figure, grade.n, grade.half.rate) == (True, 0.5, 8, pytest.approx(0.4))
+        assert (grade.passed, grade.figure, grade.n, grade.half["rate"]) == (True, 0.5, 8, pytest.approx(0.4))
         assert grade.warnings == [f"row_id row-{word}: the response is empty" for word in ("castle", "cat")]
 
     def test_nothing_settled_is_a_failure(self, folder, assets):
         write_policy(folder, "aot", response_rows(plan(tie=10)))
         grade = only(grade_submission(folder, {"aot": 0.0}, **assets))
         assert (grade.passed, grade.figure) == (False, None)
-        assert (grade.reason, grade.half.rate) == ("no comparison counts", 0.5)
+        assert (grade.reason, grade.half["rate"]) == ("no comparison counts", 0.5)
 
     def test_a_response_cut_at_the_limit_is_judged_as_cut(self, folder, assets):
         """The same answer as the base's, cut at the 9 tokens that are allowed: worse than the base's."""
@@ -198,7 +198,7 @@ class TestPolicies:
         failed = only(grade_submission(folder, {"aot": 0.5}, judge=fails, max_error_fraction=0.1, **assets))
         assert not failed.passed and "2 of 10 rows could not be judged" in failed.reason
         grade = only(grade_submission(folder, {"aot": 0.5}, judge=fails, max_error_fraction=0.2, **assets))
-        assert (grade.figure, grade.n, grade.half.n) == (1.0, 8, 8)
+        assert (grade.figure, grade.n, grade.half["n"]) == (1.0, 8, 8)
 
 
 class TestRewardModels:
@@ -225,23 +225,23 @@ class TestSubmission:
         write_policy(folder, "aot", response_rows(plan(win=10)))
         write_rows(folder / "part2" / "online_best.jsonl", response_rows(plan(win=7, loss=3)))
         result = grade_submission(folder, self.THRESHOLDS, **assets)
-        assert {g.method: (g.passed, g.reason) for g in result.grades} == {
+        assert {g["method"]: (g["passed"], g["reason"]) for g in result["grades"]} == {
             "reward_model": (False, "missing"),
             "dpo": (False, "missing"),
             "aot": (True, None),
             "offline_best": (False, "missing"),
             "online_best": (True, None),
         }
-        assert result.part_two is True
+        assert result["part_two"] is True
         # Two files of ten rows, each in both orders.
-        assert result.usage["calls"] == 40
-        assert result.to_dict()["passed"] == 2
-        json.dumps(result.to_dict(), allow_nan=False)
+        assert result["usage"]["calls"] == 40
+        assert result["passed"] == 2
+        json.dumps(result, allow_nan=False)
         (folder / "part2" / "online_best.jsonl").rename(folder / "part2" / "offline_best.jsonl")
         (folder / "policy_generations" / "aot.jsonl").unlink()
-        assert grade_submission(folder, self.THRESHOLDS, **assets).part_two is False
+        assert grade_submission(folder, self.THRESHOLDS, **assets)["part_two"] is False
         result = grade_submission(folder, {"aot": 0.5}, **assets)
-        assert result.part_two is result.usage is None
+        assert result["part_two"] is result["usage"] is None
 
     def test_thresholds_of_a_file_and_a_method_of_ones_own(self, folder, assets, tmp_path):
         path = tmp_path / "thresholds.json"

@@ -12,7 +12,6 @@ from trl_ext.evaluation.command_line import CommandParser, at_least_one, format_
 from trl_ext.evaluation.judging.openai_judge import MAX_OUTPUT_TOKENS, OpenAIJudge
 from trl_ext.evaluation.judging.pairs import CallableJudge, distinct_questions, make_questions, open_cache
 from trl_ext.evaluation.statistics.intervals import Estimate
-from trl_ext.evaluation.statistics.win_rate import Interval
 from trl_ext.evaluation.submissions.assets import default_max_new_tokens, load_base, load_prompts
 from trl_ext.evaluation.submissions.candidates import both_systems, known_score_judge
 from trl_ext.evaluation.submissions.rows import Response, read_responses, refuse_fatal
@@ -170,8 +169,8 @@ def usage_line(usage: Mapping[str, Any]) -> str:
     )
 
 
-def interval_cell(interval: Interval | None) -> str:
+def interval_cell(interval: Mapping[str, Any] | None) -> str:
     """A rate with its interval and number of rows."""
-    if interval is None or not interval.n:
+    if interval is None or not interval["n"]:
         return "-"
-    return f"{Estimate(interval.rate, interval.low, interval.high):.3f}  n {interval.n}"
+    return f"{Estimate(interval['rate'], interval['low'], interval['high']):.3f}  n {interval['n']}"

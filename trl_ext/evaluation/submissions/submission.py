@@ -6,7 +6,7 @@ import hashlib
 import json
 import zipfile
 from codecs import BOM_UTF8
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -37,8 +37,6 @@ def generate_submission_file(
     max_new_tokens: int | None = None,
     batch_size: int = 32,
     dtype: str = "auto",
-    overwrite: bool = False,
-    progress: bool = False,
 ) -> list[dict[str, Any]]:
     """Write a policy's greedy response to every prompt, and return the rows.
 
@@ -54,8 +52,6 @@ def generate_submission_file(
         max_new_tokens: maximum length of a response; None for 256, or 48 for the embedded prompts.
         batch_size: prompts per batch.
         dtype: type of the weights.
-        overwrite: replace a file with other settings.
-        progress: whether to show a progress bar.
 
     Raises:
         FileNotFoundError: the model or the file of prompts does not exist.
@@ -65,7 +61,7 @@ def generate_submission_file(
     from trl_ext.models.loading import model_sha256
     from trl_ext.processes import warn_once_per_run
     from trl_ext.rollouts.generation import SamplingSettings, without_template
-    from trl_ext.rollouts.responses import load_engine
+    from trl_ext.rollouts.responses import load_engine, save_rows
 
     prompts = load_prompts(prompts_jsonl)
     limits = {
@@ -90,7 +86,7 @@ def generate_submission_file(
         return engine
 
     def respond(part: list, *, done: int, **_: Any) -> list[dict[str, Any]]:
-        label = f"responses, {done} of {len(prompts)} done" if progress else None
+        label = f"responses, {done} of {len(prompts)} done"
         generations = load()([prompt for _, prompt, _ in part], progress=label)
         return [
             {
@@ -102,7 +98,8 @@ def generate_submission_file(
             for (row, _, _), one in zip(part, generations, strict=True)
         ]
 
-    return _write(prompts, respond, Path(out), overwrite, settings=settings, save_every=SAVE_EVERY)
+    items = [(row, row["prompt"], 0) for row in prompts]
+    return save_rows(items, respond, path=out, settings=settings, save_every=SAVE_EVERY)
 
 
 def score_submission_file(
@@ -112,8 +109,6 @@ def score_submission_file(
     prefs_jsonl: str | Path | None = None,
     batch_size: int = 16,
     dtype: str = "float32",
-    overwrite: bool = False,
-    progress: bool = False,
 ) -> list[dict[str, Any]]:
     """Write a reward model's scores of both responses of every pair; resumes as `generate_submission_file` does.
 
@@ -121,7 +116,7 @@ def score_submission_file(
         reward_model: a saved reward model, full or an adapter.
         prefs_jsonl: pairs; None for the embedded ones.
         batch_size: responses per forward pass.
-        out, dtype, overwrite, progress: as in `generate_submission_file`.
+        out, dtype: as in `generate_submission_file`.
 
     Raises:
         FileNotFoundError, FileExistsError: as there.
@@ -129,6 +124,7 @@ def score_submission_file(
     """
     from trl_ext.models.loading import model_sha256
     from trl_ext.rewards import RewardModel
+    from trl_ext.rollouts.responses import save_rows
 
     pairs = load_pairs(prefs_jsonl)
     model = RewardModel(reward_model, batch_size=batch_size, dtype=dtype)
@@ -144,22 +140,15 @@ def score_submission_file(
     def score(part: list, **_: Any) -> list[dict[str, Any]]:
         prompts, columns = [prompt for _, prompt, _ in part], {}
         for side in ("chosen", "rejected"):
-            label = f"{side} responses" if progress else None
-            columns[side] = model.score(prompts, [row[side] for row, _, _ in part], progress=label).tolist()
+            responses = [row[side] for row, _, _ in part]
+            columns[side] = model.score(prompts, responses, progress=f"{side} responses").tolist()
         return [
             {"row_id": row["row_id"], "chosen_score": chosen, "rejected_score": rejected}
             for (row, _, _), chosen, rejected in zip(part, columns["chosen"], columns["rejected"], strict=True)
         ]
 
-    return _write(pairs, score, Path(out), overwrite, settings=settings, save_every=max(len(pairs), 1))
-
-
-def _write(rows: list[dict[str, Any]], compute: Callable, out: Path, overwrite: bool, **options: Any) -> list[dict]:
-    from trl_ext.rollouts.responses import save_rows
-
-    if overwrite:
-        out.unlink(missing_ok=True)
-    return save_rows([(row, row["prompt"], 0) for row in rows], compute, path=out, **options)
+    items = [(row, row["prompt"], 0) for row in pairs]
+    return save_rows(items, score, path=out, settings=settings, save_every=max(len(pairs), 1))
 
 
 def read_submission(
@@ -200,16 +189,13 @@ def read_submission(
     return found
 
 
-def pack_submission(
-    folder: str | Path, out: str | Path, methods: Collection[str], *, overwrite: bool = False, **data: Any
-) -> dict[str, Any]:
+def pack_submission(folder: str | Path, out: str | Path, methods: Collection[str], **data: Any) -> dict[str, Any]:
     """Check a submission's files and pack them into an archive; the same files give an identical archive.
 
     Args:
         folder: folder with the files of `submission_file`; some may be missing, and others are ignored.
-        out: the archive.
+        out: the archive; an earlier one is replaced.
         methods: methods that a submission may have.
-        overwrite: replace an existing archive.
         data: keyword arguments of `read_submission`.
 
     Returns:
@@ -217,12 +203,9 @@ def pack_submission(
 
     Raises:
         FileNotFoundError: the folder contains none of the files.
-        FileExistsError: the archive exists.
         ValueError: some rows of a file would not be graded; the message names the first five.
     """
     folder, out = Path(folder), Path(out)
-    if out.exists() and not overwrite:
-        raise FileExistsError(f"{out} exists: choose another --out, or replace it with --overwrite")
     files = {name: submission_file(name) for name in methods}
     there = read_submission(folder, methods, **data)
     if not there:
