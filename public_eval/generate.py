@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trl_ext.evaluation.command_line import at_least_one, format_table, one_line_errors, print_json
-from trl_ext.evaluation.submissions.assets import MAX_PROMPT_TOKENS, default_max_new_tokens
+from trl_ext.evaluation.submissions.assets import default_max_new_tokens
 from trl_ext.evaluation.submissions.commands import DEFAULT, add_data_arguments, make_parser
 from trl_ext.evaluation.submissions.submission import generate_submission_file
 
@@ -23,8 +23,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--model", required=True, help="toy, a folder of a model or of an adapter, or a hub model")
     parser.add_argument("--out", required=True, help="such as submission/policy_generations/aot.jsonl")
     add_data_arguments(parser, base=False, prefs=False)
-    longest = "of a prompt; the end is kept" + DEFAULT
-    parser.add_argument("--max_prompt_tokens", type=at_least_one, default=MAX_PROMPT_TOKENS, help=longest)
     parser.add_argument("--batch_size", type=at_least_one, default=32, help="prompts per batch" + DEFAULT)
     dtype = "of the weights: float32, bfloat16, float16, or auto, which is as saved" + DEFAULT
     parser.add_argument("--dtype", default="auto", help=dtype)

@@ -11,7 +11,6 @@ from trl_ext.evaluation.command_line import format_table, one_line_errors, print
 from trl_ext.evaluation.submissions import commands
 from trl_ext.evaluation.submissions.assets import load_prompts, load_thresholds
 from trl_ext.evaluation.submissions.grading import grade_submission
-from trl_ext.evaluation.submissions.submission import REWARD_MODEL, submission_file
 
 DESCRIPTION = """\
 Every method of a submission against its threshold: the figure with its interval, and PASS or FAIL. A missing file is
@@ -21,7 +20,7 @@ exit    0 whatever the grades, for missing files too; 2 if a file that is there 
         which `pack` refuses as well. The others are graded and printed nevertheless.
 
 cost    two questions to the judge per prompt and policy file. ground_truth and reward_model cost computing time only;
-        openai costs money where its verdicts are not in --cache yet: see --estimate.
+        openai costs money where its verdicts are not in --cache yet: see `judge --estimate`.
 writes  with openai, verdicts into --cache as they arrive.
 """
 HEADER = ("method", "grade", "measure", "figure", "ties as half", "threshold", "agreement", "position bias")
@@ -38,12 +37,6 @@ def main(arguments: list[str] | None = None) -> None:
         options = parser.parse_args(arguments)
         data, methods = commands.data_options(options), load_thresholds(options.thresholds)
         judge = commands.make_judge(options, load_prompts(options.prompts_jsonl))
-        if options.estimate:
-            files = [Path(options.folder) / submission_file(name) for name in methods if name != REWARD_MODEL]
-            prompts, base, systems = commands.load_systems(options, [file for file in files if file.is_file()])
-            pairs = {name: (responses, base) for name, responses in systems.items()}
-            commands.show_estimates(options, judge, prompts, pairs)
-            return
         data |= {"base_jsonl": options.base_jsonl, **commands.judging_options(options)}
         result = grade_submission(options.folder, methods, judge=judge, **data)
     if options.json:

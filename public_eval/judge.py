@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
+from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 from trl_ext.evaluation.command_line import format_table, one_line_errors, print_json
+from trl_ext.evaluation.judging.pairs import distinct_questions, make_questions, open_cache
 from trl_ext.evaluation.judging.protocol import Usage
 from trl_ext.evaluation.statistics.intervals import Estimate
+from trl_ext.evaluation.statistics.paired import paired_difference
 from trl_ext.evaluation.submissions import commands
-from trl_ext.evaluation.submissions.candidates import CandidateResult, compare_candidates, judge_candidate
-from trl_ext.evaluation.submissions.rows import read_human_labels
+from trl_ext.evaluation.submissions.assets import read_human_labels
+from trl_ext.evaluation.submissions.candidates import CandidateResult, both_systems, judge_candidate
 from trl_ext.files import write_json_lines
-from trl_ext.names import check_choice
 
 DESCRIPTION = """\
 Win rates of candidates against the base under a judge: every pair in both orders, ties dropped and ties as half, at
@@ -33,32 +37,34 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--candidate", nargs="+", required=True, metavar="FILE", help="files of responses")
     commands.add_data_arguments(parser, prefs=False)
     commands.add_judge_arguments(parser)
+    parser.add_argument("--estimate", action="store_true", help="count questions and tokens, and send nothing")
     parser.add_argument("--verdicts", type=Path, help="write what the judge said on every row as JSONL")
-    labels = "JSONL with row_id and outcome: candidate, base or tie; NAME is a candidate's file without .jsonl, if "
-    labels += "there are several"
-    parser.add_argument("--human_labels", nargs="+", default=[], metavar="[NAME=]FILE", help=labels)
+    labels = "of a single candidate: JSONL with row_id and outcome: candidate, base or tie"
+    parser.add_argument("--human_labels", metavar="FILE", help=labels)
     with one_line_errors():
         options = parser.parse_args(arguments)
         prompts, base, systems = commands.load_systems(options, options.candidate)
-        labels = {}
-        for given in options.human_labels:
-            name, _, path = given.partition("=") if len(systems) > 1 else (*systems, "", given)
-            check_choice("human_labels", name, systems)
-            labels[name] = read_human_labels(path, [row["row_id"] for row in prompts])
+        labels = options.human_labels
+        if labels is not None:
+            if len(systems) > 1:
+                raise ValueError("--human_labels are of one --candidate: judge each alone")
+            labels = read_human_labels(labels, [row["row_id"] for row in prompts])
         judge = commands.make_judge(options, prompts)
         if options.estimate:
-            pairs = {name: (responses, base) for name, responses in systems.items()}
-            commands.show_estimates(options, judge, prompts, pairs)
+            _estimate(options, judge, prompts, base, systems)
             return
         judging = commands.judging_options(options)
         results = [
-            judge_candidate(judge, name, responses, prompts, base, human_labels=labels.get(name), **judging)
+            judge_candidate(judge, name, responses, prompts, base, human_labels=labels, **judging)
             for name, responses in systems.items()
         ]
         summary = {
             "judge": commands.judge_settings(options),
             "candidates": [result.to_dict() for result in results],
-            "differences": compare_candidates(results),
+            "differences": [
+                {"candidates": [a.name, b.name], **paired_difference(a.outcomes, b.outcomes).to_dict()}
+                for a, b in itertools.combinations(results, 2)
+            ],
             "usage": sum((result.usage for result in results), Usage()).to_dict(),
         }
         if options.verdicts:
@@ -81,6 +87,24 @@ def main(arguments: list[str] | None = None) -> None:
         p_value = f"McNemar p {row['mcnemar']['p_value']:.4f}"
         print(f"{' minus '.join(row['candidates'])}, ties dropped: {difference}; {p_value}")
     print(commands.usage_line(summary["usage"]))
+
+
+def _estimate(options: Namespace, judge: Any, prompts: list, base: list, systems: dict[str, list]) -> None:
+    """Print how many questions judging would ask, how many the cache has, and their tokens, a quarter of the bytes."""
+    counts = []
+    for name, responses in systems.items():
+        questions = distinct_questions(make_questions(judge, prompts, **both_systems(responses, base)))
+        with open_cache(judge, options.cache if Path(options.cache).is_file() else None) as cache:
+            missing = [one for one in questions if cache is None or cache.get(one.key) is None]
+        tokens = getattr(judge, "estimate_tokens", lambda *_: 0)
+        asked = sum(tokens(one.prompt, one.response_a, one.response_b) for one in missing)
+        counts.append((name, len(missing), len(questions) - len(missing), asked))
+    header = ("candidate", "calls", "cached", "input_tokens")
+    if options.json:
+        print_json([dict(zip(header, row, strict=True)) for row in counts])
+        return
+    print(format_table(header, counts))
+    print("nothing was sent; an answer has about 150 tokens, and more with reasoning")
 
 
 def _row(result: CandidateResult) -> tuple:

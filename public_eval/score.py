@@ -13,7 +13,7 @@ A reward model's scores of both responses of every public pair, in the format of
 
 cost    two forward passes per pair on this machine; no key, no network but for a model on the hub. The embedded pairs
         take seconds on a CPU.
-writes  --out, and beside it NAME.settings.json, which says how its rows are made. Rows of another model are refused.
+writes  --out, in place of an earlier file.
 """
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 
 from trl_ext.evaluation.command_line import format_table, one_line_errors, print_json
@@ -17,7 +16,7 @@ base, which is rated 1000. Every pair is judged in both orders; what the two ord
 counts as half a win.
 
 cost    two questions per prompt and pair: k policies make k (k + 1) / 2 pairs with the base.
-        ground_truth and reward_model cost computing time only; openai costs money: see --estimate first.
+        ground_truth and reward_model cost computing time only; openai costs money: see `judge --estimate` first.
 writes  tournament.json into --out; with openai, verdicts into --cache as they arrive.
 """
 
@@ -37,10 +36,6 @@ def main(arguments: list[str] | None = None) -> None:
             raise ValueError(f"{BASE}.jsonl: the base takes part anyway; give its file with --base_jsonl")
         systems = {BASE: base, **policies}
         judge = commands.make_judge(options, prompts)
-        if options.estimate:
-            pairs = {f"{a} - {b}": (systems[a], systems[b]) for a, b in itertools.combinations(systems, 2)}
-            commands.show_estimates(options, judge, prompts, pairs)
-            return
         tournament = run_tournament(judge, prompts, systems, **commands.judging_options(options))
         summary = {"judge": commands.judge_settings(options), **tournament.to_dict()}
         write_json(options.out / "tournament.json", summary)

@@ -99,7 +99,6 @@ REFUSALS = [
     (["generate", "--model", "toy", "--out", "x.jsonl", "--prompts_jsonl", "no.jsonl"], ["no file no.jsonl"]),
     (["score", "--reward_model", "./no", "--out", "x.jsonl"], ["no model folder './no'"]),
     (["grade", "nowhere"], ["no folder nowhere", "generate and score"]),
-    (["grade", ".", "--estimate"], ["no file of responses"]),
     (["grade", ".", "--judge", "reward_model", "--model", "./no"], ["no model folder './no'"]),
     (["pack", "nowhere"], ["nowhere holds no file of a submission"]),
     (["tournament", "no.jsonl"], ["no file no.jsonl"]),
@@ -156,8 +155,8 @@ class TestJudge:
         """Nine rows in both orders; the empty one is not asked about."""
         monkeypatch.delenv("OPENAI_API_KEY", raising=False)
         asked = ("judge", "--candidate", policy(win=9, empty=1), *course["judging"], *OPENAI, "--estimate")
-        total = result(*asked)["total"]
-        assert total["calls"] == 18 and total["input_tokens"] > 18 * 300
+        [found] = result(*asked)
+        assert (found["calls"], found["cached"]) == (18, 0) and found["input_tokens"] > 18 * 300
         assert not (tmp_path / "judge_cache.sqlite").exists()
 
     def test_openai_over_the_network_and_its_cache(self, run, result, course, tmp_path, monkeypatch, policy):
@@ -226,7 +225,7 @@ class TestJudge:
             (candidate,) = result(*judge, f"{source}.py:own")["candidates"]
             return candidate["win_rate"]["half"]["rate"], (tmp_path / "asked").stat().st_size
 
-        assert result(*judge, "mine.py:own", "--estimate")["total"]["calls"] == 20
+        assert result(*judge, "mine.py:own", "--estimate")[0]["calls"] == 20
         assert judged("free") == (pytest.approx(0.3), 20) and not (tmp_path / "judge_cache.sqlite").exists()
         for asked in (40, 40):
             assert judged("mine") == (pytest.approx(0.3), asked)
@@ -251,7 +250,7 @@ class TestJudge:
         def interrupt(*_):
             raise KeyboardInterrupt
 
-        monkeypatch.setattr("trl_ext.evaluation.judging.run.JudgingRun.ask_all", interrupt)
+        monkeypatch.setattr("trl_ext.evaluation.judging.pairs.JudgingRun.ask_all", interrupt)
         code, _, err = run("judge", "--candidate", policy(win=10), *course["judging"])
         assert code == 130
         assert_one_line(err, ["interrupted: ", "the same command"])
@@ -307,11 +306,6 @@ class TestGrade:
         assert run("pack", "submission", *course["prompts_jsonl"], *course["prefs_jsonl"])[0] == 2
         assert "exit    0 whatever the grades" in run("grade", "--help")[1]
 
-    def test_estimate(self, result, course, policy):
-        policy(win=10)
-        estimates = result("grade", "submission", *course["all"], *OPENAI, "--estimate")["estimates"]
-        assert {name: row["calls"] for name, row in estimates.items()} == {"aot": 20}
-
     def test_the_courses_thresholds(self):
         thresholds = json.loads((REPOSITORY / "public_eval" / "thresholds.json").read_text())
         expected = {"reward_model": 0.74, "dpo": 0.68, "ipo": 0.55, "aot": 0.72, "grpo": 0.68, "drgrpo": 0.64}
@@ -328,12 +322,6 @@ class TestTournament:
         saved = json.loads((tmp_path / "t" / "tournament.json").read_text())
         assert saved["ratings"][0]["name"] == "good"
         assert out.split("column")[1].splitlines()[4].split() == ["good", "-", "0.900"]
-
-    def test_estimate(self, result, course, policy):
-        """Nothing is asked about the five rows on which both are right in the same words."""
-        files = policy("good", win=10), policy("even", win=5, loss=5)
-        estimates = result("tournament", *files, *course["judging"], *OPENAI, "--estimate")["estimates"]
-        assert [row["calls"] for row in estimates.values()] == [20, 20, 10]
 
 
 class TestCompareStages:

@@ -21,8 +21,7 @@ from trl_ext.evaluation import write_report
 from trl_ext.evaluation.reporting.results import read_harness
 from trl_ext.evaluation.tasks import __main__ as command
 from trl_ext.evaluation.tasks import evaluate as tasks
-from trl_ext.evaluation.tasks.checks import make_check
-from trl_ext.evaluation.tasks.evaluate import difference
+from trl_ext.evaluation.tasks.evaluate import difference, make_check
 from trl_ext.evaluation.tasks.task import Task, fill, read_rows, read_task, task_names
 from trl_ext.files import write_json
 from trl_ext.rewards.verified import VerifiedGrader

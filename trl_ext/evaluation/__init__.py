@@ -25,7 +25,7 @@ _NAMES_BY_MODULE = {
     ".statistics.paired": "mcnemar paired_difference",
     ".statistics.ratings": "bradley_terry",
     ".statistics.win_rate": "Interval PairOutcome WinRate win_rate",
-    ".submissions.candidates": "compare_candidates judge_candidate",
+    ".submissions.candidates": "judge_candidate",
     ".submissions.grading": "grade_submission",
     ".submissions.submission": "generate_submission_file pack_submission score_submission_file",
     "trl_ext.rollouts.diagnostics": "GenerationDiagnostics diagnose_generations",

@@ -20,8 +20,14 @@ from tests.support.public_evaluation import (
 )
 from tests.support.refusals import assert_refused
 from trl_ext.evaluation import JudgeError, grade_submission
-from trl_ext.evaluation.submissions.assets import load_base, load_pairs, load_prompts, load_thresholds
-from trl_ext.evaluation.submissions.rows import read_pair_scores, read_responses
+from trl_ext.evaluation.submissions.assets import (
+    load_base,
+    load_pairs,
+    load_prompts,
+    load_thresholds,
+    read_pair_scores,
+    read_responses,
+)
 from trl_ext.evaluation.submissions.submission import generate_submission_file
 
 PROMPTS = [{"row_id": name, "prompt_text": f"Say {name} twice."} for name in ("cat", "dog", "owl", "fox")]
@@ -113,9 +119,8 @@ class TestAssets:
             (lambda: load_base(prompts), ["row_id p0", "embedded", "--base_jsonl"]),
             (lambda: load_base(prompts, base), ["base.jsonl: row_id p0: missing"]),
             (lambda: load_pairs(path), ["holds prompts", "preference pairs"]),
-            (lambda: load_thresholds({"aot": 72}), ["aot", "less than or equal to 1"]),
-            (lambda: load_thresholds({"../aot": 0.5}), ["../aot", "match pattern"]),
-            (lambda: load_thresholds({}), ["at least 1 item"]),
+            (lambda: load_thresholds(write_rows(tmp_path / "t.json", [{"aot": 72}])), ["t.json: aot", "equal to 1"]),
+            (lambda: load_thresholds(write_rows(tmp_path / "e.json", [{}])), ["e.json", "at least 1 item"]),
         ):
             assert_refused(call, *words)
 
@@ -247,7 +252,7 @@ class TestSubmission:
         path = tmp_path / "thresholds.json"
         path.write_text('{"simpo": 0.5}')
         write_policy(folder, "simpo", response_rows(plan(win=6, loss=4)))
-        assert only(grade_submission(folder, path, **assets)).passed
+        assert only(grade_submission(folder, load_thresholds(path), **assets)).passed
 
     def test_refusals(self, folder, assets):
         messages = [{"role": "user", "content": "Who are you?"}]

@@ -24,7 +24,6 @@ from trl_ext.evaluation.submissions.submission import (
 )
 from trl_ext.models import resolve_model_path
 from trl_ext.models.loading import model_sha256
-from trl_ext.rewards import RewardModel
 
 METHODS = ["reward_model", "dpo", "ipo", "aot", "grpo", "drgrpo", "gspo", "offline_best", "online_best"]
 TEXTS = ["Say red.", "Say a much longer thing, please, and then stop.", "Why?", "Tell me of the sea.", "And?"]
@@ -151,11 +150,6 @@ class TestBuildScoreAndPack:
                 with torch.no_grad():
                     expected = float(model(torch.tensor([ids])).logits)
                 assert row[f"{side}_score"] == pytest.approx(expected, abs=1e-4)
-        # What is there is not computed again.
-        before = files[2].read_bytes()
-        monkeypatch.setattr(RewardModel, "score", lambda *a, **k: pytest.fail("scored again"))
-        score_submission_file(reward_model, files[2], prefs_jsonl=data["prefs_jsonl"])
-        assert files[2].read_bytes() == before
         packed = pack_submission(folder, archive, METHODS, **data)
         with zipfile.ZipFile(archive) as file:
             assert file.namelist() == sorted(names)

@@ -64,7 +64,7 @@ class OpenAIJudge:
         timeout: seconds to wait for the next part of an answer; a streamed answer may take longer in total.
         max_retries: how often a failed request is sent again.
         max_output_tokens: maximum length of an answer, including reasoning. A truncated answer is invalid.
-        temperature, reasoning_effort: None for the server's default; not every model accepts them.
+        reasoning_effort: None for the server's default; not every model accepts it.
 
     Raises:
         ImportError: the openai package is missing.
@@ -81,7 +81,6 @@ class OpenAIJudge:
         timeout: float = 60.0,
         max_retries: int = 6,
         max_output_tokens: int = MAX_OUTPUT_TOKENS,
-        temperature: float | None = None,
         reasoning_effort: str | None = None,
     ):
         try:
@@ -96,7 +95,7 @@ class OpenAIJudge:
             raise ValueError(f"instructions must be a text, or the Path of a file of it, got {instructions!r}")
         self.model, self.instructions, self.base_url = model, instructions, base_url
         self.timeout, self.max_retries, self.max_output_tokens = timeout, max_retries, max_output_tokens
-        self.temperature, self.reasoning_effort = temperature, reasoning_effort
+        self.reasoning_effort = reasoning_effort
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -105,13 +104,14 @@ class OpenAIJudge:
         It includes whether the server was your own, but not its address, since addresses change. A non-default token
         limit is included, because it decides which answers are complete.
         """
-        settings: dict[str, Any] = {"temperature": self.temperature, "reasoning_effort": self.reasoning_effort}
+        settings: dict[str, Any] = {"kind": "openai", "model": self.model, "instructions": self.instructions}
+        if self.reasoning_effort is not None:
+            settings["reasoning_effort"] = self.reasoning_effort
         if self.max_output_tokens != MAX_OUTPUT_TOKENS:
             settings["max_output_tokens"] = self.max_output_tokens
         if self._server != OPENAI_URL:
             settings["server"] = "own"
-        told = {name: value for name, value in settings.items() if value is not None}
-        return {"kind": "openai", "model": self.model, **told, "instructions": self.instructions}
+        return settings
 
     def judge(self, prompt: Messages | str, response_a: str, response_b: str) -> Judgement:
         """Judge one question; raises what `ask` does."""
@@ -170,13 +170,12 @@ class OpenAIJudge:
         import openai
 
         schema = {"name": "verdict", "strict": True, "schema": JudgeAnswer.model_json_schema()}
-        optional = {"temperature": self.temperature, "reasoning_effort": self.reasoning_effort or None}
         settings: dict[str, Any] = {
             "model": self.model,
             "messages": [{"role": "system", "content": self.instructions}, {"role": "user", "content": question}],
             "response_format": {"type": "json_schema", "json_schema": schema},
             "max_completion_tokens": self.max_output_tokens,
-            **{name: value for name, value in optional.items() if value is not None},
+            **({"reasoning_effort": self.reasoning_effort} if self.reasoning_effort else {}),
         }
         try:
             return self._client.chat.completions.create(**settings), None

@@ -8,13 +8,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trl_ext.evaluation.command_line import CommandParser, at_least_one, format_table, print_json
+from trl_ext.evaluation.command_line import CommandParser, at_least_one
 from trl_ext.evaluation.judging.openai_judge import MAX_OUTPUT_TOKENS, OpenAIJudge
-from trl_ext.evaluation.judging.pairs import CallableJudge, distinct_questions, make_questions, open_cache
+from trl_ext.evaluation.judging.pairs import CallableJudge
 from trl_ext.evaluation.statistics.intervals import Estimate
-from trl_ext.evaluation.submissions.assets import default_max_new_tokens, load_base, load_prompts
-from trl_ext.evaluation.submissions.candidates import both_systems, known_score_judge
-from trl_ext.evaluation.submissions.rows import Response, read_responses, refuse_fatal
+from trl_ext.evaluation.submissions.assets import (
+    Response,
+    default_max_new_tokens,
+    load_base,
+    load_prompts,
+    read_responses,
+    refuse_fatal,
+)
+from trl_ext.evaluation.submissions.candidates import known_score_judge
 from trl_ext.names import check_choice, load_function, load_module
 
 JUDGES = ("ground_truth", "openai", "reward_model")
@@ -68,16 +74,10 @@ def add_judge_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--max_concurrency", type=at_least_one, default=8, help="questions open at once" + DEFAULT)
     unjudged = "share of rows that may stay unjudged" + DEFAULT
     group.add_argument("--max_error_fraction", type=float, default=0.1, help=unjudged)
-    group.add_argument("--estimate", action="store_true", help="count questions and tokens, and send nothing")
 
 
 def make_judge(options: argparse.Namespace, prompts: list[dict[str, Any]]) -> Any:
-    """The judge that the flags select.
-
-    Raises:
-        ValueError, FileNotFoundError: a flag is missing, or names a file, a model folder or a function that does not
-            exist; or the judge does not know the prompts.
-    """
+    """The judge that the flags select; ValueError or FileNotFoundError if they select none for these prompts."""
     if bool(options.model) != (options.judge in WITH_MODEL):
         raise ValueError(f"--judge {options.judge}: --model is for {' and '.join(WITH_MODEL)}, which need it")
     if options.judge == "openai":
@@ -122,8 +122,6 @@ def load_systems(
         ValueError: rows cannot be judged, or two files have the same name.
         FileNotFoundError: a file does not exist.
     """
-    if not files:
-        raise ValueError("there is no file of responses to judge")
     prompts = load_prompts(options.prompts_jsonl)
     limit = options.max_new_tokens or default_max_new_tokens(options.prompts_jsonl)
     base = load_base(prompts, options.base_jsonl, max_new_tokens=limit)
@@ -131,34 +129,10 @@ def load_systems(
     for file in files:
         responses, problems = read_responses(file, prompts, max_new_tokens=limit)
         refuse_fatal(file, problems)
-        name = Path(file).stem
-        if name in systems:
-            raise ValueError(f"two files are called {name}: their names tell the candidates apart")
-        systems[name] = responses
+        if Path(file).stem in systems:
+            raise ValueError(f"two files are called {Path(file).stem}: their names tell the candidates apart")
+        systems[Path(file).stem] = responses
     return prompts, base, systems
-
-
-def show_estimates(options: argparse.Namespace, judge: Any, prompts: list[dict[str, Any]], pairs: Mapping) -> None:
-    """Print the questions that judging each named pair of systems would ask, those cached, and the tokens of input.
-
-    A token is a quarter of a text's UTF-8 bytes.
-    """
-    counts: dict[str, dict[str, int]] = {}
-    for name, pair in pairs.items():
-        questions = distinct_questions(make_questions(judge, prompts, **both_systems(*pair)))
-        with open_cache(judge, options.cache if Path(options.cache).is_file() else None) as cache:
-            missing = [one for one in questions if cache is None or cache.get(one.key) is None]
-        tokens = getattr(judge, "estimate_tokens", lambda *_: 0)
-        asked = sum(tokens(one.prompt, one.response_a, one.response_b) for one in missing)
-        counts[name] = {"calls": len(missing), "cached": len(questions) - len(missing), "input_tokens": asked}
-    columns = ("calls", "cached", "input_tokens")
-    total = {column: sum(count[column] for count in counts.values()) for column in columns}
-    if options.json:
-        print_json({"estimates": counts, "total": total})
-        return
-    rows = [(name, *count.values()) for name, count in {**counts, "total": total}.items()]
-    print(format_table(("", *columns), rows))
-    print("nothing was sent; an answer has about 150 tokens, and more with reasoning")
 
 
 def usage_line(usage: Mapping[str, Any]) -> str:

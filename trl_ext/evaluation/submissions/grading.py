@@ -9,7 +9,7 @@ from typing import Any
 from trl_ext.evaluation.comparing.reward_models import ALL_TIED, reward_metrics
 from trl_ext.evaluation.judging.pairs import TooManyErrors
 from trl_ext.evaluation.judging.protocol import Usage
-from trl_ext.evaluation.submissions.assets import default_max_new_tokens, load_base, load_prompts, load_thresholds
+from trl_ext.evaluation.submissions.assets import default_max_new_tokens, load_base, load_prompts
 from trl_ext.evaluation.submissions.candidates import judge_candidate, known_score_judge
 from trl_ext.evaluation.submissions.submission import PART_TWO, REWARD_MODEL, read_submission, submission_file
 
@@ -21,7 +21,7 @@ NO_FIGURE = dict.fromkeys(("figure", "low", "high", "half", "agreement_rate", "p
 
 def grade_submission(
     folder: str | Path,
-    thresholds: Mapping[str, float] | str | Path,
+    thresholds: Mapping[str, float],
     *,
     judge: Any = None,
     prompts_jsonl: str | Path | None = None,
@@ -38,7 +38,7 @@ def grade_submission(
 
     Args:
         folder: the submission.
-        thresholds: threshold by method, or a JSON file of them; see `submission_file` for the methods' files.
+        thresholds: threshold by method; see `submission_file` for the methods' files.
         judge: decides between responses; None for the known score, which only the embedded task has.
         base_jsonl: the base's responses; None for the embedded ones.
         prompts_jsonl, prefs_jsonl, max_new_tokens: as in `read_submission`.
@@ -56,13 +56,12 @@ def grade_submission(
         - `problems`: rows that cannot be graded, any of which fails the file; `warnings`, such as empty responses.
 
     Raises:
-        FileNotFoundError: the folder, or a file of prompts, base responses, pairs or thresholds does not exist.
+        FileNotFoundError: the folder, or a file of prompts, base responses or pairs does not exist.
         ValueError: those files have malformed rows, or there is no judge for the prompts.
     """
     folder = Path(folder)
     if not folder.is_dir():
         raise FileNotFoundError(f"no folder {folder}: make its files with the commands generate and score")
-    thresholds = load_thresholds(thresholds)
     data = {"prompts_jsonl": prompts_jsonl, "prefs_jsonl": prefs_jsonl, "max_new_tokens": max_new_tokens}
     files = read_submission(folder, thresholds, **data)
     prompts = load_prompts(prompts_jsonl)

@@ -11,9 +11,17 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from trl_ext.evaluation.submissions.assets import MAX_PROMPT_TOKENS, default_max_new_tokens, load_pairs, load_prompts
-from trl_ext.evaluation.submissions.rows import RowProblem, read_pair_scores, read_responses, refuse_fatal
-from trl_ext.files import replacing
+from trl_ext.evaluation.submissions.assets import (
+    MAX_PROMPT_TOKENS,
+    RowProblem,
+    default_max_new_tokens,
+    load_pairs,
+    load_prompts,
+    read_pair_scores,
+    read_responses,
+    refuse_fatal,
+)
+from trl_ext.files import replacing, write_json_lines
 
 REWARD_MODEL = "reward_model"
 PART_TWO = ("offline_best", "online_best")
@@ -110,45 +118,33 @@ def score_submission_file(
     batch_size: int = 16,
     dtype: str = "float32",
 ) -> list[dict[str, Any]]:
-    """Write a reward model's scores of both responses of every pair; resumes as `generate_submission_file` does.
+    """Write a reward model's scores of both responses of every pair, and return the rows.
 
     Args:
         reward_model: a saved reward model, full or an adapter.
+        out: the output file; an earlier one is replaced.
         prefs_jsonl: pairs; None for the embedded ones.
         batch_size: responses per forward pass.
-        out, dtype: as in `generate_submission_file`.
+        dtype: type of the weights.
 
     Raises:
-        FileNotFoundError, FileExistsError: as there.
+        FileNotFoundError: the model or the file of pairs does not exist.
         ValueError: pairs are malformed, or the model is not a reward model.
     """
-    from trl_ext.models.loading import model_sha256
     from trl_ext.rewards import RewardModel
-    from trl_ext.rollouts.responses import save_rows
 
     pairs = load_pairs(prefs_jsonl)
     model = RewardModel(reward_model, batch_size=batch_size, dtype=dtype)
-    settings = {
-        "rows": "scores of pairs",
-        "model": str(reward_model),
-        "model_sha256": model_sha256(model.folder),
-        "pairs_sha256": _sha256([row["row_id"], row["prompt"], row["chosen"], row["rejected"]] for row in pairs),
-        "dtype": dtype,
-        "batch_size": batch_size,
-    }
-
-    def score(part: list, **_: Any) -> list[dict[str, Any]]:
-        prompts, columns = [prompt for _, prompt, _ in part], {}
-        for side in ("chosen", "rejected"):
-            responses = [row[side] for row, _, _ in part]
-            columns[side] = model.score(prompts, responses, progress=f"{side} responses").tolist()
-        return [
-            {"row_id": row["row_id"], "chosen_score": chosen, "rejected_score": rejected}
-            for (row, _, _), chosen, rejected in zip(part, columns["chosen"], columns["rejected"], strict=True)
-        ]
-
-    items = [(row, row["prompt"], 0) for row in pairs]
-    return save_rows(items, score, path=out, settings=settings, save_every=max(len(pairs), 1))
+    scores = {}
+    for side in ("chosen", "rejected"):
+        prompts, responses = zip(*((row["prompt"], row[side]) for row in pairs), strict=True)
+        scores[side] = model.score(prompts, responses, progress=f"{side} responses").tolist()
+    rows = [
+        {"row_id": row["row_id"], "chosen_score": chosen, "rejected_score": rejected}
+        for row, chosen, rejected in zip(pairs, scores["chosen"], scores["rejected"], strict=True)
+    ]
+    write_json_lines(out, rows)
+    return rows
 
 
 def read_submission(
@@ -164,14 +160,11 @@ def read_submission(
     Args:
         folder: the submission.
         methods: methods whose files are read.
-        prompts_jsonl, prefs_jsonl: data that the submission was made on; None for the embedded data.
+        prompts_jsonl, prefs_jsonl: data that the submission was made on, for `load_prompts` and `load_pairs`.
         max_new_tokens: maximum number of tokens in a response; None for 256, or 48 for the embedded prompts.
 
     Returns:
         The result of `read_responses` or `read_pair_scores` by method.
-
-    Raises:
-        FileNotFoundError, ValueError: as `load_prompts` and `load_pairs`.
     """
     prompts, limit = load_prompts(prompts_jsonl), max_new_tokens or default_max_new_tokens(prompts_jsonl)
     found = {}

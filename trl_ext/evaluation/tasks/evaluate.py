@@ -10,21 +10,26 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from trl_ext.data.benchmark import EMBEDDED, known_score
 from trl_ext.data.formats import plain_prompt
 from trl_ext.data.math import load_prompt_template, render
 from trl_ext.data.rows import read_jsonl
+from trl_ext.evaluation.judging.protocol import last_user_text
 from trl_ext.evaluation.reasoning import summarize_reasoning
 from trl_ext.evaluation.reporting.results import save_results
 from trl_ext.evaluation.statistics.intervals import mean_with_interval
-from trl_ext.evaluation.tasks.checks import PREFIX, make_check
 from trl_ext.evaluation.tasks.task import Row, Task, read_rows, read_task
 from trl_ext.files import existing_file, read_json
 from trl_ext.models.loading import find_policy, model_sha256
-from trl_ext.rewards.verified import KINDS
+from trl_ext.names import check_choice, load_function
+from trl_ext.rewards.verified import KINDS, VerifiedGrader
 from trl_ext.rollouts.generation import Generation, SamplingSettings
-from trl_ext.rollouts.responses import Engine, load_engine, sample_responses, settings_path
+from trl_ext.rollouts.responses import Engine, graded, load_engine, sample_responses, settings_path
 
 RESPONSES = "responses.jsonl"
+# Metrics are saved in each row under this prefix, as rewards are, so that the report shows them beside the response.
+PREFIX = "reward/"
+CHECKS = (*KINDS, "exact", "contains", *EMBEDDED)
 
 
 def evaluate(
@@ -45,17 +50,13 @@ def evaluate(
     """Evaluate a model on a task, and write the responses and `results.json` into a folder; a killed call resumes.
 
     Args:
-        model: a folder of a model, an adapter or a run, a hub model, toy or smollm2.
+        model, dtype, use_vllm: as for `load_engine`; the model may also be the folder of a run.
         name: a task of the library, or a YAML file.
-        folder: where results go.
+        folder, compare: where results go, and the folder of an earlier call, for the differences on the same rows.
         data: the folder that holds the task's data.
         limit: the number of rows, from the first; None for all. A later call on the folder may raise it.
         max_new_tokens: the longest response; None for that of the task.
-        batch_size: rows at once.
-        seed: sampling seed.
-        dtype, use_vllm: of the model's weights, and the engine, as for `load_engine`.
-        save_every: responses between saves, as for `save_rows`.
-        compare: the folder of an earlier call on the task, for the differences on the same rows.
+        batch_size, seed, save_every: of the sampling, as for `SamplingSettings` and `save_rows`.
 
     Raises:
         ValueError, FileNotFoundError: an argument, the task or its data is wrong; nothing was sampled.
@@ -165,3 +166,59 @@ def _rows_of(path: Path, settings: Mapping[str, Any]) -> list[Row]:
 
 def _text(prompt: Any) -> str:
     return prompt if isinstance(prompt, str) else plain_prompt(prompt)
+
+
+def make_check(task: Task, rows: Sequence[Row]) -> Callable[[Sequence[Row], Sequence[Generation]], list[Row]]:
+    """The function `f(rows, generations)` that checks responses of a task and returns columns of their rows.
+
+    The columns are the metrics under `PREFIX` and, for verified answers, those of `graded`.
+
+    Raises:
+        ValueError, FileNotFoundError: an unknown check, or the rows or the task lack what it needs.
+    """
+    name = task.check
+    if ":" not in name:
+        check_choice("check", name, [*CHECKS, "your own file.py:function"])
+    if name in (*KINDS, "exact", "contains") and task.answer is None:
+        raise ValueError(f'the check {name} needs the key answer, such as answer: "{{answer}}"')
+    if task.answer is not None and not all(isinstance(row["answer"], str) for row in rows):
+        raise ValueError(f"answer: {task.answer} is a list in the data, and one text is needed")
+    if name == "countdown" and not all("numbers" in row for row in rows):
+        raise ValueError("the check countdown needs numbers in every row of the data")
+    of_one = _check_of_one(name)
+    return lambda rows, found: [of_one(row, one) for row, one in zip(rows, found, strict=True)]
+
+
+def _check_of_one(name: str) -> Callable[[Row, Generation], Row]:
+    if name in KINDS:
+        grade = VerifiedGrader(name)
+
+        def verified(row: Row, one: Generation) -> Row:
+            found = graded(row, one, grade)
+            return found | _columns({"accuracy": found["answer_reward"], "format": found["format_reward"]})
+
+        return verified
+    if name in ("exact", "contains"):
+        same = str.__eq__ if name == "exact" else str.__contains__
+        return lambda row, one: _columns({"accuracy": float(same(_plain(one.text), _plain(row["answer"])))})
+    if name in EMBEDDED:
+        score = known_score(name)
+        return lambda row, one: _columns(
+            {"score": score(last_user_text(row["prompt"]), one.text, finished=one.finished)}
+        )
+    own = load_function(name, "check")
+
+    def check(row: Row, one: Generation) -> Row:
+        found = own(one.text, row)
+        return _columns(found if isinstance(found, Mapping) else {"accuracy": None if found is None else float(found)})
+
+    return check
+
+
+def _columns(metrics: Mapping[str, Any]) -> Row:
+    return {PREFIX + name: value for name, value in metrics.items()}
+
+
+def _plain(text: str) -> str:
+    """A text without differences in case and spaces."""
+    return " ".join(text.split()).casefold()

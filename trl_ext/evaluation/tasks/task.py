@@ -27,7 +27,7 @@ class Task(BaseModel, extra="forbid", strict=True):
         data: a file of JSON lines, or of a JSON array; a path is relative to the YAML file, or to `--data`.
         layout: `math` for the layouts of `load_math`; None for rows that are used as they are.
         prompt: the prompt, with `{column}` for columns of the data; `{column}` alone may be a list of messages.
-        check: a name of `checks.CHECKS`, or your own `file.py:function`.
+        check: a name of `evaluate.CHECKS`, or your own `file.py:function`.
         answer: the right answer, for checks that need one.
         max_new_tokens: the longest response.
         samples: responses to each prompt; with verified answers, several give pass@k and maj@k.
