@@ -17,8 +17,7 @@ Every method of a submission against its threshold: the figure with its interval
 a failure, and so is one with rows that cannot count; they are named by file and row_id.
 
 exit    0 whatever the grades, for missing files too; 2 if a file that is there cannot be used, such as one with a NaN,
-        which `pack` refuses as well. The others are graded and printed nevertheless.
-
+        which `pack` refuses as well.
 cost    two questions to the judge per prompt and policy file. ground_truth and reward_model cost computing time only;
         openai costs money where its verdicts are not in --cache yet: see `judge --estimate`.
 writes  with openai, verdicts into --cache as they arrive.

@@ -19,13 +19,11 @@ from trl_ext.files import write_json_lines
 
 DESCRIPTION = """\
 Win rates of candidates against the base under a judge: every pair in both orders, ties dropped and ties as half, at
-equal lengths, and with several candidates the paired differences between them on the same prompts. With --human_labels
-of a random part of the prompts, also a win rate without the judge's bias.
+equal lengths, and with several candidates the paired differences between them on the same prompts.
 
 cost    two questions per prompt and candidate. ground_truth and reward_model cost computing time only; openai costs
         money: see --estimate first. Its key is read from OPENAI_API_KEY.
 writes  with openai, every verdict into --cache as it arrives: the same command resumes and pays for nothing twice.
-        With --verdicts what the judge said on every row.
 """
 HEADER = ("candidate", "win rate, ties dropped", "ties as half", "at equal lengths", "tokens", "of the base")
 HEADER += ("agreement", "position bias", "length bias", "errors")
@@ -39,13 +37,12 @@ def main(arguments: list[str] | None = None) -> None:
     commands.add_judge_arguments(parser)
     parser.add_argument("--estimate", action="store_true", help="count questions and tokens, and send nothing")
     parser.add_argument("--verdicts", type=Path, help="write what the judge said on every row as JSONL")
-    labels = "of a single candidate: JSONL with row_id and outcome: candidate, base or tie"
-    parser.add_argument("--human_labels", metavar="FILE", help=labels)
+    labels = "of a random part of the prompts, for a win rate without the judge's bias: JSONL with row_id and outcome"
+    parser.add_argument("--human_labels", metavar="FILE", help=labels + " (candidate, base or tie)")
     with one_line_errors():
         options = parser.parse_args(arguments)
         prompts, base, systems = commands.load_systems(options, options.candidate)
-        labels = options.human_labels
-        if labels is not None:
+        if (labels := options.human_labels) is not None:
             if len(systems) > 1:
                 raise ValueError("--human_labels are of one --candidate: judge each alone")
             labels = read_human_labels(labels, [row["row_id"] for row in prompts])
@@ -74,14 +71,13 @@ def main(arguments: list[str] | None = None) -> None:
         print_json(summary)
         return
     print(format_table(HEADER, [_row(result) for result in results]))
-    for result in results:
-        if found := result.human_labels:
-            total = f"judge alone: {found.judge_rate:.3f} over {found.n_labels + found.n_unlabelled} prompts"
-            print(
-                f"{result.name}, human labels and judge: {Estimate(found.rate, found.low, found.high):.3f}, like "
-                f"{found.effective_n:.0f} labels; {found.n_labels} labels alone: "
-                f"{commands.interval_cell(vars(found.labels_only))}; {total}"
-            )
+    if found := results[0].human_labels:
+        print(
+            f"human labels and judge: {Estimate(found.rate, found.low, found.high):.3f}, like "
+            f"{found.effective_n:.0f} labels; {found.n_labels} labels alone: "
+            f"{commands.interval_cell(vars(found.labels_only))}; "
+            f"judge alone: {found.judge_rate:.3f} over {found.n_labels + found.n_unlabelled} prompts"
+        )
     for row in summary["differences"]:
         difference = f"{Estimate(row['difference'], row['low'], row['high']):.3f}, paired over {row['n']} prompts"
         p_value = f"McNemar p {row['mcnemar']['p_value']:.4f}"

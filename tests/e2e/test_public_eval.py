@@ -321,7 +321,8 @@ class TestTournament:
         assert re.search(r"0\.900 \[0\.\d{3}, \d\.\d{3}\]$", out.splitlines()[2])
         saved = json.loads((tmp_path / "t" / "tournament.json").read_text())
         assert saved["ratings"][0]["name"] == "good"
-        assert out.split("column")[1].splitlines()[4].split() == ["good", "-", "0.900"]
+        [match] = saved["matches"]
+        assert (match["first"], match["second"], match["rate"]) == ("base", "good", pytest.approx(0.1))
 
 
 class TestCompareStages:

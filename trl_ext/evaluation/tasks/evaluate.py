@@ -109,24 +109,19 @@ def _engine_of(task: Task, load: Callable[[], tuple[Engine, Any]]) -> Engine:
 
     def respond(prompts: Sequence[Any], **options: Any) -> list[Generation]:
         engine, tokenizer = load()
-        return engine([given(tokenizer, prompt) for prompt in prompts], **options)
-
-    def given(tokenizer: Any, prompt: Any) -> Any:
         if template is not None:
-            return render(template, _text(prompt))
-        if tokenizer.chat_template:
-            return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        return _text(prompt)
+            prompts = [render(template, _text(prompt)) for prompt in prompts]
+        elif tokenizer.chat_template:
+            prompts = [[{"role": "user", "content": one}] if isinstance(one, str) else one for one in prompts]
+        else:
+            prompts = [_text(prompt) for prompt in prompts]
+        return engine(prompts, **options)
 
     return respond
 
 
 def summarize(rows: Iterable[Mapping[str, float]], *, gains: bool = False) -> dict[str, dict[str, Any]]:
-    """Each metric's `mean`, its interval `low` and `high`, and `n`, the number of rows that have it.
-
-    The metrics with the most values come first. With `gains`, the values are paired differences; see
-    `mean_with_interval`.
-    """
+    """Each metric's `mean`, its interval `low` and `high` as `mean_with_interval` has it, and `n`; most rows first."""
     columns: dict[str, list[float]] = {}
     for row in rows:
         for name, value in row.items():
