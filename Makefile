@@ -94,6 +94,7 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 
 $(STAMP): pyproject.toml constraints.txt
+	@echo "installing into .venv, which takes a few minutes the first time"
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	touch $(STAMP)

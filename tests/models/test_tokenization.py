@@ -20,6 +20,7 @@ from trl_ext.models import (
     token_entropy,
     tokenize_prompt_and_output,
 )
+from trl_ext.models.batches import in_batches
 from trl_ext.models.loading import load_policy
 from trl_ext.rewards import RewardModel
 from trl_ext.rollouts.generation import prompt_tokens
@@ -305,3 +306,19 @@ def test_a_tokenizer_larger_than_the_model_is_refused_before_training(trainer, p
     build_on(model)
     model.resize_token_embeddings(len(tokenizer) + 64)
     build_on(model)
+
+
+def test_batches_of_shorter_rows_have_more_rows():
+    """Of at most 2 x 8 tokens with padding: 8 + 8, then 5 rows of 3 or 2, and of 1 as many as are left."""
+    tokens = [8, 1, 3, 8, 2, 3, 1, 3, 2, 1]
+    order, taken = sorted(range(10), key=lambda row: -tokens[row]), []
+
+    def lengths(rows: list[int]) -> list[int]:
+        taken.append([tokens[row] for row in rows])
+        return taken[-1]
+
+    assert in_batches(torch.nn.Identity(), lengths, order, batch_size=2, tokens=tokens) == tokens
+    assert taken == [[8, 8], [3, 3, 3, 2, 2], [1, 1, 1]]
+    taken.clear()
+    assert in_batches(torch.nn.Identity(), lengths, order, batch_size=4) == tokens
+    assert taken == [[8, 8, 3, 3], [3, 2, 2, 1], [1, 1]]

@@ -7,6 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate.data_loader import BatchSamplerShard
+from datasets import Dataset
+from peft import LoKrConfig, LoraConfig, get_peft_model
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from trl_ext import (
     GRPOConfig,
@@ -22,7 +27,8 @@ from trl_ext import (
     load_benchmark,
 )
 from trl_ext.models import resolve_model_path
-from trl_ext.trainers.passes import divide, passes_of_groups, passes_of_pairs
+from trl_ext.resilience.training import ResilientTraining
+from trl_ext.trainers.passes import balance_ranks, divide, passes_of_groups, passes_of_pairs
 
 ALONE = SimpleNamespace(num_processes=1)
 
@@ -69,15 +75,50 @@ def test_auto_is_the_padded_size_of_the_largest_micro_batch():
     found = passes_of_pairs(pairs, "auto", ALONE, pad_token_id=0, shares=False)
     assert [one["attention_mask"].sum().item() for one in found] == [8, 6, 10]
 
-    masks = up_to(4, 1, 1, 1, 2, 2).split(2)
-    rollout = [{"prompt_ids": torch.ones(2, 3), "completion_ids": mask, "completion_mask": mask} for mask in masks]
-    rollout = [
-        {**one, "prompt_mask": torch.ones(2, 3), "group": torch.tensor([i, i])} for i, one in enumerate(rollout)
-    ]
-    assert [one["group"].tolist() for one in passes_of_groups(rollout, "auto", ALONE)] == [[0, 0], [1, 1, 2, 2]]
+    def groups(rows: int, shares: bool = True) -> list[list[int]]:
+        rollout = []
+        for mask, own in zip(
+            up_to(4, 1, 1, 1, 2, 2).split(rows), torch.tensor([0, 0, 1, 1, 2, 2]).split(rows), strict=True
+        ):
+            prompts = torch.ones(rows, 3)
+            batch = {"prompt_ids": prompts, "prompt_mask": prompts, "completion_ids": mask, "completion_mask": mask}
+            rollout.append(batch | {"group": own})
+        return [one["group"].tolist() for one in passes_of_groups(rollout, "auto", ALONE, shares=shares)]
+
+    assert groups(2) == [[0, 0], [1, 1, 2, 2]]
+    # Where each row encodes its prompt, of 7, 4, 4, 4, 5 and 5 tokens: in three passes, 11, 8 and 10.
+    assert groups(2, shares=False) == [[0, 0], [1, 1], [2, 2]]
+    # A group that is larger than a micro-batch of one row, which has 7 tokens, is divided: 7, 4, 5 and 7 tokens.
+    assert groups(1) == [[0], [0], [1, 1], [2, 2]]
 
 
-COMMON = {"max_steps": 2, "report_to": "none", "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1}
+@pytest.mark.parametrize("ranks, micro_batches, rows", [(2, 2, 24), (2, 3, 31), (4, 1, 40), (3, 2, 11), (1, 4, 9)])
+def test_ranks_get_as_many_tokens_and_a_step_keeps_its_rows(ranks, micro_batches, rows):
+    """Batches of 2 rows, of which a third is long; the rest of an epoch, and a single rank's, stay as they are."""
+    draw = random.Random(0)
+    lengths = [draw.choice([5, 10, 400]) for _ in range(rows)]
+    dataset = Dataset.from_dict({"prompt_ids": [[0]] * rows, "chosen_ids": [[0] * (length - 1) for length in lengths]})
+
+    def of_rank(rank: int, columns: list[str]) -> list[list[int]]:
+        batches = BatchSampler(SequentialSampler(range(rows)), 2, drop_last=False)
+        loader = DataLoader(dataset, batch_sampler=BatchSamplerShard(batches, ranks, rank) if ranks > 1 else batches)
+        return [[*batch] for batch in balance_ranks(loader, columns, micro_batches).batch_sampler]
+
+    plain = [of_rank(rank, ["other"]) for rank in range(ranks)]
+    balanced = [of_rank(rank, ["prompt_ids", "chosen_ids"]) for rank in range(ranks)]
+    assert [[*map(len, one)] for one in balanced] == [[*map(len, one)] for one in plain]
+    if ranks == 1:
+        assert balanced == plain
+    for step in range(rows // (2 * ranks * micro_batches)):
+        steps = []
+        for found in (plain, balanced):
+            steps.append([sum(one[step * micro_batches : (step + 1) * micro_batches], []) for one in found])
+        before, after = ([sum(lengths[row] for row in one) for one in step] for step in steps)
+        assert sorted(sum(steps[0], [])) == sorted(sum(steps[1], []))
+        assert max(after) <= max(before) and max(after) - min(after) <= max(lengths)
+
+
+COMMON = {"max_steps": 3, "report_to": "none", "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1}
 COMMON |= {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "learning_rate": 1e-3}
 PAIRS, PROMPTS = "train_prefs", "train_gen"
 CASES = {
@@ -88,6 +129,7 @@ CASES = {
         {"loss": "dpo", "precompute_ref_log_probs": False},
         PAIRS,
     ),
+    "aot, of a device": (PreferenceTrainer, PreferenceConfig, {"loss": "aot", "aot_scope": "device"}, PAIRS),
     "aot": (PreferenceTrainer, PreferenceConfig, {"loss": "aot"}, PAIRS),
     "orpo": (PreferenceTrainer, PreferenceConfig, {"loss": "orpo"}, PAIRS),
     "reward": (RewardTrainer, RewardConfig, {}, PAIRS),
@@ -100,7 +142,7 @@ CASES = {
 
 
 def trained(case: str, budget: str, folder) -> tuple[torch.Tensor, list[dict], list[int]]:
-    """What two updates change, the log, and which micro-batches are passes."""
+    """What three updates change, the log, and which micro-batches are passes."""
     trainer_class, config_class, settings, split = CASES[case]
     rewards = {}
     if split == PROMPTS:
@@ -121,7 +163,7 @@ def trained(case: str, budget: str, folder) -> tuple[torch.Tensor, list[dict], l
     before = parameters_of(trainer)
     trainer.train()
     timed = ("runtime", "second", "step_time", "flos", "epoch")
-    log = [{k: v for k, v in row.items() if not any(t in k for t in timed)} for row in trainer.state.log_history[:2]]
+    log = [{k: v for k, v in row.items() if not any(t in k for t in timed)} for row in trainer.state.log_history[:3]]
     return parameters_of(trainer) - before, log, losses
 
 
@@ -131,17 +173,60 @@ def parameters_of(trainer) -> torch.Tensor:
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_update_and_the_log_are_those_of_the_micro_batches(case, tmp_path):
-    """Of two optimizer steps of four micro-batches, in two passes or so each, and in one."""
+    """Of three optimizer steps of four micro-batches: the first checks packing, and the others take few passes."""
     expected, log, losses = trained(case, "off", tmp_path / "off")
-    assert all(losses) and len(losses) == 8
+    assert all(losses) and len(losses) == 12
     several = "450" if CASES[case][3] == PAIRS else "250" if case == "ppo" else "120"
     # PPO's groups of one response share no prompt, and these have little padding.
     for budget, fewest in ((several, 2), ("100000", 1), *([("auto", 1)] if case != "ppo" else [])):
         got, its_log, its_losses = trained(case, budget, tmp_path / budget)
-        assert len(its_losses) == 8 and 2 * fewest <= sum(its_losses) < 8
-        assert not its_losses[0] and its_losses[3] and its_losses[7], "the passes come last"
+        if case == "aot, of a device":
+            # It compares the pairs of a micro-batch.
+            assert all(its_losses) and got.equal(expected)
+            continue
+        assert len(its_losses) == 12 and 2 * fewest <= sum(its_losses[4:]) < 8
+        assert not its_losses[4] and its_losses[7] and its_losses[11], "the passes come last"
         assert (got - expected).norm() <= 2e-3 * expected.norm() > 0
         for one, other in zip(its_log, log, strict=True):
             assert one.keys() == other.keys()
             for name, value in one.items():
                 assert value == pytest.approx(other[name], rel=2e-3, abs=2e-4), name
+
+
+# ---- Recomputation ----
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, {"use_reentrant": False, "preserve_rng_state": False}),
+        (
+            {"gradient_checkpointing_kwargs": {"use_reentrant": True}},
+            {"use_reentrant": True, "preserve_rng_state": False},
+        ),
+        (
+            {"gradient_checkpointing_kwargs": {"preserve_rng_state": True}},
+            {"use_reentrant": False, "preserve_rng_state": True},
+        ),
+        ({"gradient_checkpointing": False}, None),
+        ({"attention_dropout": 0.1}, None),
+        ({"lora_dropout": 0.1}, None),
+        ({"module_dropout": 0.1}, None),
+    ],
+)
+def test_recomputation_saves_random_states_only_if_something_draws(settings, expected):
+    """Of dropout that attention, LoRA or LoKr draws; the caller's arguments stay as they were."""
+    config = Qwen2Config(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+    config.attention_dropout = settings.get("attention_dropout", 0.0)
+    model = Qwen2ForCausalLM(config)
+    adapter = {"target_modules": ["q_proj"], "r": 2}
+    if "lora_dropout" in settings:
+        model = get_peft_model(model, LoraConfig(**adapter, lora_dropout=0.1))
+    if "module_dropout" in settings:
+        model = get_peft_model(model, LoKrConfig(**adapter, module_dropout=0.1))
+    args = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": None}
+    args = SimpleNamespace(**{name: settings.get(name, value) for name, value in args.items()})
+    before = args.gradient_checkpointing_kwargs
+    with ResilientTraining._recomputation(SimpleNamespace(args=args, model=model)):
+        assert args.gradient_checkpointing_kwargs == expected
+    assert args.gradient_checkpointing_kwargs is before

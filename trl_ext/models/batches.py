@@ -18,6 +18,7 @@ def in_batches(
     order: Sequence[int],
     *,
     batch_size: int,
+    tokens: Sequence[int] | None = None,
     progress: str | None = None,
 ) -> list[Any]:
     """Call `function` on batches of row numbers with the model in evaluation mode, and return its results by row.
@@ -27,13 +28,23 @@ def in_batches(
         function: returns a result for each of the row numbers that it receives.
         order: the row numbers 0 to N - 1, in the order in which batches take them.
         batch_size: rows per call.
+        tokens: the number of tokens of each row, if batches of shorter rows may have more rows, with at most as many
+            tokens, padding included, as `batch_size` of the longest rows.
         progress: label of the progress bar; None for no bar.
     """
     results: list[Any] = [None] * len(order)
-    starts = range(0, len(order), batch_size)
+    batches = [[*order[start : start + batch_size]] for start in range(0, len(order), batch_size)]
+    if tokens is not None:
+        batches, width, most = [], 0, batch_size * max(tokens, default=0)
+        for row in order:
+            width = max(width, tokens[row])
+            if batches and (len(batches[-1]) + 1) * width <= most:
+                batches[-1].append(row)
+            else:
+                batches.append([row])
+                width = tokens[row]
     with evaluating(model):
-        for start in tqdm(starts, desc=progress, leave=False) if progress else starts:
-            rows = order[start : start + batch_size]
+        for rows in tqdm(batches, desc=progress, leave=False) if progress else batches:
             for row, result in zip(rows, function(rows), strict=True):
                 results[row] = result
     return results

@@ -130,7 +130,7 @@ def score_sequences(
         model: a transformers model for sequence classification with one label. Temporarily put into evaluation mode.
         sequences: N lists of token ids, none empty.
         function: returns the scores, [B], of `input_ids` and `attention_mask`, each [B, L]; None for the model's own.
-        batch_size: rows per forward pass.
+        batch_size: rows per forward pass; on an accelerator, of the longest rows.
         pad_token_id: the model's padding token, which it uses to find the last token of a row.
         progress: label of the progress bar; None for no bar.
 
@@ -153,7 +153,10 @@ def score_sequences(
             return function(input_ids, attention_mask).float().cpu()
         return model(input_ids=input_ids, attention_mask=attention_mask).logits.squeeze(-1).float().cpu()
 
-    return torch.tensor(in_batches(model, scored, _order(model, sequences), batch_size=batch_size, progress=progress))
+    # A CPU gains nothing from larger batches.
+    tokens = None if device.type == "cpu" else [len(sequence) for sequence in sequences]
+    options = {"batch_size": batch_size, "tokens": tokens, "progress": progress}
+    return torch.tensor(in_batches(model, scored, _order(model, sequences), **options))
 
 
 def _order(model, rows: Sequence[Sequence[int]]) -> list[int]:

@@ -6,7 +6,8 @@ a complete checkpoint, `_run_epoch` restores the order of the rows, and `_get_gr
 
 from __future__ import annotations
 
-from collections.abc import Sized
+from collections.abc import Iterator, Sized
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,6 +20,7 @@ from transformers import TrainerCallback
 
 from trl_ext.models.batches import temporarily
 from trl_ext.models.loading import check_vocabulary
+from trl_ext.models.packing import may_draw
 from trl_ext.processes import begin_warnings
 from trl_ext.resilience import checkpoints
 from trl_ext.resilience.faults import TrainingFault, not_written, out_of_memory
@@ -99,7 +101,7 @@ class ResilientTraining:
         limit = self._save_total_limit = self.args.save_total_limit
         try:
             # transformers would delete old checkpoints before the new one is complete.
-            with temporarily(self.args, save_total_limit=None):
+            with temporarily(self.args, save_total_limit=None), self._recomputation():
                 result = super().train(checkpoint, *args, **kwargs)
         except Exception as error:
             if should_reduce_batch_size(error):
@@ -113,6 +115,18 @@ class ResilientTraining:
             # As transformers does: a run that has ended needs its best checkpoint alone.
             checkpoints.delete_old(Path(best), limit)
         return result
+
+    @contextmanager
+    def _recomputation(self) -> Iterator[None]:
+        """While training, checkpointed layers save no random states if nothing draws from them, which takes host time.
+
+        Your own `preserve_rng_state` holds.
+        """
+        options = self.args.gradient_checkpointing_kwargs
+        if self.args.gradient_checkpointing and not may_draw(self.model):
+            options = {"use_reentrant": False, "preserve_rng_state": False, **(options or {})}
+        with temporarily(self.args, gradient_checkpointing_kwargs=options):
+            yield
 
     def _require_a_batch(self) -> None:
         # transformers would train on nothing, and save the model as it came.

@@ -6,12 +6,16 @@ that gradients are exchanged after the last as always.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
+import pyarrow.compute
 import torch
 from accelerate import Accelerator
+from accelerate.data_loader import BatchSamplerShard
+from peft import PeftModel
 from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader
 
 from trl_ext.processes import warn_once_per_run
 
@@ -32,8 +36,8 @@ def no_loss(device: torch.device) -> Tensor:
 def tokens_per_pass(trainer, *, obstacle: str | None = None) -> int | Literal["auto"] | None:
     """The token budget of a trainer; None if it has none or, with one line why for a number, cannot use one.
 
-    "auto" is the padded size of the largest micro-batch of a window. A packed pass then needs no more memory than the
-    micro-batch would need without packing.
+    "auto" is the padded size of the largest micro-batch of a window: a packed pass encodes no more tokens than the
+    micro-batch would without packing. A window is divided only while its passes are packed, `Packing.packs_all`.
 
     Args:
         trainer: a trainer that has tried to pack its model.
@@ -46,6 +50,8 @@ def tokens_per_pass(trainer, *, obstacle: str | None = None) -> int | Literal["a
         obstacle = "passes are not packed"
     elif trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
         obstacle = "it has not been tried under DeepSpeed or FSDP"
+    elif isinstance(trainer.model, PeftModel) and trainer.model.active_peft_config.is_prompt_learning:
+        obstacle = "passes with virtual tokens are not packed"
     if obstacle is not None:
         if setting != "auto":
             warn_once_per_run(f"tokens_per_pass: off, {obstacle}")
@@ -169,14 +175,15 @@ def _rows_of(value: Any, own: slice, pairs: int, width: int) -> Any:
 
 
 def passes_of_groups(
-    batches: list[dict[str, Any]], budget: int | Literal["auto"], accelerator: Accelerator
+    batches: list[dict[str, Any]], budget: int | Literal["auto"], accelerator: Accelerator, *, shares: bool
 ) -> list[dict[str, Any]]:
-    """The responses of micro-batches in passes, which keep the responses of a `group` together.
+    """The responses of micro-batches in passes, which keep the responses of a `group` together where they fit.
 
     Args:
         batches: micro-batches of a rollout, whose rows are padded to one width.
         budget: tokens of a pass, or "auto" for those of a micro-batch with its padding.
         accelerator: exchanges the number of passes.
+        shares: whether a pass encodes the prompt of a group once.
     """
     if budget == "auto":
         budget = max(batch["prompt_ids"].numel() + batch["completion_ids"].numel() for batch in batches)
@@ -188,8 +195,17 @@ def passes_of_groups(
     for row, group in enumerate(whole["group"].tolist()):
         groups.setdefault(group, []).append(row)
     prompts, responses = (whole[f"{part}_mask"].sum(dim=1).tolist() for part in ("prompt", "completion"))
-    units = [*groups.values()]
-    costs = [prompts[rows[0]] + sum(responses[row] for row in rows) for rows in units]
+    units: list[list[int]] = []
+    costs: list[int] = []
+    for rows in groups.values():
+        for row in rows:
+            again = row != rows[0] and shares and costs[-1] + responses[row] <= budget
+            if again:
+                units[-1].append(row)
+                costs[-1] += responses[row]
+            else:
+                units.append([row])
+                costs.append(prompts[row] + responses[row])
     found = []
     for own in divide(costs, budget, len(batches), accelerator):
         rows = torch.tensor([row for unit in units[own.start : own.stop] for row in unit])
@@ -200,3 +216,64 @@ def passes_of_groups(
             }
         )
     return found
+
+
+# ---- Ranks ----
+
+
+class BalancedBatches(BatchSampler):
+    """Batches whose rows change places within an optimizer step, so that every rank gets about as many tokens.
+
+    A rank that has more tokens than the others would keep them waiting. The rows of a step stay the same.
+
+    Args:
+        batches: the batches of all ranks, of which rank r takes the batches r, r + ranks, r + 2 ranks ...
+        tokens: the number of tokens of each row of the dataset.
+        ranks: number of ranks.
+        micro_batches: number of a rank's batches in an optimizer step.
+    """
+
+    def __init__(self, batches: BatchSampler, tokens: Sequence[int], ranks: int, micro_batches: int):
+        self.sampler, self.batch_size, self.drop_last = batches.sampler, batches.batch_size, batches.drop_last
+        self.batches, self.tokens, self.ranks, self.micro_batches = batches, tokens, ranks, micro_batches
+        if hasattr(batches, "set_epoch"):
+            self.set_epoch = batches.set_epoch
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        rows: list[int] = []
+        for batch in self.batches:
+            rows += batch
+            if len(rows) == self.ranks * self.micro_batches * self.batch_size:
+                yield from self._balance(rows)
+                rows = []
+        # The rest of an epoch is not a whole step.
+        yield from (rows[start : start + self.batch_size] for start in range(0, len(rows), self.batch_size))
+
+    def _balance(self, rows: list[int]) -> Iterator[list[int]]:
+        """Give the longest remaining row to the rank with the fewest tokens that has room for it."""
+        room = self.micro_batches * self.batch_size
+        places: list[list[int]] = [[] for _ in range(self.ranks)]
+        loads = [0] * self.ranks
+        for place in sorted(range(len(rows)), key=lambda place: -self.tokens[rows[place]]):
+            rank = min((rank for rank in range(self.ranks) if len(places[rank]) < room), key=loads.__getitem__)
+            places[rank].append(place)
+            loads[rank] += self.tokens[rows[place]]
+        own = [[rows[place] for place in sorted(ones)] for ones in places]
+        for start in range(0, room, self.batch_size):
+            yield from (ones[start : start + self.batch_size] for ones in own)
+
+
+def balance_ranks(loader: DataLoader, columns: Sequence[str], micro_batches: int) -> DataLoader:
+    """Balance the tokens in these columns of token ids over the ranks, if each takes whole batches of a dataset."""
+    shard, dataset = getattr(loader, "batch_sampler", None), loader.dataset
+    known = {*columns} <= {*(getattr(dataset, "column_names", None) or ())}
+    if isinstance(shard, BatchSamplerShard) and not shard.split_batches and shard.num_processes > 1 and known:
+        # Arrow counts them without a Python object for each token.
+        table = dataset.select_columns([*columns]).with_format("arrow")[:]
+        lengths = [pyarrow.compute.list_value_length(table[column]).to_pylist() for column in columns]
+        tokens = [sum(row) for row in zip(*lengths, strict=True)]
+        shard.batch_sampler = BalancedBatches(shard.batch_sampler, tokens, shard.num_processes, micro_batches)
+    return loader

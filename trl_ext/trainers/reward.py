@@ -30,7 +30,14 @@ from trl_ext.trainers.context import PAIRS, check_inputs, encoding, map_rows, re
 from trl_ext.trainers.defaults import TruncatedFields, check_training, configuration, resolve_device_defaults
 from trl_ext.trainers.model_card import WritesModelCard
 from trl_ext.trainers.packing import pack_trainer
-from trl_ext.trainers.passes import is_empty, no_loss, passes_of_pairs, tokens_per_pass, window_of_passes
+from trl_ext.trainers.passes import (
+    balance_ranks,
+    is_empty,
+    no_loss,
+    passes_of_pairs,
+    tokens_per_pass,
+    window_of_passes,
+)
 from trl_ext.trainers.policies import is_zero3, trained_policy
 from trl_ext.trainers.trl_settings import refuse_given
 
@@ -133,6 +140,10 @@ class RewardTrainer(ResilientTraining, WritesModelCard, TRLRewardTrainer):
 
     # ---- The step: a whole accumulation window, scores, loss, metrics ----
 
+    def get_train_dataloader(self):
+        columns = ("chosen_ids", "rejected_ids")
+        return balance_ranks(super().get_train_dataloader(), columns, self.args.gradient_accumulation_steps)
+
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         batches, num_items_in_batch = super().get_batch_samples(epoch_iterator, num_batches, device)
         if batches:
@@ -141,7 +152,7 @@ class RewardTrainer(ResilientTraining, WritesModelCard, TRLRewardTrainer):
             # The trainer divides each loss by the number of micro-batches and averages over ranks. The gradient is
             # then that of the mean over all pairs, however the last window is divided.
             scale, micro_batches = len(batches) * self.accelerator.num_processes / pairs, len(batches)
-            if self._budget is not None:
+            if self._budget is not None and self.packing.packs_all():
                 settings = {"pad_token_id": self.processing_class.pad_token_id}
                 settings["shares"] = not self.packing.draws_dropout()
                 batches = passes_of_pairs(batches, self._budget, self.accelerator, **settings)

@@ -4,6 +4,7 @@ from trl_ext.models.packing.plan import Plan, plan_batch
 from trl_ext.models.packing.wrap import (
     Packing,
     last_tokens,
+    may_draw,
     packed_inputs,
     packing_obstacle,
     packing_of,
@@ -16,6 +17,7 @@ __all__ = [
     "Packing",
     "Plan",
     "last_tokens",
+    "may_draw",
     "packed_inputs",
     "packing_obstacle",
     "packing_of",

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
-from torch.nn.modules.dropout import _DropoutNd
 
 from trl_ext.models.batches import evaluating, temporarily
 from trl_ext.models.packing.attention import BACKENDS, PLAN_KEYWORD, let_take_plans, takes_plans
@@ -108,6 +107,14 @@ class Packing:
             f"packing: on, without padding and with common prefixes encoded once ({how}; differs from the padded "
             f"forward by at most {self.largest_difference:.1e})"
         )
+
+    def packs_all(self) -> bool:
+        """Whether training passes are packed, whatever their rows; the same on all processes, False before the check.
+
+        A single batch that has a mask of another form is padded nevertheless.
+        """
+        reaches = (sliding_window(self.model.config) or 0) <= _LONGEST - 16
+        return self.active and self.backend is not None and self._obstacle({}) is None and reaches
 
     def draws_dropout(self) -> bool:
         """Whether a pass would now draw dropout, so that rows do not share prefixes."""
@@ -504,6 +511,11 @@ def sliding_window(config) -> int | None:
     return (getattr(text, "sliding_window", None) or None) if kinds is None or "sliding_attention" in kinds else None
 
 
+def may_draw(model: nn.Module) -> bool:
+    """Whether any module of a model has dropout or router noise, in whatever mode."""
+    return any(rate > 0 for module in model.modules() for rate in _rates(module))
+
+
 class Dropout:
     """Tells whether a forward pass of a model would now draw dropout, or router noise.
 
@@ -543,9 +555,11 @@ class Dropout:
 
 def _rates(module: nn.Module) -> list[float]:
     """The dropout rates that a module has, 0 among them."""
-    if isinstance(module, _DropoutNd):
+    if "Dropout" in type(module).__name__:
         return [module.p]
-    # Models store functional rates as numbers: `attention_dropout`, `residual_dropout`, `router_jitter_noise`. Most
-    # modules are torch's, which have none.
+    # Models store functional rates as numbers, `attention_dropout`, `residual_dropout` or `router_jitter_noise`, and
+    # layers of adapters by the adapter's name, `rank_dropout`. Most modules are torch's, which have none.
     own = {} if type(module).__module__.startswith("torch.") else vars(module)
-    return [rate for name, rate in own.items() if ("drop" in name or "jitter" in name) and isinstance(rate, float)]
+    named = [value for name, value in own.items() if "drop" in name or "jitter" in name]
+    rates = [rate for value in named for rate in (value.values() if isinstance(value, dict) else [value])]
+    return [rate for rate in rates if isinstance(rate, float)]

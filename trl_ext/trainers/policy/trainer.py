@@ -352,7 +352,8 @@ class PolicyTrainer(ResilientTraining, WritesModelCard, StepMetrics, TRLGRPOTrai
             if keeps_groups(self):
                 self._buffered_inputs = regroup(self._buffered_inputs)
             self._count_tokens(self._buffered_inputs)
-            if self._budget is not None and "num_images" not in self._buffered_inputs[0]:
+            packed = self._budget is not None and self.packing.packs_all()
+            if packed and "num_images" not in self._buffered_inputs[0]:
                 self._divide_into_passes()
             inputs = self._buffered_inputs[self._step % self.args.steps_per_generation]
         return inputs
@@ -360,9 +361,11 @@ class PolicyTrainer(ResilientTraining, WritesModelCard, StepMetrics, TRLGRPOTrai
     def _divide_into_passes(self) -> None:
         """Put the passes of each optimizer step in place of its micro-batches."""
         batches, size = self._buffered_inputs, self.args.gradient_accumulation_steps
+        # Without dropout, a pass encodes the prompt of a group once.
+        shares = not self.packing.draws_dropout()
         self._buffered_inputs = []
         for start in range(0, len(batches), size):
-            passes = passes_of_groups(batches[start : start + size], self._budget, self.accelerator)
+            passes = passes_of_groups(batches[start : start + size], self._budget, self.accelerator, shares=shares)
             self._buffered_inputs += window_of_passes(passes, size)
 
     def _count_tokens(self, batches: list[dict]) -> None:

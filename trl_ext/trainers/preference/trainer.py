@@ -29,7 +29,14 @@ from trl_ext.trainers.defaults import configuration
 from trl_ext.trainers.metrics import StepMetrics, pair_metrics
 from trl_ext.trainers.model_card import WritesModelCard
 from trl_ext.trainers.packing import pack_trainer
-from trl_ext.trainers.passes import is_empty, no_loss, passes_of_pairs, tokens_per_pass, window_of_passes
+from trl_ext.trainers.passes import (
+    balance_ranks,
+    is_empty,
+    no_loss,
+    passes_of_pairs,
+    tokens_per_pass,
+    window_of_passes,
+)
 from trl_ext.trainers.policies import check_base_of_adapter, is_zero3, reference_in_memory
 from trl_ext.trainers.preference.config import PreferenceConfig
 from trl_ext.trainers.preference.whole_batch import (
@@ -91,7 +98,9 @@ class PreferenceTrainer(ResilientTraining, WritesModelCard, StepMetrics, TRLDPOT
         if self.objective.needs_reference and self.ref_model is None:
             check_base_of_adapter(self.model)
         self._pack()
-        self._budget = tokens_per_pass(self)
+        # Such a loss compares the pairs of a micro-batch, as TRL's does.
+        apart = self.objective.batch_coupled and not self._couples_batch
+        self._budget = tokens_per_pass(self, obstacle="aot_scope is device" if apart else None)
         # TRL's `evaluate` reads this: a dataset passed to it gets reference log-probabilities first.
         self.precompute_ref_logps = bool(args.precompute_ref_log_probs)
         if args.precompute_ref_log_probs is None and self._saves_reference_passes():
@@ -195,11 +204,15 @@ class PreferenceTrainer(ResilientTraining, WritesModelCard, StepMetrics, TRLDPOT
 
     # ---- A whole accumulation window, before training on it ----
 
+    def get_train_dataloader(self):
+        columns = ("prompt_ids", "chosen_ids", "rejected_ids")
+        return balance_ranks(super().get_train_dataloader(), columns, self.args.gradient_accumulation_steps)
+
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         batches, num_items_in_batch = super().get_batch_samples(epoch_iterator, num_batches, device)
         if batches:
             passes, micro_batches = batches, len(batches)
-            if self._budget is not None:
+            if self._budget is not None and self.packing.packs_all():
                 # Without dropout, a pass encodes the prompt of a pair once.
                 settings = {"pad_token_id": self._tokenizer.pad_token_id or 0}
                 settings["shares"] = not self.packing.draws_dropout()
