@@ -41,21 +41,17 @@ def main(arguments: list[str] | None = None) -> None:
     if options.json:
         print_json({"judge": commands.judge_settings(options), **result})
     else:
-        _print(result, Path(options.folder))
+        print(format_table(HEADER, [_row(grade) for grade in result["grades"]]))
+        for grade in result["grades"]:
+            for label, lines in (("cannot be graded", grade["problems"]), ("warning", grade["warnings"])):
+                if lines:
+                    print(f"{label}: {Path(options.folder) / grade['file']}: {first_few(lines)}")
+        part_two = "" if result["part_two"] is None else f"; part two, by either file: {_word(result['part_two'])}"
+        print(f"{result['passed']} of {len(result['grades'])} passed{part_two}; n: rows that count, of all rows")
+        if result["usage"] is not None:
+            print(commands.usage_line(result["usage"]))
     if any(grade["problems"] for grade in result["grades"]):
         raise SystemExit(2)
-
-
-def _print(result: dict[str, Any], folder: Path) -> None:
-    print(format_table(HEADER, [_row(grade) for grade in result["grades"]]))
-    for grade in result["grades"]:
-        for label, lines in (("cannot be graded", grade["problems"]), ("warning", grade["warnings"])):
-            if lines:
-                print(f"{label}: {folder / grade['file']}: {first_few(lines)}")
-    part_two = "" if result["part_two"] is None else f"; part two, by either file: {_word(result['part_two'])}"
-    print(f"{result['passed']} of {len(result['grades'])} passed{part_two}; n: rows that count, of all rows")
-    if result["usage"] is not None:
-        print(commands.usage_line(result["usage"]))
 
 
 def _row(grade: dict[str, Any]) -> tuple:

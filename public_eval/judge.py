@@ -98,9 +98,8 @@ def _estimate(options: Namespace, judge: Any, prompts: list, base: list, systems
     header = ("candidate", "calls", "cached", "input_tokens")
     if options.json:
         print_json([dict(zip(header, row, strict=True)) for row in counts])
-        return
-    print(format_table(header, counts))
-    print("nothing was sent; an answer has about 150 tokens, and more with reasoning")
+    else:
+        print(f"{format_table(header, counts)}\nnothing was sent; an answer has about 150 tokens, more with reasoning")
 
 
 def _row(result: CandidateResult) -> tuple:

@@ -196,7 +196,7 @@ def _reply_body(call: Call, kind: str, key: str) -> dict:
     text = {"empty": "", "cut": text[:40]}.get(kind, text)
     refusal = f"I cannot judge this. {key}" if kind == "refusal" else None
     message = {"role": "assistant", "content": None if refusal else text, "refusal": refusal}
-    usage = {"prompt_tokens": 900, "prompt_tokens_details": {"cached_tokens": 400}, "completion_tokens": 80}
+    usage = {"prompt_tokens": 900, "completion_tokens": 80}
     choice = {"index": 0, "message": message, "finish_reason": "length" if kind == "cut" else "stop"}
     return {"id": "1", "object": "chat.completion", "model": "m", "choices": [choice], "usage": usage}
 

@@ -90,7 +90,7 @@ class TestOpenAIJudge:
             judge = judge_of(server, **settings)
             judgement, usage = judge.ask([{"role": "user", "content": "q"}], "short", "longer one")
         assert judgement == Judgement("B", True, "A", 0.75, 3, 4, (), "It is longer.")
-        assert usage == Usage(calls=1, input_tokens=900, cached_input_tokens=400, output_tokens=80)
+        assert usage == Usage(calls=1, input_tokens=900, output_tokens=80)
         [call] = server.calls
         assert call.authorization == "Bearer sk-of-the-test"
         assert call.question == ("user: q", "short", "longer one")

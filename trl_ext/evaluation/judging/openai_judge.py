@@ -239,13 +239,9 @@ def _text(reply: Any) -> str:
 
 def _usage(reply: Any) -> Usage:
     """What a request cost; servers leave out some of it."""
-    usage = getattr(reply, "usage", None)
-    return Usage(
-        calls=1,
-        input_tokens=getattr(usage, "prompt_tokens", None) or 0,
-        cached_input_tokens=getattr(getattr(usage, "prompt_tokens_details", None), "cached_tokens", None) or 0,
-        output_tokens=getattr(usage, "completion_tokens", None) or 0,
-    )
+    counts = getattr(reply, "usage", None)
+    tokens = (getattr(counts, name, None) or 0 for name in ("prompt_tokens", "completion_tokens"))
+    return Usage(calls=1, **dict(zip(("input_tokens", "output_tokens"), tokens, strict=True)))
 
 
 def read_answer(answer: JudgeAnswer) -> Judgement:

@@ -347,7 +347,7 @@ class JudgingRun:
         """Save an answer before anything else is asked, or count a failure."""
         if not isinstance(outcome, JudgeError):
             judgement, usage = outcome
-            tokens = {name: getattr(usage, name) for name in ("input_tokens", "cached_input_tokens", "output_tokens")}
+            tokens = {name: getattr(usage, name) for name in ("input_tokens", "output_tokens")}
             record = judgement._asdict() | {"exclusion_tags": list(judgement.exclusion_tags)} | tokens
             if self.cache is not None:
                 self.cache.add(question.key, record)

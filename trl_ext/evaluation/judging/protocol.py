@@ -45,7 +45,6 @@ class Usage:
         retries: the part of `calls` that repeated a question.
         errors: questions that ended without a verdict.
         input_tokens, output_tokens: as counted by the server; output includes reasoning.
-        cached_input_tokens: the part of `input_tokens` that the server had cached.
     """
 
     calls: int = 0
@@ -53,7 +52,6 @@ class Usage:
     retries: int = 0
     errors: int = 0
     input_tokens: int = 0
-    cached_input_tokens: int = 0
     output_tokens: int = 0
 
     def __add__(self, other: Usage) -> Usage:

@@ -24,12 +24,7 @@ MAX_NEW_TOKENS = 256
 def load_prompts(path: str | Path | None = None) -> list[dict[str, Any]]:
     """Prompt rows with `row_id`, `prompt` (messages) and `prompt_text`, the last user message.
 
-    Args:
-        path: a JSONL file of prompts; None for the embedded ones.
-
-    Raises:
-        FileNotFoundError: the file does not exist.
-        ValueError: rows are malformed, or the file contains pairs.
+    They come from a JSONL file, or are the embedded ones. A file with malformed rows or of pairs raises ValueError.
     """
     return [{**row, "prompt_text": last_user_text(row["prompt"])} for row in _load(path, "gen")]
 
@@ -61,7 +56,6 @@ def load_base(
         max_new_tokens: the token limit of the responses in the file; None for 256.
 
     Raises:
-        FileNotFoundError: the file does not exist.
         ValueError: rows are malformed, or no file is given for prompts other than the embedded ones.
     """
     if path is not None:

@@ -116,12 +116,7 @@ def judging_options(options: argparse.Namespace) -> dict[str, Any]:
 def load_systems(
     options: argparse.Namespace, files: Sequence[str | Path]
 ) -> tuple[list[dict[str, Any]], list[Response], dict[str, list[Response]]]:
-    """Prompts, the base's responses, and each file's responses by the file's stem.
-
-    Raises:
-        ValueError: rows cannot be judged, or two files have the same name.
-        FileNotFoundError: a file does not exist.
-    """
+    """Prompts, the base's responses, and each file's responses by the file's stem, which must differ."""
     prompts = load_prompts(options.prompts_jsonl)
     limit = options.max_new_tokens or default_max_new_tokens(options.prompts_jsonl)
     base = load_base(prompts, options.base_jsonl, max_new_tokens=limit)

@@ -49,8 +49,7 @@ def generate_submission_file(
     """Write a policy's greedy response to every prompt, and return the rows.
 
     The file is written in parts. A later call resumes from the existing rows if they have the same model, prompts and
-    settings; if all rows exist, no model is loaded. Another batch size changes the rounding, and so may change the
-    text when two tokens are almost equally likely, especially in bfloat16.
+    settings; if all rows exist, no model is loaded.
 
     Args:
         model: `toy`, a folder of a full model or of an adapter, or a hub name.
@@ -58,8 +57,7 @@ def generate_submission_file(
         prompts_jsonl: prompts; None for the embedded ones.
         max_prompt_tokens: longer prompts lose their beginning.
         max_new_tokens: maximum length of a response; None for 256, or 48 for the embedded prompts.
-        batch_size: prompts per batch.
-        dtype: type of the weights.
+        batch_size, dtype: prompts per batch, whose number may change the rounding, and the type of the weights.
 
     Raises:
         FileNotFoundError: the model or the file of prompts does not exist.
@@ -72,6 +70,7 @@ def generate_submission_file(
     from trl_ext.rollouts.responses import load_engine, save_rows
 
     prompts = load_prompts(prompts_jsonl)
+    asked = [[row["row_id"], row["prompt"]] for row in prompts]
     limits = {
         "max_prompt_tokens": max_prompt_tokens,
         "max_new_tokens": max_new_tokens or default_max_new_tokens(prompts_jsonl),
@@ -81,7 +80,7 @@ def generate_submission_file(
         "rows": "greedy responses",
         "model": str(model),
         "model_sha256": model_sha256(model),
-        "prompts_sha256": _sha256([row["row_id"], row["prompt"]] for row in prompts),
+        "prompts_sha256": hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest(),
         "dtype": dtype,
         **limits,
     }
@@ -124,8 +123,7 @@ def score_submission_file(
         reward_model: a saved reward model, full or an adapter.
         out: the output file; an earlier one is replaced.
         prefs_jsonl: pairs; None for the embedded ones.
-        batch_size: responses per forward pass.
-        dtype: type of the weights.
+        batch_size, dtype: responses per forward pass, and the type of the weights.
 
     Raises:
         FileNotFoundError: the model or the file of pairs does not exist.
@@ -220,7 +218,3 @@ def pack_submission(folder: str | Path, out: str | Path, methods: Collection[str
         "bytes": out.stat().st_size,
         "sha256": hashlib.sha256(out.read_bytes()).hexdigest(),
     }
-
-
-def _sha256(values: Iterable[Any]) -> str:
-    return hashlib.sha256(json.dumps(list(values), sort_keys=True).encode()).hexdigest()
