@@ -89,10 +89,6 @@ def test_values(name, rewards, options, expected):
     assert call(name, rewards, 4, **options).tolist() == pytest.approx(expected, abs=1e-6)
 
 
-def test_every_estimator_has_values_worked_by_hand():
-    assert {name for name, *_ in TABLE} | {"batch_normalized"} == set(ADVANTAGES)
-
-
 @pytest.mark.parametrize(
     "group_size, options, group, ties",
     [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import math
 import subprocess
 import sys
@@ -24,8 +23,6 @@ from tests.support.naive_policy import (
     ragged_batch,
 )
 from tests.support.rollout_once import build, save_policy
-from trl_ext import losses
-from trl_ext.advantages import ADVANTAGES as ESTIMATORS
 from trl_ext.algorithms import SETTINGS, algorithms, policy_algorithm
 from trl_ext.algorithms.__main__ import explain, main
 from trl_ext.losses import PolicyScores
@@ -37,34 +34,13 @@ NAMES = list(algorithms)
 # -------------------------------------------------------------------------------------------------------- the table
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_every_row_describes_itself(name):
-    objective = algorithm(name)
-    assert json.loads(json.dumps(objective.to_dict())) == objective.to_dict()
-    line = objective.describe()
-    assert line.startswith(f"{name} (advantage {objective.advantage}") and "\n" not in line
-    assert ("beta" in line) == (objective.beta > 0) and "None" not in line
-    assert algorithms[name].summary and algorithms[name].paper
-
-
-def test_what_an_algorithm_needs():
-    assert [n for n in NAMES if algorithm(n).reads("greedy_rewards")] == ["remax"]
-    assert [n for n in NAMES if not algorithm(n).group_relative] == ["remax", "reinforce"]
-    referenced = {n for n in NAMES if algorithm(n).needs_reference}
-    assert referenced == {"grpo", "rloo", "remax", "reinforce_plus_plus_baseline"} | {n for n in NAMES if "berk" in n}
-    assert not algorithm("grpo", beta=0.0).needs_reference
-
-
-def test_the_command_lists_every_algorithm(capsys):
+def test_the_command_lists_every_algorithm():
     code = (
         "import runpy, sys; sys.argv = ['algorithms']; runpy.run_module('trl_ext.algorithms', run_name='__main__'); "
         "assert 'trl' not in sys.modules and 'transformers' not in sys.modules"
     )
     head, *lines = subprocess.check_output([sys.executable, "-c", code], text=True).splitlines()
     assert head.split()[0] == "algorithm" and [line.split()[0] for line in lines] == NAMES
-    main(["--json"])
-    rows = json.loads(capsys.readouterr().out)
-    assert [row["algorithm"] for row in rows] == NAMES and rows[0]["paper"] == "2402.03300"
 
 
 # ------------------------------------------------------------------------------------------------------- advantages
@@ -417,9 +393,6 @@ def gate(scores, *, strength, width=0.5):
 @preference_loss("explained_square", needs_reference=False, columns=("sure",), paper="2401.00001")
 def square(scores, *, beta, tau=2.0, power):
     return (1 - beta * scores.margin).square()
-
-def halves(rewards, group_size, weight=0.5):
-    return rewards * weight
 """
 
 
@@ -444,12 +417,8 @@ def test_an_algorithm_is_explained_with_the_settings_that_run(name):
         assert f"defined by --{flag} {getattr(row, flag)}" in text
 
 
-@pytest.mark.parametrize(
-    ("name", "function"),
-    [*((n, e.function) for n, e in preference_losses.items()), *ESTIMATORS.items(), ("kto", losses.kto)],
-)
-def test_another_function_is_explained_by_its_source(name, function):
-    assert inspect.getsource(function).rstrip() in explain(name)
+def test_a_preference_loss_is_explained_by_its_source():
+    assert all(inspect.getsource(e.function).rstrip() in explain(n) for n, e in preference_losses.items())
 
 
 @pytest.mark.parametrize(
@@ -457,7 +426,6 @@ def test_another_function_is_explained_by_its_source(name, function):
     [
         ("gate", ["explained_gate: ", "--advantage group_rank", "--beta 0.02", "def gate(", "def kl_estimate("]),
         ("square", ["paper 2401.00001", "option tau 2", "option power (required)", "('sure',)"]),
-        ("halves", ["def halves("]),
     ],
 )
 def test_your_own(function, parts, own_file):
@@ -470,8 +438,8 @@ def test_your_own(function, parts, own_file):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("grop", "no algorithm, preference loss or advantage is called 'grop'; did you mean 'grpo'?"),
-        ("{own}:halve", "did you mean 'halves'?"),
+        ("grop", "no algorithm and no preference loss is called 'grop'; did you mean 'grpo'?"),
+        ("{own}:squar", "did you mean 'square'?"),
     ],
 )
 def test_an_unknown_name_is_one_line(name, message, own_file, capsys):

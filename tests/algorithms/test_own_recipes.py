@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import math
-import re
 import runpy
 import statistics
 
@@ -42,7 +41,6 @@ FILES = {
     "a_star_po": "a_star_po",
 }
 SURROGATES = [name for name in FILES if name != "a_star_po"]
-ALL = [*FILES, "gdpo", "bco"]
 
 
 def place(name: str) -> str:
@@ -55,14 +53,6 @@ def function(name: str, file: str | None = None):
 
 def tensor(*values) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64)
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_a_file_is_one_screen_with_its_paper_and_a_line_to_run_it(name):
-    text = (OWN_RECIPES / f"{FILES.get(name, name)}.py").read_text()
-    assert len(text.splitlines()) <= 55
-    assert re.search(r"^[^\n]*arXiv\s\d{4}\.\d{5}", text, re.M | re.S)
-    assert re.search(rf"^    accelerate launch recipes/\w+\.py .*recipes/own/\w+\.py:{name}\b", text, re.M)
 
 
 # ---- Surrogates ----
@@ -100,25 +90,6 @@ def test_vespo_without_a_record_of_the_sampler():
         loss, found = evaluate(objective, NEW, old=OLD, mask=MASK, advantages=ADVANTAGES, sampler=sampler)
         assert loss == pytest.approx(-0.053349, abs=6e-7)
         assert found.flatten().tolist() == pytest.approx(expected, abs=6e-7)
-
-
-@pytest.mark.parametrize(
-    "name, settings, group_size",
-    [
-        ("clip_cov", {"ratio": "token", "aggregation": "token_mean", "advantage": "group_normalized"}, 8),
-        ("kl_cov", {"ratio": "token", "aggregation": "token_mean", "advantage": "group_normalized"}, 8),
-        ("dppo_tv", {"ratio": "token", "aggregation": "constant", "advantage": "group_centered"}, 16),
-        ("dppo_kl", {"ratio": "token", "aggregation": "constant", "advantage": "group_centered"}, 16),
-        ("vespo", {"ratio": "token", "aggregation": "token_mean", "advantage": "group_normalized", "beta": 0.0}, 8),
-        ("luspo", {"ratio": "sequence", "aggregation": "sum", "advantage": "group_normalized"}, 8),
-        ("a_star_po", {"ratio": "none", "aggregation": "sequence_mean", "advantage": "no_baseline", "beta": 1e-3}, 1),
-    ],
-)
-def test_the_settings_of_the_papers(name, settings, group_size):
-    objective = algorithm(place(name))
-    assert {key: objective.to_dict()[key] for key in settings} == settings
-    assert objective.reads_sampler == (name in ("vespo", "dppo_tv", "dppo_kl"))
-    assert objective.group_size == group_size
 
 
 def test_dppo_of_certain_tokens_is_finite():

@@ -99,13 +99,11 @@ def test_mistakes_in_the_students_own_words_are_named(name, function, message, c
 # ---- Functions that the library has only in parts ----
 
 
-def test_log_probs_and_minibatches_by_hand():
+def test_log_probs_by_hand():
     """Logits 0 and log 3 give probabilities 1/4 and 3/4; log(3/4) + log(1/4) = log(3/16) for tokens 1 and 0."""
     logits = torch.tensor([[[0.0, math.log(3)]] * 3], dtype=torch.float64)
     found = cases.sequence_log_probs(logits, torch.tensor([[0, 1, 0]]), torch.tensor([[0, 1, 1]]))
     assert found.item() == pytest.approx(math.log(3 / 16))
-    parts = cases.split_minibatches({"x": torch.tensor([10, 11, 12])}, torch.tensor([2, 0, 1]), 2)
-    assert [part["x"].tolist() for part in parts] == [[12, 10], [11]]
 
 
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "gspo"])

@@ -49,8 +49,8 @@ def small(tmp_path: Path, **tests) -> Path:
     spec = read_yaml(tmp_path / "own" / "assignment.yaml")
     spec["points"] = {"dpo": 5, "group_centered": 3, "ipo": 1}
     goal = {"measure": "win_rate.half.rate", "at_least": 0.6, "points": 2}
-    spec["thresholds"] = [{"recipe": "dpo", **goal}, {"recipe": "ipo", **goal, "zero_at": 0.4}]
-    spec["tests"] |= {"visible": 1, "hidden": 3, "seconds": 4, "partial_credit": True, **tests}
+    spec["thresholds"] = [{"recipe": "dpo", **goal}, {"recipe": "ipo", **goal}]
+    spec["tests"] |= {"visible": 1, "hidden": 3, "seconds": 4, **tests}
     (tmp_path / "own" / "assignment.yaml").write_text(yaml.safe_dump(spec))
     return tmp_path / "own"
 
@@ -124,7 +124,7 @@ BROKEN = {
     "dpo": ("def dpo(scores, *, beta=0.1):\n    while True:\n        pass\n", "it took more than 4 s"),
     "ipo": ("def ipo(scores, **options):\n    raise SystemExit(0)\n", "ends the program"),
     "aot": ("def aot(scores, **options):\n    import os\n    os._exit(0)\n", "it ended the process in which it ran"),
-    "sequence_log_probs": ("def split_minibatches(:\n", "log_probs.py cannot be imported (my_rlhf/log_probs.py, line"),
+    "sequence_log_probs": ("def completion_mask(:\n", "log_probs.py cannot be imported (my_rlhf/log_probs.py, line"),
     "group_normalized": ("del group_normalized\n", "my_rlhf/policy.py has no function group_normalized"),
     "group_centered": ("def group_centered(rewards, group_size):\n    return 'ok'\n", "must be a tensor"),
     "token_log_ratio": (
@@ -166,7 +166,7 @@ def test_the_grader_names_what_is_wrong_with_each_broken_function(tmp_path):
 
 
 @pytest.mark.slow
-def test_partial_credit_imports_and_what_students_are_told(tmp_path):
+def test_imports_and_what_students_are_told(tmp_path):
     """Right for one of two betas, which cases have in turn. Students read no expected value."""
     submission, grader = write_assignment(small(tmp_path), tmp_path / "course", solution=True)
     code = "\nright = dpo\n\n\ndef dpo(scores, *, beta):\n    sign = 1 if beta < 0.3 else -1\n"
@@ -174,15 +174,14 @@ def test_partial_credit_imports_and_what_students_are_told(tmp_path):
     # The library, by way of another file.
     append(submission / "helper.py", "from trl_ext.advantages import group_centered\n")
     append(submission / "my_rlhf" / "policy.py", "\nfrom helper import group_centered\n")
-    rows, _ = grade(submission, "--visibility", "after_due_date")
+    rows, _ = grade(submission)
     # Of seven cases, 0 to 2, 100 to 102 and 200, those with an even number have beta 0.1.
-    assert rows["dpo"]["score"] == pytest.approx(5 * 5 / 7, abs=1e-4) and "2 of 7 cases fail" in rows["dpo"]["output"]
+    assert rows["dpo"]["score"] == 0 and "2 of 7 cases fail" in rows["dpo"]["output"]
     flipped = r"is wrong at \[\d\]; this is what you get when the sign is flipped"
     assert re.search(flipped, rows["dpo"]["output"])
-    assert "expected" not in rows["dpo"]["output"] and rows["dpo"]["visibility"] == "after_due_date"
+    assert "expected" not in rows["dpo"]["output"]
     assert "policy.py cannot be imported (helper.py, line 1)" in rows["group_centered"]["output"]
     assert rows["ipo"]["score"] == 1
-    assert "expected" in grade(submission, "--show_values")[0]["dpo"]["output"]
     (grader / "worker.py").write_text("import no_such_library\n")
     done = run("grade.py", str(submission), "--out", "../one.json", folder=grader)
     assert done.returncode == 1 and "does not start, and nothing is graded" in done.stderr
@@ -192,20 +191,17 @@ def test_partial_credit_imports_and_what_students_are_told(tmp_path):
 @pytest.mark.parametrize(
     "results, points, part",
     [
-        ('{"yours": ["dpo", "ipo"], "win_rate": {"half": {"rate": 0.7}}}', [2, 2], "reached 0.700"),
-        # Half the way from 0.4 to 0.6.
-        ('{"yours": ["dpo", "ipo"], "win_rate": {"half": {"rate": 0.5}}}', [0, 1], "reached 0.500"),
-        ('{"yours": ["dpo", "ipo"], "win_rate": {"half": {"rate": NaN}}}', [0, 0], "no finite number"),
-        ('{"yours": [], "win_rate": {"half": {"rate": 0.7}}}', [0, 0], "the run was not on the student's own"),
-        ("[1]", [0, 0], "TypeError"),
+        ('{"yours": ["dpo"], "win_rate": {"half": {"rate": 0.6}}}', 2, "reached 0.600"),
+        ('{"yours": ["dpo"], "win_rate": {"half": {"rate": 0.5}}}', 0, "reached 0.500"),
+        ('{"yours": ["dpo"], "win_rate": {"half": {"rate": NaN}}}', 0, "no finite number"),
+        ('{"yours": [], "win_rate": {"half": {"rate": 0.7}}}', 0, "the run was not on the student's own"),
+        ("[1]", 0, "TypeError"),
     ],
 )
 def test_figures_of_runs(results, points, part, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(HERE)
     grade_threshold = runpy.run_path(str(HERE / "grader" / "grade.py"))["grade_threshold"]
+    append(tmp_path / "runs" / "dpo" / "results.json", results)
     goal = {"measure": "win_rate.half.rate", "at_least": 0.6, "points": 2}
-    goals = [{"recipe": "dpo", "uses": ["dpo"], **goal}, {"recipe": "ipo", "uses": ["ipo"], "zero_at": 0.4, **goal}]
-    for each in goals:
-        append(tmp_path / "runs" / each["recipe"] / "results.json", results)
-    rows = [grade_threshold(tmp_path, each) for each in goals]
-    assert [row["score"] for row in rows] == points and all(part in row["output"] for row in rows)
+    row = grade_threshold(tmp_path, {"recipe": "dpo", "uses": ["dpo"], **goal})
+    assert row["score"] == points and part in row["output"]

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import inspect
 import re
-import shutil
 import subprocess
 import sys
 import tomllib
-from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -38,15 +35,6 @@ TRAINING = "torch transformers trl datasets"
 def test_importing_loads_no_heavy_library(modules, heavy):
     code = f"import sys, {modules}; dir(trl_ext); print({{*{heavy.split()}}} & {{*sys.modules}})"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "set()"
-
-
-def test_public_names_load():
-    """What scripts for TRL import is TRL's own."""
-    import trl
-
-    assert [name for name in trl_ext.__all__ if getattr(trl_ext, name) is None] == []
-    for name in ("ModelConfig", "ScriptArguments", "TrlParser", "get_peft_config", "get_quantization_config"):
-        assert getattr(trl_ext, name) is getattr(trl, name)
 
 
 def _imports(path: Path) -> set[str]:
@@ -87,40 +75,6 @@ def test_imports_point_down():
                 assert level[parts[1]] <= level[room], f"{path} imports {module}, which stands above it"
 
 
-def test_no_circle_of_imports():
-    """Inside functions too; `from package import module` imports the module."""
-    names = {path: ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts) for path in SOURCES}
-    names = {path: name.removesuffix(".__init__") for path, name in names.items()}
-    modules, graph = {*names.values()}, {}
-    for path, name in names.items():
-        froms = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
-        found = [{f"{node.module}.{alias.name}" for alias in node.names} & modules or {node.module} for node in froms]
-        graph[name] = (set().union(*found) & modules) - {name}
-    TopologicalSorter(graph).prepare()
-
-
-def test_trainers_know_of_evaluation_only_how_to_ask_a_judge():
-    allowed = {"trl_ext.evaluation.judging.protocol", "trl_ext.evaluation.judging.pairs"}
-    for path in (PACKAGE / "trainers").rglob("*.py"):
-        found = {module for module in _imports(path) if module.startswith(("trl_ext.evaluation", "trl_ext.runs"))}
-        assert found <= allowed, path
-
-
-@pytest.mark.slow
-def test_every_trainer_imports_without_what_windows_lacks():
-    code = (
-        "import os, signal, sys, trl_ext\n"
-        "import datasets, random, peft\n"
-        "from trl import DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer, SFTTrainer\n"
-        "sys.modules['fcntl'] = None\n"
-        "for name in ('SIGUSR1', 'SIGHUP', 'SIGALRM', 'setitimer', 'ITIMER_REAL'): delattr(signal, name)\n"
-        "del os.register_at_fork\n"
-        "for name in trl_ext.__all__: getattr(trl_ext, name)\n"
-        "import trl_ext.runs.training_run, trl_ext.studies.processes"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
 def test_the_trainers_repeat_no_two_lines_of_trl():
     """The README says so: TRL's methods are called, and not copied."""
     import transformers
@@ -145,30 +99,6 @@ PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
 PINS = dict(re.findall(r"^([\w.-]+)==(\S+)$", (REPOSITORY / "constraints.txt").read_text(), flags=re.MULTILINE))
 
 
-@pytest.fixture
-def versions(tmp_path):
-    """`.ci/versions.py` on a copy of the files that it reads."""
-    (tmp_path / ".ci").mkdir()
-    for name in (".ci/versions.py", "pyproject.toml", "constraints.txt"):
-        shutil.copy(REPOSITORY / name, tmp_path / name)
-    spec = importlib.util.spec_from_file_location("ci_versions", tmp_path / ".ci" / "versions.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_both_ends_of_every_range(versions):
-    """`>=4.7` asks for 4.7.*, `>=4` for 4.0.*; torch is the pinned one at both ends."""
-    path = versions.ROOT / "pyproject.toml"
-    path.write_text(re.sub(r'"peft>=[\d.]+"', '"peft>=7"', path.read_text()))
-    oldest = versions.constraints("oldest")
-    pinned = f"torch=={PINS['torch']}"
-    assert oldest[0] == pinned and versions.constraints("newest") == [pinned]
-    assert {"trl==1.16.*", "transformers==5.17.*", "datasets==4.7.*", "peft==7.0.*", "openai==3.0.*"} <= set(oldest)
-    named = {re.match(r"[\w.-]+", line)[0] for line in PROJECT["project"]["dependencies"]}
-    assert named <= {line.split("==")[0] for line in oldest}
-
-
 def test_the_extra_with_the_tested_versions_is_the_constraints():
     named = [re.match(r"[\w.-]+", line)[0] for line in PROJECT["project"]["dependencies"]]
     tested = [f"{name}=={PINS[name]}" for name in named if name in PINS]
@@ -176,13 +106,6 @@ def test_the_extra_with_the_tested_versions_is_the_constraints():
 
 
 # ---- Pages ----
-
-
-def test_every_room_is_in_the_reference():
-    package = REPOSITORY / "trl_ext"
-    rooms = {path.stem for path in package.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()}
-    named = set(re.findall(r"^::: trl_ext\.(\w+)", (REPOSITORY / "docs" / "reference.md").read_text(), re.MULTILINE))
-    assert rooms - {"__init__", "__main__", "cli", "files", "names", "processes", "runs", "studies"} == named
 
 
 @pytest.mark.slow

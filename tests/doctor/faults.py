@@ -213,11 +213,6 @@ def _permuted(trainer) -> None:
     weight.data = weight.data[torch.randperm(len(weight), generator=torch.Generator().manual_seed(0))]
 
 
-def _rope_theta(trainer) -> None:
-    module = trainer.model.model.rotary_emb
-    module.inv_freq = module.inv_freq ** (1 / 2)
-
-
 def _classifier(folder: str):
     model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1)
     model.config.pad_token_id = 2
@@ -246,7 +241,6 @@ MODELS = [
     Fault("reward-model", "reward", options={"peft_config": lora}, only="trl"),
     Fault("reward-model", "policy", options={"reward_funcs": lambda: _classifier(str(MODEL_DIR))}),
     Fault("reward-model", "policy", options=_OTHER_READER),
-    Fault("rotary-angles", _EVERY, _rope_theta),
     Fault("text-unknown", "sft preference policy", _permuted),
     Fault("text-unknown", "sft preference policy", lambda trainer: noisy(trainer.model, 1.0)),
     Fault("start-off-reference", "policy", lambda trainer: noisy(trainer.ref_model, 0.3)),

@@ -228,7 +228,7 @@ def known(tmp_path, monkeypatch) -> str:
 
 def test_the_recipe_and_a_round_trip_through_fine_tuning(known, tmp_path, monkeypatch, capsys):
     """By the true score itself there is no regret; the best responses train a model, which then likes them better."""
-    options = [*SHORT, "--reward_function", known, "--prompt_split", "train_gen", "--keep", "best"]
+    options = [*SHORT, "--reward_function", known, "--prompt_split", "train_gen", "--keep"]
     recipes.run(monkeypatch, "best_of_n", *options, "--output_dir", "straight")
     folder = tmp_path / "straight"
     results, samples = read(folder, "results.json"), read(folder, "responses.jsonl")
@@ -251,7 +251,7 @@ def test_the_recipe_and_a_round_trip_through_fine_tuning(known, tmp_path, monkey
     won = [credits[row["outcome"]] for row in read(folder, "generations.jsonl")]
     assert sum(won) / 12 == pytest.approx(results["win_rate"]["half"]["rate"])
     printed = capsys.readouterr().out
-    for text in ("KL bound", "best possible", "0.636", "win rate, ties as half", "12 responses to 12 prompts"):
+    for text in ("KL bound", "best possible", "0.636", "win rate, ties as half", "sft.jsonl, 12 responses"):
         assert text in printed
     assert (folder / "best_of_n.png").read_bytes().startswith(b"\x89PNG")
     kept = [row for row in best if row["finished"] and row["response_text"].strip()]

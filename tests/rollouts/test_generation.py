@@ -132,20 +132,6 @@ def test_the_models_own_end_tokens_end_a_response(model, tokenizer):
     assert ended.finished
 
 
-def test_sampling_draws_from_the_model(model, tokenizer):
-    """Frequencies of the first token over 4000 draws against the softmax at temperature 0.5: within 5 deviations."""
-    draws, prompt = 4000, "the cat"
-    sampled = generate_responses(
-        model, tokenizer, [prompt] * draws, max_new_tokens=1, temperature=0.5, batch_size=1000, seed=5
-    )
-    counts = torch.bincount(torch.tensor([one.response_ids[0] for one in sampled]), minlength=len(tokenizer))
-    with torch.no_grad():
-        logits = model(torch.tensor([tokenizer(prompt)["input_ids"]])).logits[0, -1]
-    expected = (logits.double() / 0.5).softmax(dim=0)
-    deviation = (expected * (1 - expected) / draws).sqrt()
-    assert ((counts / draws - expected).abs() <= 5 * deviation + 1 / draws).all()
-
-
 def test_sampling_is_seeded_and_leaves_the_random_state(model, tokenizer):
     settings = {"max_new_tokens": LIMIT, "temperature": 1.0}
     torch.manual_seed(123)
@@ -186,14 +172,6 @@ def test_mode_of_the_model_is_restored(training, model, tokenizer):
 
 
 # ---- map_over_ranks ----
-
-
-def test_alone_all_items_go_to_the_function_at_once():
-    calls = []
-    square = lambda items: calls.append(items) or [item**2 for item in items]  # noqa: E731
-    assert map_over_ranks(square, range(4)) == [0, 1, 4, 9]
-    assert map_over_ranks(square, (5,), SimpleNamespace(num_processes=1)) == [25]
-    assert calls == [[0, 1, 2, 3], [5]]
 
 
 def test_every_rank_does_all_of_the_work_under_fsdp():
@@ -248,18 +226,6 @@ def test_plain_prompts_of_a_model_with_a_chat_template(prompts, told, tokenizer,
 
 
 # ---- Engines and entropies ----
-
-
-def test_the_settings_are_the_courses():
-    settings = SamplingSettings()
-    assert (settings.temperature, settings.top_p, settings.max_new_tokens) == (1.0, 1.0, 1024)
-    assert settings.stop == ("</answer>",)
-
-
-def test_vllm_is_an_extra(monkeypatch, toy):
-    monkeypatch.setitem(sys.modules, "vllm", None)
-    with pytest.raises(ImportError, match=r"pip install 'trl_ext\[vllm\]'"):
-        VLLMEngine("model", toy[1], SamplingSettings())
 
 
 @pytest.mark.parametrize("on_cpu", [False, True])

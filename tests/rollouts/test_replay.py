@@ -13,15 +13,14 @@ import pytest
 import torch
 
 from trl_ext.losses import PreferenceScores, dpo
-from trl_ext.rollouts.pairing import select_pairs
 from trl_ext.rollouts.replay import (
     ReplayBuffer,
     Response,
     SampledPair,
-    ages,
     effective_sample_size,
     importance_weights,
     replayed_count,
+    select_pairs,
     weighted_mean,
 )
 
@@ -31,33 +30,23 @@ NAN = float("nan")
 # ---- Selection ----
 
 
-def test_best_against_worst():
-    """Groups of 4: best 3 (index 1), worst 0 (index 2); all alike: one tie; first of equal bests and worsts."""
-    selection = select_pairs([1, 3, 0, 2, 5, 5, 5, 5, 2, 7, 2, 7], 4)
-    assert selection.pairs == [(1, 2), (9, 8)]
-    assert (selection.ties, selection.unscored) == (1, 0)
-
-
-def test_all_pairs():
-    """Rewards 1, 3, 1: pairs (0,1), (0,2), (1,2); the second is a tie, and in the first and third 1 wins."""
-    selection = select_pairs([1, 3, 1], 3, "all")
-    assert selection.pairs == [(1, 0), (1, 2)]
-    assert selection.ties == 1
-    # Without a tie, G (G - 1) / 2 = 6 pairs of 4 responses.
-    assert len(select_pairs([4, 1, 3, 2], 4, "all").pairs) == 6
-
-
-def test_responses_without_a_reward_are_left_out():
-    selection = select_pairs([NAN, 2, 1, NAN, 5, NAN], 3, "all")
-    assert selection.pairs == [(1, 2)]
-    assert selection.unscored == 1, "one response alone makes no pair"
-    assert select_pairs([NAN, 2, 1], 3).pairs == [(1, 2)]
-
-
-def test_tolerance_makes_near_rewards_a_tie():
-    """Differences 0.5 and 0.25 (exact in binary) at a tolerance of 0.25: the second is a tie."""
-    selection = select_pairs([0.5, 0.0, 0.25, 0.0], 2, tolerance=0.25)
-    assert (selection.pairs, selection.ties) == ([(0, 1)], 1)
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        # Best 3 (index 1) against worst 0 (index 2); all alike are one tie; the first of equal bests and worsts.
+        (([1, 3, 0, 2, 5, 5, 5, 5, 2, 7, 2, 7], 4), ([(1, 2), (9, 8)], 1, 0)),
+        # Pairs (0,1), (0,2), (1,2): the second is a tie, and in the others 1 wins.
+        (([1, 3, 1], 3, "all"), ([(1, 0), (1, 2)], 1, 0)),
+        (([4, 1, 3], 3, "all"), ([(0, 1), (0, 2), (2, 1)], 0, 0)),
+        # Responses without a reward are left out, and one alone makes no pair.
+        (([NAN, 2, 1, NAN, 5, NAN], 3, "all"), ([(1, 2)], 0, 1)),
+        (([NAN, 2, 1], 3), ([(1, 2)], 0, 0)),
+        # Differences of 0.5 and 0.25, exact in binary, at a tolerance of 0.25.
+        (([0.5, 0.0, 0.25, 0.0], 2, "best_worst", 0.25), ([(0, 1)], 1, 0)),
+    ],
+)
+def test_pairs_worked_by_hand(given, expected):
+    assert select_pairs(*given) == expected
 
 
 # ---- The buffer ----
@@ -73,18 +62,12 @@ def versions(pairs) -> list[int]:
     return [one.version for one in pairs]
 
 
-def test_capacity_keeps_the_most_recent():
-    replay = ReplayBuffer(3, max_age=10)
+def test_what_is_kept():
+    """The most recent three; at version 6 with a maximum age of 4, version 2 stays (6 - 2 = 4) and version 1 goes."""
+    replay = ReplayBuffer(3, max_age=4)
     replay.add([pair(0), pair(1)])
-    replay.add([pair(2), pair(3)])
-    assert versions(replay.pairs) == [1, 2, 3]
-
-
-def test_age_is_in_versions():
-    """At version 6 with a maximum age of 4, version 2 stays (6 - 2 = 4) and version 1 goes (5)."""
-    replay = ReplayBuffer(10, max_age=4)
-    replay.add([pair(1), pair(2), pair(5)])
-    assert ages(replay.pairs, 6) == [5, 4, 1]
+    replay.add([pair(2), pair(5)])
+    assert versions(replay.pairs) == [1, 2, 5]
     replay.drop_old(6)
     assert versions(replay.pairs) == [2, 5]
 

@@ -18,7 +18,7 @@ from tests.support.tiny import pairs
 from tests.support.trl_private import attention_of
 from trl_ext import ReMaxConfig, ReMaxTrainer
 from trl_ext.rollouts.sampler import evaluation_sampler, fast_rollouts, loop, rows, sampler_of, weights
-from trl_ext.rollouts.sampler.draw import draw
+from trl_ext.rollouts.sampler.loop import draw
 
 
 def seeded(model, seed: int, given: dict, **options):
@@ -346,8 +346,3 @@ def test_a_replaced_generate_stays():
     model.generate = replaced = model.generate
     assert fast_rollouts(model).reason == "its generate method has been replaced"
     assert vars(model)["generate"] is replaced and evaluation_sampler(model) is None
-
-
-def test_refusals():
-    with pytest.raises(TypeError, match="a causal language model or a trainer, got str"):
-        fast_rollouts("toy")

@@ -71,7 +71,6 @@ REFUSED = {
         ([], "nothing to reward responses with: give --reward_model FOLDER"),
         (["--n", "4", "--num_samples", "2"], "num_samples 2 is less than the largest n, 4"),
         (["--temperature", "0"], "best-of-n at temperature 0 or top_k 1 would pick from equal responses"),
-        (["--keep", "threshold"], "keep threshold needs keep_threshold"),
         ([KNOWN, "--reward_function", "builtins:len", "my_rewards.py:known"], "ranked by one reward"),
     ],
 }

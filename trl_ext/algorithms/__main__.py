@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import inspect
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import trl_ext
 from trl_ext import losses
-from trl_ext.advantages import ADVANTAGES
 from trl_ext.algorithms import SETTINGS, Algorithm, algorithms
-from trl_ext.names import load_function, nearest
+from trl_ext.names import nearest
 from trl_ext.processes import quiet_when_closed
-from trl_ext.registry import PreferenceLoss, preference_losses
+from trl_ext.registry import preference_losses
 
 HEAD = ("algorithm", "advantage", "ratio", "surrogate", "aggregation", "KL", "paper")
 RATIOS = {"token": [losses.token_log_ratio], "sequence": [losses.sequence_log_ratio], "none": []}
-# Functions that have no other settings than their parameters.
-FUNCTIONS = {**ADVANTAGES, "kto": losses.kto}
 
 
 def explain(name: str) -> str:
-    """The settings of an algorithm or a preference loss, and the source of its functions; or that of an advantage.
+    """The settings of an algorithm or a preference loss, and the source of its functions.
 
     Args:
         name: a name from one of the tables, or `file.py:function`.
@@ -33,24 +28,13 @@ def explain(name: str) -> str:
     Raises:
         ValueError: there is no such name, file or function.
     """
-    known = [*algorithms, *preference_losses, *FUNCTIONS]
-    if ":" not in name and name not in known:
-        raise ValueError(f"no algorithm, preference loss or advantage is called {name!r}{nearest(name, known)}")
-    if name in FUNCTIONS:
-        return _source(FUNCTIONS[name])
-    for table in (algorithms, preference_losses):
-        with contextlib.suppress(ValueError):
-            return _entry(table.find(name))
-    function = load_function(name, "algorithm, preference loss or advantage")
-    if list(inspect.signature(function).parameters)[:2] == ["rewards", "group_size"]:
-        return _source(function)
-    raise ValueError(
-        f"{name} is neither an algorithm nor a preference loss nor an advantage f(rewards, group_size, ...): "
-        "decorate it with @trl_ext.policy_algorithm or @trl_ext.preference_loss"
-    )
-
-
-def _entry(entry: Algorithm | PreferenceLoss) -> str:
+    if ":" not in name and name not in algorithms and name not in preference_losses:
+        known = nearest(name, [*algorithms, *preference_losses])
+        raise ValueError(f"no algorithm and no preference loss is called {name!r}{known}")
+    try:
+        entry = algorithms.find(name)
+    except ValueError:
+        entry = preference_losses.find(name)
     functions = [entry.function]
     if isinstance(entry, Algorithm):
         about, options = entry.summary, entry.advantage_options
@@ -90,36 +74,23 @@ def _cells(row: Algorithm) -> list[str]:
     return [row.name, row.advantage, row.ratio, surrogate, row.aggregation, divergence, row.paper]
 
 
-def _settings(row: Algorithm) -> dict[str, Any]:
-    about = {"group_size": row.group_size, **row.rollout, "paper": row.paper, "summary": row.summary}
-    return {**row.to_dict(), **about}
-
-
 @quiet_when_closed()
 def main(arguments: list[str] | None = None) -> None:
-    """Print the table, aligned or as JSON, or explain one name."""
+    """Print the table, or explain one name."""
     parser = argparse.ArgumentParser(prog="python -m trl_ext.algorithms", description="List the online algorithms.")
-    parser.add_argument("--json", action="store_true", help="print every setting as JSON")
-    parser.add_argument(
-        "--explain",
-        metavar="NAME",
-        help="settings and source of an algorithm, a preference loss or an advantage, or of your own as "
-        "file.py:function",
-    )
+    about = "settings and source of an algorithm or a preference loss, or of your own as file.py:function"
+    parser.add_argument("--explain", metavar="NAME", help=about)
     given = parser.parse_args(arguments)
-    rows = [algorithms[name] for name in algorithms]
     if given.explain:
         try:
             print(explain(given.explain))
         except ValueError as error:
             parser.error(str(error))
-    elif given.json:
-        print(json.dumps([_settings(row) for row in rows], indent=2))
-    else:
-        lines = [HEAD, *map(_cells, rows)]
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        for line in lines:
-            print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+        return
+    lines = [HEAD, *map(_cells, algorithms.values())]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
 
 
 if __name__ == "__main__":

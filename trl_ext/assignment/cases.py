@@ -124,20 +124,18 @@ def pairs(draw: Draw) -> dict[str, Any]:
     drawn["rejected"].requires_grad_()
     lengths = {name: draw.integers(2, 12, 5) for name in ("chosen_length", "rejected_length")}
     scores = {"make": "scores", **{name: drawn[name] for name in names}, **lengths}
-    options = draw.turn({"margin": None}, {"margin": 0.5}, {"label_smoothing": 0.1}, {"centering": 0.01})
-    return {"scores": scores, **drawn, **options}
+    return {"scores": scores, **drawn, **draw.turn({}, {"margin": None})}
 
 
 def tensors(draw: Draw) -> dict[str, Any]:
-    """Rewards in groups, every second time one of equal rewards, a rollout, and tokens with logits and a model."""
-    size, rows = draw.turn(4, 3, 5), draw.turn(7, 6, 5)
+    """Rewards in groups, every second time one of equal rewards, and tokens with logits and a model."""
+    size = draw.turn(4, 3, 5)
     rewards = draw.tensor(-2, 2, draw.turn(2, 3), size)
     rewards[-1] = draw.turn(rewards[-1], 0.5)
     if draw.special == EQUAL:
         # In float32, the mean of seven equal values differs from the value.
         size, rewards = 7, torch.cat([torch.full((1, 7), 0.7), draw.tensor(-2, 2, 1, 7).float()])
-    drawn = {"rewards": rewards.reshape(-1), "group_size": size, "order": draw.tensor(0, 1, rows).argsort()}
-    drawn["batch"] = {"rewards": draw.tensor(-2, 2, rows), "tokens": draw.integers(0, 9, rows, 3)}
+    drawn = {"rewards": rewards.reshape(-1), "group_size": size}
     completions = draw.integers(3, 9, 4, 6)
     # No end token, one, two, and one at the first position.
     completions[1, 3] = completions[2, 1] = completions[2, 4] = completions[3, 0] = 2
@@ -204,10 +202,6 @@ def sequence_log_probs(logits: Tensor, input_ids: Tensor, response_mask: Tensor)
     return losses.masked_sum(log_probs, response_mask[:, 1:], -1)
 
 
-def split_minibatches(batch: dict[str, Tensor], order: Tensor, minibatch_size: int) -> list[dict[str, Tensor]]:
-    return [{name: rows[part] for name, rows in batch.items()} for part in order.split(minibatch_size)]
-
-
 def whole_loss(
     log_probs, old_log_probs, ref_log_probs, mask, advantages, clip, kl_coef, max_new_tokens=None, *,
     ratio=lambda new, old, mask: losses.token_log_ratio(new, old), surrogate=losses.clipped_surrogate,
@@ -224,7 +218,7 @@ def whole_loss(
 # ---- The functions of both assignments ----
 
 BETAS, KL, EPS = {"beta": (0.1, 0.5)}, {"kl_coef": (0.0, 0.05)}, (1e-6, 0.1)
-CLIPS = {"clip_low": (0.2, 0.1), "clip_high": (0.2, 0.28), "dual_clip": (None, None, 1.1)}
+CLIPS = {"clip_low": (0.2, 0.1), "clip_high": (0.2, 0.28)}
 KINDS = {"kind": ("sequence_mean", "token_mean", "constant", "sum"), "constant": (None, None, 8.0, None)}
 # Every second time, the tokens of a batch of which these rows are a part.
 KINDS["token_count"] = (None, 20.0, *[None] * 6)
@@ -235,7 +229,6 @@ GROUPED = {"advantage_eps": EPS, "normalize_by_std": (True, True, False)}
 TASKS: dict[str, Task] = {
     "sequence_log_probs": Task(sequence_log_probs, tensors),
     "completion_mask": Task(models.completion_mask, tensors, {"eos_token_id": (2, [2, 3])}),
-    "split_minibatches": Task(split_minibatches, tensors, {"minibatch_size": (2, 3, 5)}),
     "dpo": Task(losses.dpo, pairs, BETAS, (FAR,)),
     "ipo": Task(losses.ipo, pairs, BETAS | {"length_normalized": (None, None, True)}),
     "aot": Task(losses.aot, pairs, {"beta": (0.2, 0.05)}, (FAR,), "unordered"),

@@ -80,8 +80,6 @@ MISTAKES: dict[str, Callable[[Callable, SimpleNamespace], Any]] = {
     "aot: the margins are sorted (paired AOT): sort the chosen and the rejected log-ratios separately":
         loss(lambda of: (of.chosen - of.rejected).sort()[0] - (of.ref_chosen - of.ref_rejected).sort()[0]),
     "bradley_terry: the margin is added: take it off": lambda f, a: f(margin=None if a.margin is None else -a.margin),
-    "bradley_terry: label_smoothing is not read": given(label_smoothing=0.0),
-    "bradley_terry: centering is not read": given(centering=0.0),
     "group_normalized: the sample's standard deviation is taken (std() divides by G - 1)": given(std_ddof=1),
     f"group_normalized: {NOT_ZERO}": lambda f, a: normalized(a.rewards, a.group_size, a.std_ddof, a.eps),
     "group_normalized group_centered: statistics are of the whole batch": lambda f, a: f(group_size=len(a.rewards)),
@@ -90,7 +88,6 @@ MISTAKES: dict[str, Callable[[Callable, SimpleNamespace], Any]] = {
     "sequence_log_ratio: the log-ratios are summed: take their mean": lambda f, a: f() * a.mask.sum(1, keepdim=True),
     f"clipped_surrogate: {NO_MINIMUM}": lambda f, a: no_minimum(a.log_ratio, a.advantages, a.clip_low, a.clip_high),
     "clipped_surrogate: clip_high is not read: the ratio may rise by it": lambda f, a: f(clip_high=a.clip_low),
-    "clipped_surrogate: dual_clip is not read": given(dual_clip=None),
     "kl_estimate: k3 is that of the other direction: it is exp(-d) - 1 + d":
         lambda f, a: f(log_probs=a.ref_log_probs, ref_log_probs=a.log_probs) if a.kind == "k3" else f(),
     "kl_estimate: k2 lacks the half": lambda f, a: f() * (2 if a.kind == "k2" else 1),
@@ -109,8 +106,6 @@ MISTAKES: dict[str, Callable[[Callable, SimpleNamespace], Any]] = {
     "sequence_log_probs: logits and tokens are not shifted: the logits are about the next token":
         lambda f, a: f(logits=a.logits.roll(-1, dims=1)),
     f"sequence_log_probs: {MASK}: the prompt and the padding count": ones("response_mask"),
-    "split_minibatches: the last minibatch, which is not full, is dropped":
-        lambda f, a: [each for each in f() if len(each["rewards"]) == a.minibatch_size],
     "completion_mask: the end-of-text token is not counted: it is a token that the policy has chosen":
         lambda f, a: f() & ~torch.isin(a.completion_ids, torch.tensor(a.eos_token_id)),
     "tokenize_prompt_and_output: response_mask is not shifted with the labels: it is one place too far right":

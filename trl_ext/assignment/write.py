@@ -18,7 +18,7 @@ from trl_ext.files import read_yaml
 
 HERE = Path(__file__).parent
 # Of the entry `tests`. Without a `hidden_seed`, one is drawn.
-DEFAULTS = {"visible": 4, "hidden": 8, "visible_seed": 1, "seconds": 30, "partial_credit": False}
+DEFAULTS = {"visible": 4, "hidden": 8, "visible_seed": 1, "seconds": 30}
 SOLUTION = re.compile(r"(?ms)^( *)### BEGIN SOLUTION\n(.*?)^\1### END SOLUTION\n")
 
 

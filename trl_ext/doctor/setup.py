@@ -8,7 +8,6 @@ from collections import Counter
 from itertools import chain, pairwise
 
 import torch
-from transformers import AutoConfig
 
 import trl_ext.losses  # noqa: F401  the losses register
 from trl_ext.doctor.examine import Finding, check
@@ -66,23 +65,6 @@ def reward_model(patient: Patient) -> Finding | str | None:
             remedy = "Leave reward_processing_classes out, or give the reward model's own tokenizer."
             what = f"the reward model {own!r} reads the tokens and the chat template of {used!r}"
             return Finding(what, remedy, "warning")
-    return None
-
-
-@check("rotary-angles", "warning", "trainer")
-def rotary_angles(patient: Patient) -> str | None:
-    """Load the model with its own rope parameters, and keep inv_freq in float32; an extended context is no fault."""
-    try:
-        saved = AutoConfig.from_pretrained(patient.model.config.name_or_path, local_files_only=True)
-    except (OSError, ValueError):
-        saved = patient.model.config
-    for name, module in patient.model.named_modules():
-        # Other types change the frequencies with the length of the input.
-        if getattr(module, "rope_type", "") not in ("default", "linear", "llama3", "yarn"):
-            continue
-        used, expected = module.inv_freq.cpu(), type(module)(config=saved.get_text_config()).inv_freq
-        if expected.shape != used.shape or not torch.allclose(expected, used.float(), rtol=0.02):
-            return f"the rotary frequencies of {name} are not those of the model's files"
     return None
 
 

@@ -28,6 +28,6 @@ _NAMES_BY_MODULE = {
     ".submissions.candidates": "judge_candidate",
     ".submissions.grading": "grade_submission",
     ".submissions.submission": "generate_submission_file pack_submission score_submission_file",
-    "trl_ext.rollouts.diagnostics": "GenerationDiagnostics diagnose_generations",
+    "trl_ext.rollouts.diagnostics": "diagnose_generations",
 }
 __all__, __getattr__, __dir__ = lazy_names(__name__, _NAMES_BY_MODULE)

@@ -13,20 +13,6 @@ from trl_ext.rollouts.generation import (
 from trl_ext.rollouts.responses import load_engine, sample_responses
 from trl_ext.rollouts.sampler import fast_rollouts
 
-__all__ = [
-    "Generation",
-    "SamplingSettings",
-    "TransformersEngine",
-    "VLLMEngine",
-    "best_of_n",
-    "demonstrations",
-    "end_processes",
-    "fast_rollouts",
-    "generate_responses",
-    "kl_bound",
-    "load_engine",
-    "map_over_ranks",
-    "pick_best",
-    "response_entropies",
-    "sample_responses",
-]
+__all__ = ["Generation", "SamplingSettings", "TransformersEngine", "VLLMEngine", "best_of_n", "demonstrations"]
+__all__ += ["end_processes", "fast_rollouts", "generate_responses", "kl_bound", "load_engine", "map_over_ranks"]
+__all__ += ["pick_best", "response_entropies", "sample_responses"]

@@ -11,7 +11,6 @@ from trl_ext.rollouts.generation import Generation
 from trl_ext.rollouts.responses import Engine, Prompt, Row, sample_responses
 
 Reward = Callable[..., Sequence[float | None]]
-KEEP_CHOICES = ("best", "top_k", "threshold")
 
 
 def pick_best(samples: Sequence[Mapping[str, Any]], n: int | None = None) -> Mapping[str, Any] | None:
@@ -49,14 +48,13 @@ def best_of_n(
 
     Args:
         rows: prompts with `row_id` and `prompt` (messages or text); other columns are passed to the reward.
-        engine: as for `trl_ext.rollouts.responses.sample_responses`.
-        reward: a function with TRL's signature, a `RewardModel` or a `RewardEnsemble`. It receives the keywords
-            `prompts`, `completions`, `completion_ids`, `finished` and the rows' columns. A number that is not finite
-            counts as None, no reward.
+        engine: as for `sample_responses`.
+        reward: a function with TRL's signature, which also receives `finished`; a number that is not finite counts as
+            None, no reward.
         n: responses to each prompt.
         score_function: the known quality `f(prompt_text, response, *, finished)`, for the column `score`; or None.
         missing_eos_penalty: what is subtracted from the reward of a response that was truncated at the token limit.
-        options: other keyword arguments of `sample_responses`, with which an interrupted call is continued.
+        options: other keyword arguments of `sample_responses`.
 
     Returns:
         The n rows of each prompt, in sampling order: those of `sample_responses` with `reward`, which may be None.
@@ -72,8 +70,17 @@ def best_of_n(
         )
 
     def score(part: list, generations: list[Generation]) -> list[Row]:
+        values = reward(
+            prompts=[row["prompt"] for row in part],
+            completions=[completion_of(row["prompt"], one.text) for row, one in zip(part, generations, strict=True)],
+            completion_ids=[one.response_ids for one in generations],
+            finished=[one.finished for one in generations],
+            **{name: [row[name] for row in part] for name in part[0] if name not in ("prompt", "completion")},
+        )
+        if len(values) != len(part):
+            raise ValueError(f"the reward must return a number or None for each of {len(part)}: {len(values)} values")
         columns = []
-        for row, one, value in zip(part, generations, _rewards(part, generations, reward), strict=True):
+        for row, one, value in zip(part, generations, values, strict=True):
             rewarded = value is not None and math.isfinite(value)
             penalty = 0.0 if one.finished else missing_eos_penalty
             columns.append({"reward": float(value) - penalty if rewarded else None})
@@ -86,72 +93,26 @@ def best_of_n(
     return [done[start : start + n] for start in range(0, len(done), n)]
 
 
-def _rewards(rows: list, generations: list[Generation], reward: Reward) -> Sequence[float | None]:
-    """The reward's values of responses."""
-    values = reward(
-        prompts=[row["prompt"] for row in rows],
-        completions=[completion_of(row["prompt"], one.text) for row, one in zip(rows, generations, strict=True)],
-        completion_ids=[one.response_ids for one in generations],
-        finished=[one.finished for one in generations],
-        **{name: [row[name] for row in rows] for name in rows[0] if name not in ("prompt", "completion")},
-    )
-    if len(values) != len(rows):
-        raise ValueError(f"the reward must return one number or None for each of {len(rows)}: {len(values)} values")
-    return values
-
-
-def demonstrations(
-    samples: Sequence[Sequence[Row]],
-    prompts: Sequence[Mapping[str, Any]],
-    *,
-    keep: str = "best",
-    count: int = 1,
-    threshold: float | None = None,
-) -> list[Row]:
-    """Rejection sampling: rows to fine-tune on, in the prompt-completion format of TRL's `SFTTrainer`.
+def demonstrations(samples: Sequence[Sequence[Row]], prompts: Sequence[Mapping[str, Any]]) -> list[Row]:
+    """Rejection sampling: each prompt's best response, in the prompt-completion format of TRL's `SFTTrainer`.
 
     Responses that were truncated or have no text are left out: the model would learn an end token that was never
-    sampled. Duplicate responses to a prompt are kept once.
+    sampled.
 
     Args:
         samples: the result of `best_of_n`.
         prompts: the rows passed to it, in the same order.
-        keep: `best` for each prompt's best response; `top_k` for its `count` best; `threshold` for all responses with
-            a reward of at least `threshold`.
-        count: number of responses for `top_k`.
-        threshold: lowest reward for `threshold`.
 
     Returns:
-        JSON-ready rows: `row_id` (followed by the rank from the second response on), `prompt`, `completion` (messages
-        if the prompt is), `reward`, `rank` (from 1), `sample` and `best_of`.
-
-    Raises:
-        ValueError: `keep` is unknown, or the threshold is missing.
+        Rows: `row_id`, `prompt`, `completion` (messages if the prompt is), `reward`, `sample` and `best_of`.
     """
-    if keep not in KEEP_CHOICES:
-        raise ValueError(f"keep must be one of {', '.join(KEEP_CHOICES)}, got {keep!r}")
-    if keep == "threshold" and (threshold is None or not math.isfinite(threshold)):
-        raise ValueError(f"keep threshold needs keep_threshold, the lowest reward to keep; got {threshold}")
-    limits = {"best": 1, "top_k": count, "threshold": None}
     found = []
     for prompt, group in zip(prompts, samples, strict=True):
-        usable = [s for s in group if s["reward"] is not None and s["finished"] and s["response_text"].strip()]
-        ranked: dict[str, Row] = {}
-        for sample in sorted(usable, key=lambda sample: -sample["reward"]):
-            ranked.setdefault(sample["response_text"], sample)
-        kept = [one for one in ranked.values() if keep != "threshold" or one["reward"] >= threshold]
-        found += [
-            {
-                "row_id": prompt["row_id"] if rank == 1 else f"{prompt['row_id']}:{rank}",
-                "prompt": prompt["prompt"],
-                "completion": completion_of(prompt["prompt"], sample["response_text"]),
-                "reward": sample["reward"],
-                "rank": rank,
-                "sample": sample["sample"],
-                "best_of": len(group),
-            }
-            for rank, sample in enumerate(kept[: limits[keep]], start=1)
-        ]
+        usable = [sample for sample in group if sample["finished"] and sample["response_text"].strip()]
+        if usable and (best := pick_best(usable)):
+            completion = completion_of(prompt["prompt"], best["response_text"])
+            row = {"row_id": prompt["row_id"], "prompt": prompt["prompt"], "completion": completion}
+            found.append({**row, "reward": best["reward"], "sample": best["sample"], "best_of": len(group)})
     return found
 
 

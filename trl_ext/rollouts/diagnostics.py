@@ -2,59 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import zlib
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
 REPETITION_NGRAM = 4
-MIN_UNIQUE_TOKEN_RATIO = 0.1
-MAX_DOMINANT_TOKEN_FRACTION = 0.5
-
-Tokens = Sequence[Hashable]
-
-
-@dataclass(frozen=True)
-class GenerationDiagnostics:
-    """Statistics of a set of responses; None where no response has one.
-
-    "Per text" is the unweighted mean over the responses that have the statistic; "pooled" counts over all responses
-    together. Every statistic except the empty and truncated fractions depends on length, so compare systems at the
-    same token limit.
-
-    Attributes:
-        n: number of responses.
-        mean_tokens: per text; tokens, 0 for an empty response.
-        distinct_1, distinct_2: pooled; distinct n-grams / n-grams within responses (Li et al., 2016).
-        unique_token_ratio: per text; distinct tokens / tokens.
-        dominant_token_fraction: per text; count of the most frequent token / tokens.
-        repetition: per text; 1 - distinct 4-grams / 4-grams (seq-rep-n of Welleck et al., 2020).
-        empty_fraction: share of the responses whose text is empty or whitespace.
-        truncated_fraction: share of the responses cut at the token limit; None if not known.
-        compression_ratio: pooled; UTF-8 bytes of the concatenated texts / their bytes under zlib level 9.
-        collapsed: True if there is a collapse reason.
-        collapse_reasons: one sentence for each threshold that was crossed.
-    """
-
-    n: int
-    mean_tokens: float
-    distinct_1: float | None
-    distinct_2: float | None
-    unique_token_ratio: float | None
-    dominant_token_fraction: float | None
-    repetition: float | None
-    empty_fraction: float
-    truncated_fraction: float | None
-    compression_ratio: float | None
-    collapsed: bool
-    collapse_reasons: list[str]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, ready for JSON."""
-        return dataclasses.asdict(self)
+MIN_UNIQUE_TOKEN_RATIO, MAX_DOMINANT_TOKEN_FRACTION = 0.1, 0.5
 
 
 def diagnose_generations(
@@ -62,18 +17,31 @@ def diagnose_generations(
     *,
     token_ids: Sequence[Sequence[int]] | None = None,
     finished: Sequence[bool] | None = None,
-) -> GenerationDiagnostics:
-    """Measure a set of responses and flag a collapsed policy.
-
-    A policy counts as collapsed if the mean unique-token ratio is below 0.1, if the mean dominant-token fraction is
-    above 0.5, or if no response has a token.
+) -> dict[str, Any]:
+    """Measure a set of responses, and find out whether the policy has collapsed.
 
     Args:
         responses: texts, at least one.
         token_ids: the token ids of each response, without padding; default: the words between whitespace.
-        finished: False for a response that was cut at the token limit.
+        finished: False for a response that was truncated at the token limit.
+
+    Returns:
+        Statistics ready for JSON, None where no response has one; compare them at the same token limit. "Per text" is
+        the unweighted mean over the responses that have the statistic, "pooled" counts over all responses together.
+
+        - `n`: number of responses.
+        - `mean_tokens`: per text; 0 for an empty response.
+        - `distinct_1`, `distinct_2`: pooled; distinct n-grams / n-grams within responses (Li et al., 2016).
+        - `unique_token_ratio`: per text; distinct tokens / tokens.
+        - `dominant_token_fraction`: per text; count of the most frequent token / tokens.
+        - `repetition`: per text; 1 - distinct 4-grams / 4-grams (seq-rep-n of Welleck et al., 2020).
+        - `empty_fraction`: share of the responses whose text is empty or whitespace.
+        - `truncated_fraction`: share of the truncated responses; None if not known.
+        - `compression_ratio`: pooled; UTF-8 bytes of the concatenated texts / their bytes under zlib level 9.
+        - `collapsed`: whether the mean unique-token ratio is below 0.1, the mean dominant-token fraction is above 0.5,
+          or no response has a token; `collapse_reasons` has a sentence for each.
     """
-    tokens: Sequence[Tokens] = [text.split() for text in responses] if token_ids is None else token_ids
+    tokens: Sequence[Sequence[Hashable]] = [text.split() for text in responses] if token_ids is None else token_ids
     unique = _mean([distinct_ngram_ratio([text], 1) for text in tokens])
     dominant = _mean([max(Counter(text).values()) / len(text) if text else None for text in tokens])
     distinct = [distinct_ngram_ratio([text], REPETITION_NGRAM) for text in tokens]
@@ -83,23 +51,23 @@ def diagnose_generations(
         reasons.append(f"mean unique-token ratio {unique:.3f} is below {MIN_UNIQUE_TOKEN_RATIO}")
     if dominant is not None and dominant > MAX_DOMINANT_TOKEN_FRACTION:
         reasons.append(f"mean dominant-token fraction {dominant:.3f} is above {MAX_DOMINANT_TOKEN_FRACTION}")
-    return GenerationDiagnostics(
-        n=len(responses),
-        mean_tokens=fmean(map(len, tokens)),
-        distinct_1=distinct_ngram_ratio(tokens, 1),
-        distinct_2=distinct_ngram_ratio(tokens, 2),
-        unique_token_ratio=unique,
-        dominant_token_fraction=dominant,
-        repetition=_mean([None if ratio is None else 1 - ratio for ratio in distinct]),
-        empty_fraction=fmean(not text.strip() for text in responses),
-        truncated_fraction=None if finished is None else fmean(not ended for ended in finished),
-        compression_ratio=len(data) / len(zlib.compress(data, level=9)) if data else None,
-        collapsed=bool(reasons),
-        collapse_reasons=reasons,
-    )
+    return {
+        "n": len(responses),
+        "mean_tokens": fmean(map(len, tokens)),
+        "distinct_1": distinct_ngram_ratio(tokens, 1),
+        "distinct_2": distinct_ngram_ratio(tokens, 2),
+        "unique_token_ratio": unique,
+        "dominant_token_fraction": dominant,
+        "repetition": _mean([None if ratio is None else 1 - ratio for ratio in distinct]),
+        "empty_fraction": fmean(not text.strip() for text in responses),
+        "truncated_fraction": None if finished is None else fmean(not ended for ended in finished),
+        "compression_ratio": len(data) / len(zlib.compress(data, level=9)) if data else None,
+        "collapsed": bool(reasons),
+        "collapse_reasons": reasons,
+    }
 
 
-def distinct_ngram_ratio(texts: Sequence[Tokens], n: int) -> float | None:
+def distinct_ngram_ratio(texts: Sequence[Sequence[Hashable]], n: int) -> float | None:
     """Distinct n-grams / n-grams within the texts, over all of them together; None if no text has `n` tokens."""
     ngrams = [tuple(text[start : start + n]) for text in texts for start in range(len(text) - n + 1)]
     return len(set(ngrams)) / len(ngrams) if ngrams else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,13 +16,9 @@ from trl_ext.data.conversation import text_ids
 from trl_ext.models import score_responses
 from trl_ext.models.batches import in_batches, pad_rows, temporarily
 from trl_ext.models.packing import unwrapped
-from trl_ext.processes import warn_once_per_run
 from trl_ext.rollouts.sampler import evaluation_sampler
 from trl_ext.rollouts.stopping import StopInResponse, check_stop, cut_at_stop
 
-# Settings of the distribution of responses that models are saved with.
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "no_repeat_ngram_size")
-_SAMPLING += ("suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id")
 ANSWER_END = "</answer>"
 
 
@@ -57,7 +53,7 @@ def recorded_log_probs(generations: Sequence[Generation]) -> list[Tensor] | None
 class SamplingSettings:
     """Sampling settings as for `generate_responses`; the defaults are those of the reasoning course.
 
-    vLLM forms its own batches, whatever `batch_size` is, and does not support `no_repeat_ngram_size`.
+    vLLM forms its own batches, whatever `batch_size` is.
     """
 
     max_new_tokens: int = 1024
@@ -68,7 +64,6 @@ class SamplingSettings:
     batch_size: int = 32
     top_k: int = 0
     repetition_penalty: float = 1.0
-    no_repeat_ngram_size: int = 0
 
     def __post_init__(self):
         check_stop(self.stop)
@@ -91,36 +86,31 @@ def generate_responses(
     top_p: float = 1.0,
     top_k: int = 0,
     repetition_penalty: float = 1.0,
-    no_repeat_ngram_size: int = 0,
     stop: Sequence[str] = (),
     batch_size: int = 32,
     seed: int = 0,
     fast: bool = True,
     progress: str | None = None,
 ) -> list[Generation]:
-    """Generate one response for each prompt, in order.
+    """Generate one response for each prompt, messages or plain text, in order.
 
-    Only the settings given here are used; generation settings saved with the model (a repetition penalty, top-k) are
-    ignored. The random state of the process is restored. On a CPU, responses are sampled as by `fast_rollouts`.
+    Only the settings given here are used, and not those saved with the model. The random state of the process is
+    restored. On a CPU, responses are sampled as by `fast_rollouts`.
 
     Args:
         model: a causal language model of transformers; temporarily put into evaluation mode.
         tokenizer: its tokenizer, with a chat template if prompts are messages.
-        prompts: messages, or plain text.
         max_new_tokens: maximum length of a response, in tokens.
         max_prompt_tokens: longer prompts lose their beginning; None for no limit.
         temperature: 0 for greedy decoding.
         top_k: the number of most likely tokens to sample from; 0 for all.
-        repetition_penalty: values above 1 make tokens of the prompt and the response less likely to repeat
-            (Keskar et al. 2019, arXiv 1909.05858); 1 for none.
-        no_repeat_ngram_size: n-grams of this length, including the prompt's, occur at most once; 0 for no limit.
+        repetition_penalty: above 1, tokens of prompt and response become less likely (arXiv 1909.05858); 1 for none.
         stop: strings that end a response; the string remains in the response.
         fast: False leaves sampling to transformers.
         progress: label of the progress bar; None for no bar.
 
     Raises:
-        ValueError: a setting that `SamplingSettings` refuses, an empty prompt, a stop string that is a special token,
-            or one prompt instead of a list.
+        ValueError: a bad setting, an empty prompt, a special token to stop at, or one prompt instead of a list.
     """
     if isinstance(prompts, str) or any(isinstance(prompt, dict) for prompt in prompts):
         raise ValueError("prompts must be a list of prompts: give [prompt]")
@@ -128,7 +118,6 @@ def generate_responses(
     limits = {"max_prompt_tokens": max_prompt_tokens, "batch_size": batch_size, "stop": stop}
     sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
     common = {"max_new_tokens": max_new_tokens, "repetition_penalty": repetition_penalty}
-    common["no_repeat_ngram_size"] = no_repeat_ngram_size
     SamplingSettings(**limits, **sampling, **common)
     end_ids = end_token_ids(model, tokenizer)
     config = GenerationConfig(
@@ -177,19 +166,9 @@ def generate_responses(
 def without_own_settings(model) -> Iterator[None]:
     """Within the block, transformers takes no generation setting from those saved with a model."""
     # transformers fills settings that a call leaves at None; an adapter's wrapper has settings of its own.
-    with (
-        temporarily(model, generation_config=GenerationConfig()),
-        temporarily(unwrapped(model), generation_config=GenerationConfig()),
-    ):
+    plain = {"generation_config": GenerationConfig()}
+    with temporarily(model, **plain), temporarily(unwrapped(model), **plain):
         yield
-
-
-def warn_of_ignored_settings(model, used: Mapping[str, Any]) -> None:
-    """Log in one line the sampling settings saved with a model that differ from those `used`, if there are any."""
-    saved = unwrapped(model).generation_config.to_diff_dict()
-    ignored = [f"{name} {saved[name]}" for name in _SAMPLING if saved.get(name) not in (None, used.get(name))]
-    if ignored:
-        warn_once_per_run(f"sampling settings of the model's generation_config are ignored: {', '.join(ignored)}")
 
 
 def end_token_ids(model, tokenizer) -> set[int]:
@@ -231,11 +210,13 @@ def without_template(tokenizer, prompts: Sequence[list[dict] | str]) -> str | No
 # ---- Engines with fixed settings ----
 
 
+@dataclass
 class TransformersEngine:
     """Samples with a transformers model; call it with prompts and a seed to get one `Generation` per prompt."""
 
-    def __init__(self, model, tokenizer, settings: SamplingSettings):
-        self.model, self.tokenizer, self.settings = model, tokenizer, settings
+    model: Any
+    tokenizer: Any
+    settings: SamplingSettings
 
     def __call__(
         self, prompts: Sequence[list[dict] | str], *, seed: int = 0, progress: str | None = None
@@ -250,7 +231,7 @@ class VLLMEngine:
     Args:
         model_path: a folder or hub name.
         tokenizer: the model's tokenizer.
-        settings: sampling settings; a ValueError for `no_repeat_ngram_size`, which vLLM does not have.
+        settings: sampling settings.
         options: arguments for `vllm.LLM`, such as `gpu_memory_utilization`.
     """
 
@@ -259,8 +240,6 @@ class VLLMEngine:
             import vllm
         except ImportError as error:
             raise ImportError("sampling with vLLM needs its package: pip install 'trl_ext[vllm]'") from error
-        if settings.no_repeat_ngram_size:
-            raise ValueError("vLLM has no no_repeat_ngram_size: leave it at 0, or sample with transformers")
         from vllm.platforms import current_platform
 
         if current_platform.is_cpu():

@@ -1,4 +1,4 @@
-"""Replay of recent pairs: a buffer with a maximum age, and importance weights for the pairs drawn from it.
+"""Pairs of sampled responses: their selection, a buffer that replays recent ones, and importance weights for these.
 
 A preference label is valid whichever policy sampled the pair, so the loss is consistent without weights. The
 distribution of pairs, however, depends on the policy that sampled them; the weights approximate pairs sampled by the
@@ -14,6 +14,7 @@ import random
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,16 +23,49 @@ from torch import Tensor
 
 from trl_ext.files import write_text
 
+PAIR_CHOICES = ("best_worst", "all")
 WEIGHT_CHOICES = ("none", "sequence", "length_normalized")
+
+
+def select_pairs(
+    rewards: Sequence[float], group_size: int, choice: str = "best_worst", tolerance: float = 0.0
+) -> tuple[list[tuple[int, int]], int, int]:
+    """Pair the responses to each prompt; the response with the higher reward is chosen.
+
+    Args:
+        rewards: one per response, group after group; NaN for a response without a reward, which is left out.
+        group_size: responses to each prompt.
+        choice: `best_worst` to pair the first best with the first worst response of a group; `all` for every pair of
+            its responses.
+        tolerance: rewards that differ by no more than this are a tie.
+
+    Returns:
+        Positions of the chosen and the rejected response of each pair, in the order of the groups; the number of ties,
+        which are dropped; and the number of groups in which fewer than two responses have a reward.
+    """
+    pairs, ties, unscored = [], 0, 0
+    for start in range(0, len(rewards), group_size):
+        known = [index for index in range(start, start + group_size) if not math.isnan(rewards[index])]
+        if len(known) < 2:
+            unscored += 1
+            continue
+        if choice == "best_worst":
+            candidates = [(max(known, key=rewards.__getitem__), min(known, key=rewards.__getitem__))]
+        else:
+            candidates = combinations(known, 2)
+        for one, other in candidates:
+            if abs(rewards[one] - rewards[other]) <= tolerance:
+                ties += 1
+            else:
+                pairs.append((one, other) if rewards[one] > rewards[other] else (other, one))
+    return pairs, ties, unscored
 
 
 class Response(NamedTuple):
     """A sampled response: token ids, and sums of log-probabilities in nats.
 
-    Attributes:
-        ids: an array of 32-bit integers.
-        log_prob: under the policy that sampled it; NaN if unused.
-        ref_log_prob: under the loss's reference; NaN for a reference-free loss.
+    `ids` are an array of 32-bit integers; `log_prob` is under the policy that sampled it, NaN if unused, and
+    `ref_log_prob` under the loss's reference, NaN for a loss without one.
     """
 
     ids: array
@@ -41,14 +75,7 @@ class Response(NamedTuple):
 
 @dataclass(frozen=True)
 class SampledPair:
-    """Two responses to a prompt.
-
-    Attributes:
-        prompt_ids: token ids, as an array of 32-bit integers.
-        chosen, rejected: the responses.
-        version: number of optimizer updates of the policy that sampled them.
-        reward_version: version of the reward that labelled them.
-    """
+    """Two responses to a prompt, after `version` optimizer updates of the policy, labelled by `reward_version`."""
 
     prompt_ids: array
     chosen: Response
@@ -143,8 +170,3 @@ def weighted_mean(values: Tensor, weights: Tensor) -> Tensor:
 def effective_sample_size(weights: Tensor) -> Tensor:
     """`(sum w)^2 / sum w^2`: the number of equally weighted samples with the same variance; 0 without weights."""
     return weights.sum().square() / weights.square().sum().clamp(min=torch.finfo(weights.dtype).tiny)
-
-
-def ages(pairs: Sequence[SampledPair], version: int) -> list[int]:
-    """Number of policy versions since each pair was sampled."""
-    return [version - pair.version for pair in pairs]

@@ -33,13 +33,9 @@ def sample_responses(
     engine: Engine,
     score: Callable[[list, list[Generation]], Sequence[Mapping[str, Any]]] | None = None,
     *,
-    path: str | Path | None = None,
-    settings: Mapping[str, Any] | None = None,
     samples: int = 1,
-    seed: int = 0,
-    save_every: int = SAVE_EVERY,
-    accelerator: Accelerator | None = None,
     progress: str | None = None,
+    **options: Any,
 ) -> list[Row]:
     """Sample responses to prompts and score them.
 
@@ -48,9 +44,9 @@ def sample_responses(
         prompts: the model's input for each row, messages or text.
         engine: `TransformersEngine`, `VLLMEngine`, or a function that is called like them.
         score: `f(rows, generations)`, which returns further columns for each response; None for none.
-        path, settings, seed, save_every, accelerator: as for `save_rows`.
         samples: responses to each prompt.
         progress: label of the progress bar; None for no bar.
+        options: `path`, `settings`, `seed`, `save_every` and `accelerator`, as for `save_rows`.
 
     Returns:
         JSON-ready rows, grouped by prompt in order: `row_id`, `sample` (from 0), `prompt_text`, `response_text`,
@@ -83,8 +79,7 @@ def sample_responses(
             for (row, prompt, number), generation, own in zip(part, generations, columns, strict=True)
         ]
 
-    options = {"path": path, "settings": settings, "save_every": save_every, "accelerator": accelerator}
-    return save_rows(items, respond, seed=seed, **options)
+    return save_rows(items, respond, **options)
 
 
 def save_rows(
@@ -97,10 +92,10 @@ def save_rows(
     save_every: int = SAVE_EVERY,
     accelerator: Accelerator | None = None,
 ) -> list[Row]:
-    """Compute a row for each item, in parts of `save_every` items that are saved one after another.
+    """Compute a row for each item, in parts of `save_every` items that are appended to a file one after another.
 
-    With a `path`, each part is appended to the file and synchronized to disk. A call that finds rows there continues
-    after the last complete part and returns the same rows as an uninterrupted call.
+    A call that finds rows in the file continues after the last complete part and returns the same rows as an
+    uninterrupted call.
 
     Args:
         items: rows with their prompt and the number of the response.
@@ -111,8 +106,7 @@ def save_rows(
             sure that the file is its own. Those in `MAY_CHANGE` are not compared.
         seed: seed of the first part; each part has its own.
         save_every: items of a part. A call that continues a file needs the same number.
-        accelerator: for a run with several processes, which divide the work. Each must call this function and gets
-            all rows.
+        accelerator: for several processes, which divide the work; each must call this function and gets all rows.
 
     Raises:
         ValueError: a line of the file is damaged, or its rows are not in this order.
@@ -143,7 +137,11 @@ def save_rows(
         part = items[start : start + save_every]
         found = map_over_ranks(lambda own, options=options: compute(own, **options), part, accelerator)
         if path is not None and is_main:
-            _append(Path(path), found)
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            with open(path, "ab") as file:
+                file.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in found).encode())
+                file.flush()
+                os.fsync(file.fileno())
         rows += found
     return rows
 
@@ -171,15 +169,6 @@ def check_settings(path: str | Path, settings: Mapping[str, Any]) -> None:
             raise FileExistsError(
                 f"{path} holds rows made with {name} {was}, not {now}: choose another file, or remove it"
             )
-
-
-def _append(path: Path, rows: Sequence[Row]) -> None:
-    """Append the rows of a part and wait until they are on disk."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab") as file:
-        file.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _kept(path: Path, items: Sequence[Item], save_every: int) -> list[Row]:

@@ -43,7 +43,7 @@ RESPONSES = "responses.jsonl"
 FILES = ("config.yaml", "results.json", "generations.jsonl", RESPONSES, "sft.jsonl", "best_of_n.png")
 # Settings that do not change the sampled and scored responses; a model is compared by the hash of its weights.
 _MAY_CHANGE = ("output_dir", "model_name_or_path", "use_cpu", "generation_batch_size", "reward_batch_size")
-_MAY_CHANGE += ("n", "keep", "keep_count", "keep_threshold")
+_MAY_CHANGE += ("n", "keep")
 
 
 @dataclass
@@ -79,13 +79,7 @@ class BestOfNArguments(RewardSources):
     missing_eos_penalty: float = HfArg(
         default=0.0, help="Subtracted from the reward of a response that was truncated at max_new_tokens."
     )
-    keep: str | None = HfArg(
-        default=None,
-        help="Write sft.jsonl to fine-tune on: each prompt's best response, its top_k (--keep_count), or all "
-        "from a threshold (--keep_threshold) up.",
-    )
-    keep_count: int = HfArg(default=1, help="Responses to a prompt, for --keep top_k.")
-    keep_threshold: float | None = HfArg(default=None, help="Lowest reward, for --keep threshold.")
+    keep: bool = HfArg(default=False, help="Write each prompt's best response to sft.jsonl, to fine-tune on.")
 
     def __post_init__(self):
         check_at_least(self, {"num_prompts": 1, "save_every": 1, "reward_batch_size": 1, "missing_eos_penalty": 0})
@@ -97,11 +91,6 @@ class BestOfNArguments(RewardSources):
             raise ValueError("best-of-n at temperature 0 or top_k 1 would pick from equal responses")
         if self.output_dir is None:
             self.output_dir = f"runs/best-of-n-{Path(self.dataset_name).absolute().stem}"
-        demonstrations([], [], **self.kept())
-
-    def kept(self) -> dict[str, Any]:
-        """Keyword arguments of `demonstrations`."""
-        return {"keep": self.keep or "best", "count": self.keep_count, "threshold": self.keep_threshold}
 
     @property
     def score_function(self) -> Callable[..., float] | None:
@@ -237,12 +226,11 @@ def _compare(
 def _write_sft(
     arguments: BestOfNArguments, samples: list[list[Row]], prompts: list[dict], reward: str, folder: Path
 ) -> dict[str, Any]:
-    """Write the kept responses with their provenance, and return their counts."""
+    """Write each prompt's best response with its provenance, and return how many there are."""
     provenance = {"sampled_from": arguments.model_name_or_path, "rewarded_by": reward}
-    provenance |= {"temperature": arguments.temperature, "keep": arguments.keep}
-    rows = [{**row, **provenance} for row in demonstrations(samples, prompts, **arguments.kept())]
+    rows = [{**row, **provenance, "temperature": arguments.temperature} for row in demonstrations(samples, prompts)]
     write_json_lines(folder / "sft.jsonl", rows)
-    return {"rows": len(rows), "prompts": sum(row["rank"] == 1 for row in rows)}
+    return {"rows": len(rows)}
 
 
 def _table(results: dict[str, Any]) -> str:
@@ -269,8 +257,7 @@ def _table(results: dict[str, Any]) -> str:
     if found["unscorable"]:
         lines.append(f"\n{found['unscorable']} responses have no reward")
     if "sft" in results:
-        kept = results["sft"]
-        lines.append(f"\nto fine-tune on: sft.jsonl, {kept['rows']} responses to {kept['prompts']} prompts")
+        lines.append(f"\nto fine-tune on: sft.jsonl, {results['sft']['rows']} responses")
     return "\n".join(lines)
 
 

@@ -7,7 +7,7 @@ import json
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -24,7 +24,6 @@ from trl_ext.resilience import checkpoints
 from trl_ext.resilience.progress import counts_of, set_counts
 from trl_ext.rewards.verified import Grader, count_categories
 from trl_ext.rollouts import SamplingSettings, TransformersEngine, VLLMEngine, response_entropies
-from trl_ext.rollouts.generation import warn_of_ignored_settings
 from trl_ext.rollouts.responses import evaluate_reasoning
 from trl_ext.trainers.callbacks import MetricsFileCallback, read_metrics
 from trl_ext.trainers.defaults import check_at_least, configuration
@@ -139,7 +138,6 @@ class ExpertIterationTrainer(SFTTrainer):
             raise ValueError("expert iteration has not been tested under DeepSpeed or FSDP: use one GPU or DDP")
         if args.use_vllm and (self.accelerator.num_processes > 1 or is_peft_model(self.model)):
             raise ValueError("use_vllm samples in one process from all parameters: leave out adapters and processes")
-        warn_of_ignored_settings(self.model, asdict(settings))
         self.metrics_file = MetricsFileCallback(Path(args.output_dir) / "metrics.jsonl", of_rounds=True)
         self.add_callback(self.metrics_file)
 

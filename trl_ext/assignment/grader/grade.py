@@ -24,7 +24,6 @@ HERE = Path(__file__).resolve().parent
 START_SECONDS = 300
 # The environment variables that the student's code gets, in addition to Python's: no secrets.
 VARIABLES = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH")
-VISIBILITIES = ("visible", "hidden", "after_due_date", "after_published")
 
 
 def main() -> None:
@@ -32,8 +31,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("submission", type=Path, help="the student's folder, which holds the package")
     parser.add_argument("--out", type=Path, default=Path("results.json"), help="where Gradescope's JSON goes")
-    parser.add_argument("--visibility", choices=VISIBILITIES, default="visible", help="of the tests")
-    parser.add_argument("--show_values", action="store_true", help="say what hidden cases expect; default: only why")
     options = parser.parse_args()
     if not options.submission.is_dir() or options.out.is_dir():
         parser.error(f"needs a submission's folder, and a file for --out: {options.submission}, {options.out}")
@@ -43,12 +40,12 @@ def main() -> None:
     submission, functions = options.submission.resolve(), torch.load(HERE / "cases.pt", weights_only=True)
     outcomes = run_functions(submission, functions, plan["seconds"])
     graded = zip(functions, outcomes, strict=True)
-    rows = [grade_function(item, own, plan, options.show_values) for item, own in graded]
+    rows = [grade_function(item, own) for item, own in graded]
     rows += [grade_threshold(submission, each) for each in plan["thresholds"]]
     print(plan["title"])
     for row in rows:
         full = row["score"] == row["max_score"]
-        row |= {"status": "passed" if full else "failed", "visibility": options.visibility}
+        row |= {"status": "passed" if full else "failed", "visibility": "visible"}
         print(f"{row['score']:6g} of {row['max_score']:g}  {row['name']}" + ("" if full else f": {row['output']}"))
     total, most = (round(sum(row[key] for row in rows), 4) for key in ("score", "max_score"))
     print(f"{total:6g} of {most:g}  total")
@@ -57,23 +54,22 @@ def main() -> None:
     options.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
 
-def _row(name: str, points: float, share: float, output: str) -> dict[str, Any]:
-    return {"name": name, "score": round(points * share, 4), "max_score": points, "output": output}
+def _row(name: str, points: float, passed: bool, output: str) -> dict[str, Any]:
+    return {"name": name, "score": points if passed else 0, "max_score": points, "output": output}
 
 
-def grade_function(item: dict[str, Any], outcomes: list, plan: dict[str, Any], values: bool) -> dict[str, Any]:
-    """All points if every hidden case passes; otherwise none, or with `partial_credit` the share that passes."""
+def grade_function(item: dict[str, Any], outcomes: list) -> dict[str, Any]:
+    """All points if every hidden case passes, and otherwise none."""
     problems = []
     for number, (case, outcome) in enumerate(zip(item["cases"], outcomes, strict=True)):
         try:
-            problem = verdict(outcome, case, values)
+            problem = verdict(outcome, case, values=False)
         # The student's code can write malformed outcomes.
         except Exception as error:
             problem = f"its outcome cannot be read ({type(error).__name__})"
         problems += [f"case {number} ({case['about']}): {problem}"] if problem is not None else []
-    share = 1 - len(problems) / len(outcomes)
     output = f"{problems[0]}\n{len(problems)} of {len(outcomes)} cases fail" if problems else "all cases pass"
-    return _row(item["name"], item["points"], share if plan["partial_credit"] else share == 1, output)
+    return _row(item["name"], item["points"], not problems, output)
 
 
 def run_functions(submission: Path, functions: list[dict[str, Any]], seconds: float) -> list[list[dict[str, Any]]]:
@@ -124,9 +120,9 @@ def _read(file: Path, count: int) -> list[dict[str, Any]]:
 
 
 def grade_threshold(submission: Path, threshold: dict[str, Any]) -> dict[str, Any]:
-    """The points for a figure in results.json from the student's own run, with `zero_at` in proportion below it."""
+    """The points for a figure in results.json from the student's own run."""
     recipe, measure, at_least = (threshold[name] for name in ("recipe", "measure", "at_least"))
-    file, zero_at, share = f"runs/{recipe}/results.json", threshold.get("zero_at", at_least), 0.0
+    file, passed = f"runs/{recipe}/results.json", False
     try:
         value = json.loads((submission / file).read_text(encoding="utf-8"))
         if not set(threshold["uses"]) <= set(value["yours"]):
@@ -135,16 +131,14 @@ def grade_threshold(submission: Path, threshold: dict[str, Any]) -> dict[str, An
             value = value[key]
         if not math.isfinite(value):
             raise ValueError(f"{measure} is no finite number")
-        share = float(value >= at_least)
-        if zero_at < value < at_least:
-            share = (value - zero_at) / (at_least - zero_at)
+        passed = value >= at_least
         output = f"reached {value:.3f}"
     except FileNotFoundError:
         output = f"no file {file}"
     # The student's run, or the student, has written the file.
     except Exception as error:
         output = f"{file}: {type(error).__name__}: {error}"
-    return _row(f"{recipe}: {measure} >= {at_least:g}", threshold["points"], share, output)
+    return _row(f"{recipe}: {measure} >= {at_least:g}", threshold["points"], passed, output)
 
 
 if __name__ == "__main__":

@@ -104,7 +104,7 @@ def compare_generations(
             [generation.text for generation in generations],
             token_ids=[generation.response_ids for generation in generations],
             finished=[generation.finished for generation in generations],
-        ).to_dict()
+        )
         for name, generations in (("policy", policy), ("base", base))
     }
     return PolicyComparison(summary, rows)

@@ -152,15 +152,10 @@ def _warn(reason: object) -> None:
 def fast_rollouts(model, *, dtype: torch.dtype | None = None) -> Sampler:
     """Make `generate` sample several times as fast on a CPU.
 
-    The prompt of a group of samples is encoded once, rows have their own lengths without padding, rows that have ended
-    leave the batch, and products use weights in oneDNN's layout, which are made again at every call. Settings are
-    transformers': temperature, top-p, top-k and penalties. Greedy responses are the same; sampled ones have the same
-    distribution and other random numbers, which depend on torch's seed and on a row's place in the batch.
-
-    Call it once, after creating the trainer and before training:
-
-        trainer = trl.GRPOTrainer(...)
-        fast_rollouts(trainer)
+    A prompt is encoded once for all its samples, rows have no padding and leave the batch when they end, and products
+    use weights in oneDNN's layout, which are made again at every call. Settings are transformers'. Greedy responses
+    are the same; sampled ones have the same distribution and other random numbers, which depend on torch's seed and
+    on a row's place in the batch. Call it once, after creating the trainer and before training.
 
     At the first call, a few tokens are compared with a plain forward pass. If they differ by more than rounding, or
     the model or the call needs what this sampler does not have (beams, several devices, a GPU), transformers

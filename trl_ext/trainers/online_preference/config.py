@@ -10,8 +10,7 @@ from transformers.hf_argparser import HfArg
 from trl_ext.algorithms import SETTINGS, Algorithm
 from trl_ext.losses.objective import PreferenceObjective
 from trl_ext.names import check_choice
-from trl_ext.rollouts.pairing import PAIR_CHOICES
-from trl_ext.rollouts.replay import WEIGHT_CHOICES
+from trl_ext.rollouts.replay import PAIR_CHOICES, WEIGHT_CHOICES
 from trl_ext.trainers.defaults import check_at_least, parse_json_option
 from trl_ext.trainers.policy.config import PolicyConfig
 from trl_ext.trainers.trl_settings import refuse_given

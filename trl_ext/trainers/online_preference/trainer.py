@@ -20,15 +20,14 @@ from torch import Tensor
 from trl_ext.losses import PreferenceScores
 from trl_ext.models.shared_backbone import preserved_random_state
 from trl_ext.processes import warn_once_per_run
-from trl_ext.rollouts.pairing import Selection, select_pairs
 from trl_ext.rollouts.replay import (
     ReplayBuffer,
     Response,
     SampledPair,
-    ages,
     effective_sample_size,
     importance_weights,
     replayed_count,
+    select_pairs,
     weighted_mean,
 )
 from trl_ext.trainers.defaults import configuration
@@ -151,7 +150,7 @@ class OnlinePreferenceTrainer(PolicyTrainer):
         """The pairs to train on: new ones, and as many replayed ones as the configuration asks for and are stored."""
         version = self.state.global_step
         self.replay.drop_old(version)
-        held = ages(self.replay.pairs, version)
+        held = [version - pair.version for pair in self.replay.pairs]
         replayed = self.replay.draw(replayed_count(len(fresh), self.args.replay_fraction), version)
         self.replay.add(fresh)
         pairs = [*fresh, *replayed]
@@ -161,7 +160,7 @@ class OnlinePreferenceTrainer(PolicyTrainer):
             metrics["replay/age_mean"].append(sum(held) / len(held))
         if pairs:
             metrics["replay/fraction"].append(len(replayed) / len(pairs))
-            metrics["replay/staleness"].append(sum(ages(pairs, version)) / len(pairs))
+            metrics["replay/staleness"].append(sum(version - pair.version for pair in pairs) / len(pairs))
         return pairs
 
     # ---- From scored responses to pairs ----
@@ -179,15 +178,20 @@ class OnlinePreferenceTrainer(PolicyTrainer):
         if "pixel_values" in rollout:
             raise ValueError("online preference optimisation is for text: these prompts have images")
         rewards = self.total(self.rewards).tolist()
-        selection = select_pairs(rewards, self.group_size, self.args.pairs, self.args.tie_tolerance)
-        self._log_selection(selection, rewards)
+        selected, ties, unscored = select_pairs(rewards, self.group_size, self.args.pairs, self.args.tie_tolerance)
+        self.metrics["pairs/count"].append(float(len(selected)))
+        self.metrics["pairs/ties_dropped"].append(float(ties))
+        self.metrics["pairs/unscored"].append(float(unscored))
+        if selected:
+            margins = [rewards[chosen] - rewards[rejected] for chosen, rejected in selected]
+            self.metrics["pairs/reward_margin"].append(sum(margins) / len(margins))
         responses = gather_object(self._responses(rollout))
         # Every process needs a pair to pass through the model, even if there is nothing to learn from.
         sampled = [
             SampledPair(*responses[chosen], responses[rejected][1], self.state.global_step, self._reward_version)
-            for chosen, rejected in selection.pairs or [(0, 0)]
+            for chosen, rejected in selected or [(0, 0)]
         ]
-        filler, pairs = sampled[0], sampled if selection.pairs else []
+        filler, pairs = sampled[0], sampled if selected else []
         parts = 1
         if self.model.training:
             parts = self.args.steps_per_generation
@@ -197,14 +201,6 @@ class OnlinePreferenceTrainer(PolicyTrainer):
         own, counted = deal_pairs(pairs, filler, parts, rank, ranks)
         batch = encode_pairs(own, counted, pad_token_id=self._tokenizer.pad_token_id, version=self.state.global_step)
         return {name: tensor.to(self.accelerator.device) for name, tensor in batch.items()}
-
-    def _log_selection(self, selection: Selection, rewards: list[float]) -> None:
-        self.metrics["pairs/count"].append(float(len(selection.pairs)))
-        self.metrics["pairs/ties_dropped"].append(float(selection.ties))
-        self.metrics["pairs/unscored"].append(float(selection.unscored))
-        if selection.pairs:
-            margins = [rewards[chosen] - rewards[rejected] for chosen, rejected in selection.pairs]
-            self.metrics["pairs/reward_margin"].append(sum(margins) / len(margins))
 
     @torch.no_grad()
     def _responses(self, rollout: dict) -> list[tuple[array, Response]]:

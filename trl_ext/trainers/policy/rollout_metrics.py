@@ -43,9 +43,9 @@ def log_rollout(trainer, rewards: Tensor, shaped: Tensor, rollout: dict) -> None
         token_ids=ids,
         finished=gather(trainer.rewards.finished).tolist(),
     )
-    if diagnostics.distinct_2 is not None:
-        metrics["distinct_2"].append(diagnostics.distinct_2)
-    metrics["collapsed"].append(float(diagnostics.collapsed))
+    if diagnostics["distinct_2"] is not None:
+        metrics["distinct_2"].append(diagnostics["distinct_2"])
+    metrics["collapsed"].append(float(diagnostics["collapsed"]))
 
 
 def log_advantages(trainer, advantages: Tensor) -> None:

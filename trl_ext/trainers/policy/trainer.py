@@ -23,7 +23,7 @@ from trl_ext.processes import warn_once_per_run
 from trl_ext.resilience.reward_guard import RewardGuard
 from trl_ext.resilience.training import ResilientTraining
 from trl_ext.rewards import ShapedReward
-from trl_ext.rollouts.generation import warn_of_ignored_settings, without_own_settings
+from trl_ext.rollouts.generation import without_own_settings
 from trl_ext.rollouts.stopping import check_stop, cut_at_stop, end_of_stop
 from trl_ext.trainers.context import PROMPTS, check_context, check_inputs, quiet_about_length, report_plain_prompts
 from trl_ext.trainers.defaults import configuration
@@ -185,9 +185,6 @@ class PolicyTrainer(ResilientTraining, WritesModelCard, StepMetrics, TRLGRPOTrai
         prompts = self.train_dataset["prompt"] if isinstance(self.train_dataset, Dataset) else []
         check_context(self.model, prompts, limits, self.processing_class)
         check_stop(args.stop or (), self._tokenizer)
-        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-        sampling = {name: getattr(args, name) for name in names}
-        warn_of_ignored_settings(self.model, sampling | (args.generation_kwargs or {}))
 
     # ---- What several parts of a step read ----
 

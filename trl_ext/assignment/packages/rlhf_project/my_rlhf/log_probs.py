@@ -1,4 +1,4 @@
-"""What a language model says about responses, and a rollout split into minibatches.
+"""What a language model says about responses.
 
 Logits are [B, T, V], those at a position about the next token; tokens and masks are [B, T].
 """
@@ -20,12 +20,4 @@ def completion_mask(completion_ids, eos_token_id):
     ### BEGIN SOLUTION
     ends = torch.isin(completion_ids, torch.tensor(eos_token_id)).long()
     return ends.cumsum(dim=1) - ends == 0
-    ### END SOLUTION
-
-
-def split_minibatches(batch, order, minibatch_size):
-    """Take a dict's tensors of N rows in the `order`, [N], in a list of dicts; the last may be smaller. 1707.06347."""
-    ### BEGIN SOLUTION
-    parts = [order[start : start + minibatch_size] for start in range(0, len(order), minibatch_size)]
-    return [{name: values[part] for name, values in batch.items()} for part in parts]
     ### END SOLUTION

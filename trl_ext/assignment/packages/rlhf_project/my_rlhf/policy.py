@@ -43,17 +43,11 @@ def sequence_log_ratio(log_probs, old_log_probs, mask):
     ### END SOLUTION
 
 
-def clipped_surrogate(log_ratio, advantages, *, clip_low=0.2, clip_high=0.2, dual_clip=None):
-    """PPO: `-min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A)`, of `log_ratio`'s shape, [B, T] or [B, 1].
-
-    With `dual_clip`, at most `-dual_clip A` where A is negative. arXiv 1707.06347, equation 7, and 1912.09729.
-    """
+def clipped_surrogate(log_ratio, advantages, *, clip_low=0.2, clip_high=0.2):
+    """PPO: `-min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A)`, [B, T] or [B, 1]. arXiv 1707.06347, eq. 7."""
     ### BEGIN SOLUTION
     ratio, weights = torch.exp(log_ratio), advantages.view(-1, 1)
-    losses = torch.max(-weights * ratio, -weights * torch.clip(ratio, 1 - clip_low, 1 + clip_high))
-    if dual_clip is not None:
-        losses = torch.where(weights < 0, torch.min(losses, -weights * dual_clip), losses)
-    return losses
+    return torch.max(-weights * ratio, -weights * torch.clip(ratio, 1 - clip_low, 1 + clip_high))
     ### END SOLUTION
 
 

@@ -39,13 +39,8 @@ def aot(scores, *, beta=0.01):
     ### END SOLUTION
 
 
-def bradley_terry(chosen, rejected, *, margin=None, label_smoothing=0.0, centering=0.0):
-    """Bradley-Terry: `(1 - e) l(d) + e l(-d) + centering (chosen + rejected)^2`. Scores and margin are [B].
-
-    `l(u) = -log sigmoid(u)`, `d = chosen - rejected - margin`, and e is `label_smoothing`. arXiv 2203.02155, eq. 1.
-    """
+def bradley_terry(chosen, rejected, *, margin=None):
+    """`-log sigmoid(chosen - rejected - margin)`. Scores and margin are [B]. Bradley and Terry; arXiv 2203.02155."""
     ### BEGIN SOLUTION
-    difference = chosen - rejected - (0 if margin is None else margin)
-    losses = F.softplus(-difference) + label_smoothing * difference
-    return losses + centering * (chosen + rejected) ** 2
+    return F.softplus(-(chosen - rejected - (0 if margin is None else margin)))
     ### END SOLUTION
