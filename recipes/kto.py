@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-from trl_ext.evaluation.reporting.plots import KTO_PANELS
 from trl_ext.runs.arguments import HfArg, one_line_errors
 from trl_ext.runs.finish import compare_with_base, write_results
 from trl_ext.runs.loading import (
@@ -52,7 +51,6 @@ def main() -> None:
         run,
         trainer,
         compare_with_base(run, evaluation),
-        panels=KTO_PANELS,
         loss=training.loss_type,
         objective=f"{training.loss_type} (beta {training.beta:g}, {weights})",
         train_responses=len(trainer.train_dataset),

@@ -10,7 +10,6 @@ of their method.
 from dataclasses import dataclass
 from functools import partial
 
-from trl_ext.evaluation.reporting.plots import ONLINE_PANELS
 from trl_ext.runs.arguments import HfArg, one_line_errors
 from trl_ext.runs.finish import compare_with_base, write_results
 from trl_ext.runs.loading import (
@@ -84,7 +83,7 @@ def main(config_class: type[PolicyConfig] = PolicyConfig, trainer_class: type[Po
     run.train(trainer)
 
     comparison = compare_with_base(run, evaluation)
-    write_results(run, trainer, comparison, panels=ONLINE_PANELS, **describe_online(trainer, arguments))
+    write_results(run, trainer, comparison, **describe_online(trainer, arguments))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-from trl_ext.evaluation.reporting.plots import REWARD_PANELS
 from trl_ext.runs.arguments import HfArg, one_line_errors
 from trl_ext.runs.finish import finish
 from trl_ext.runs.loading import BenchmarkArguments, can_be_resumed, load_rows, optional_split
@@ -33,11 +32,10 @@ class RewardArguments(BenchmarkArguments):
     )
     num_train_pairs: int | None = HfArg(default=None, help="Train on the first N pairs. Default: all.")
     label_noise: float = HfArg(default=0.0, help="Fraction of the training labels to flip, for a weak model.")
-    num_mistakes: int = HfArg(default=50, help="Most held-out pairs in reward_mistakes.jsonl.")
 
     def __post_init__(self):
         super().__post_init__()
-        check_at_least(self, {"num_mistakes": 0, "num_train_pairs": 1})
+        check_at_least(self, {"num_train_pairs": 1})
         if not 0 <= self.label_noise <= 1:
             raise ValueError(f"label_noise must lie between 0 and 1, got {self.label_noise}")
 
@@ -73,13 +71,11 @@ def main() -> None:
     run.train(trainer)
 
     selected = None if selection_split is None else kept_checkpoint(trainer, selection_split)
-    found, margins = evaluate_reward_model(run, trainer, pairs, held_out)
+    found = evaluate_reward_model(run, trainer, pairs, held_out)
     finish(
         run,
         trainer,
         {"selection": selected, **found},
-        panels=REWARD_PANELS,
-        margins=margins,
         show=show_reward_model,
         objective=describe_objective(training, arguments),
         train_pairs=len(trainer.train_dataset),

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from trl_ext.processes import warn_once_per_run
 from trl_ext.runs.arguments import HfArg, one_line_errors
-from trl_ext.runs.finish import SFT_PANELS, compare_with_base, write_results
+from trl_ext.runs.finish import compare_with_base, write_results
 from trl_ext.runs.loading import (
     ResponseArguments,
     can_be_resumed,
@@ -79,7 +79,6 @@ def main() -> None:
         run,
         trainer,
         compare_with_base(run, evaluation),
-        panels=SFT_PANELS,
         objective=f"SFT ({len(train)} demonstrations)",
         train_responses=len(train),
     )

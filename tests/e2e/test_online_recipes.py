@@ -253,7 +253,6 @@ def test_the_recipe_and_a_round_trip_through_fine_tuning(known, tmp_path, monkey
     printed = capsys.readouterr().out
     for text in ("KL bound", "best possible", "0.636", "win rate, ties as half", "sft.jsonl, 12 responses"):
         assert text in printed
-    assert (folder / "best_of_n.png").read_bytes().startswith(b"\x89PNG")
     kept = [row for row in best if row["finished"] and row["response_text"].strip()]
     demonstrations = read(folder, "sft.jsonl")
     assert [row["completion"][0]["content"] for row in demonstrations] == [row["response_text"] for row in kept]

@@ -235,11 +235,8 @@ def check_outputs(out: Path, models: list[str]) -> None:
     assert graded == ["length_hack", "long"] and len(adversarial["families"]) == 5
     # One sample of each family is shown.
     assert len({sample["family"] for sample in adversarial["samples"]["sft"]}) == 5
-    assert set(summary["mistakes"]) == {"reward_model", "reward_model_weak"}
     weak = json.loads((out / "reward_model_weak" / "results.json").read_text())["run"]
     assert (weak["train_pairs"], weak["label_noise"]) == (40, 0.2) and "label noise 0.2" in weak["objective"]
-    page = (out / "report.html").read_text()
-    assert 'src="data:image/png;base64,' in page and "Worst mistakes of the reward models" in page
 
 
 @pytest.mark.slow

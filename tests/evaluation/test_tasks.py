@@ -1,4 +1,4 @@
-"""Tasks as rows: reading them, their checks, `trl-ext evaluate`, and results of lm-evaluation-harness."""
+"""Tasks as rows: reading them, their checks, and `trl-ext evaluate`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from tests.support.recipes import wait_until
 from tests.support.refusals import assert_one_line, assert_refused
 from trl_ext.data.math import load_math, load_prompt_template, render
 from trl_ext.evaluation import write_report
-from trl_ext.evaluation.reporting.results import read_harness
 from trl_ext.evaluation.tasks import __main__ as command
 from trl_ext.evaluation.tasks import evaluate as tasks
 from trl_ext.evaluation.tasks.evaluate import difference, make_check
@@ -225,20 +224,3 @@ class TestRun:
         assert (folder / "responses.jsonl").read_bytes().startswith(begun)
         assert "responses.jsonl holds 2 rows, and this call has 1" in run(capsys, *flags, "--limit", 1)[1]
         assert json.loads((folder / "results.json").read_text()) == whole
-
-    def test_results_of_the_harness(self, tmp_path):
-        """0.5 -+ 1.959964 * 0.1 is 0.304 to 0.696; a metric without an error has no interval."""
-        found = {"alias": "mine", "acc,none": 0.5, "acc_stderr,none": 0.1, "em,strict": 1.0, "em_stderr,strict": "N/A"}
-        path = tmp_path / "m" / "results_2026-01-01T00-00-00.json"
-        samples = {"mine": {"original": 9, "effective": 4}}
-        write_json(path, {"results": {"mine": found}, "n-samples": samples, "model_name": "runs/dpo"})
-        metrics = read_harness(path).tasks["mine"]
-        low, high = (pytest.approx(bound, abs=1e-3) for bound in (0.304, 0.696))
-        acc = metrics["acc"]
-        assert (acc.value, acc.low, acc.high, acc.n) == (0.5, low, high, 4)
-        assert (metrics["em (strict)"].value, metrics["em (strict)"].low) == (1, None)
-        summary = write_report(tmp_path, tmp_path / "report.html")
-        assert summary["policies"][0]["tasks"]["mine"]["acc"].value == 0.5
-        assert "mine: acc" in (tmp_path / "report.html").read_text()
-        write_json(path, {"results": [1]})
-        assert_refused(lambda: read_harness(path), "these are no results of lm-evaluation-harness")

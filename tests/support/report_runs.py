@@ -97,9 +97,6 @@ def write_reward_model(folder: Path) -> Path:
     (folder / "results.json").write_text(json.dumps(results))
     logged = [{"step": 10, "loss": 0.66, "accuracy": 0.6}, {"step": 20, "loss": 0.62, "accuracy": 0.63}]
     write_rows(folder / "metrics.jsonl", logged)
-    mistake = {"prompt_text": HOSTILE, "chosen_text": HOSTILE, "rejected_text": "fine", "row_id": "r"}
-    scores = {"chosen_score": -1.5, "rejected_score": 2.25, "margin": -3.75}
-    write_rows(folder / "reward_mistakes.jsonl", [{**mistake, **scores}])
     return folder
 
 

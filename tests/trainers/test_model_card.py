@@ -19,7 +19,7 @@ from tests.support import REPOSITORY, recipes
 from tests.support.tiny import save_tiny_model
 from tests.support.trl_private import describe_as
 from trl_ext import AOTTrainer
-from trl_ext.evaluation.reporting.model_card import results_section
+from trl_ext.evaluation.reporting.tables import results_section
 from trl_ext.losses import PreferenceObjective  # noqa: F401  the losses register before a test copies their table
 from trl_ext.trainers.model_card import WritesModelCard, paper_of
 

@@ -10,24 +10,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trl_ext.evaluation.command_line import CommandParser, format_table, one_line_errors, print_json
+from trl_ext.evaluation.command_line import CommandParser, one_line_errors
 from trl_ext.evaluation.reporting.page import render_page
-from trl_ext.evaluation.reporting.runs import Run, find_runs
-from trl_ext.evaluation.reporting.summary import FRONT, Row, by_task, summarize
-from trl_ext.evaluation.reporting.tables import (
-    NOT_EVALUATED,
-    Table,
-    faults,
-    render_markdown,
-    shown,
-    task_tables,
-)
+from trl_ext.evaluation.reporting.runs import find_runs
+from trl_ext.evaluation.reporting.summary import summarize
+from trl_ext.evaluation.reporting.tables import Table, render_markdown
 from trl_ext.files import write_text
 
 MAX_PROMPTS = 1000
-# Columns for which the terminal has no room.
-UNPRINTED = ("model", "n without ties", "win rate, ties dropped", "accuracy on held-out pairs")
-UNPRINTED += ("n of the KL", "n pairs", "labels, true order", "mean margin", "Brier", FRONT)
 
 
 def write_report(
@@ -77,29 +67,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.add_argument(
             "--out", default="report.html", help="HTML file; the Markdown goes beside it (%(default)s)"
         )
-        parser.add_argument("--json", action="store_true", help="print the summary as JSON, with every figure")
         given = parser.parse_args(arguments)
-        summary = write_report(given.folders, given.out)
-        if given.json:
-            print_json(summary)
-        else:
-            _print_tables(*find_runs(given.folders))
-            print(f"{given.out} and {Path(given.out).with_suffix('.md')}")
-
-
-def _print_tables(runs: Sequence[Run], incomplete: Sequence[Row]) -> None:
-    """Print the columns that fit a terminal, task by task; the files contain all of them."""
-    found = []
-    for task in by_task(runs):
-        tables, end = task_tables(task), f": {task.title}" if task.end else ""
-        found += [(table.title + end, table) for table in map(tables.get, ("tasks", "policies", "reward-models"))]
-    if not any(table.rows for _, table in found):
-        print(f"{NOT_EVALUATED}\n")
-    for title, table in [*found, *((table.title, table) for table in faults(incomplete, runs))]:
-        if table.rows:
-            columns = [name for name in table.columns if name not in UNPRINTED]
-            rows = [[" ".join(shown(row.get(name), name).split()) for name in columns] for row in table.rows]
-            print(f"{title}\n{format_table(columns, rows)}\n")
+        for row in write_report(given.folders, given.out)["incomplete"]:
+            print(f"left out: {row['run']}: {row['reason']}")
+        print(f"{given.out} and {Path(given.out).with_suffix('.md')}")
 
 
 if __name__ == "__main__":

@@ -14,9 +14,8 @@ from typing import Any
 from trl_ext.evaluation import plot_run
 from trl_ext.evaluation.command_line import format_table
 from trl_ext.evaluation.reasoning import accuracy_gain, summarize_reasoning
-from trl_ext.evaluation.reporting.model_card import results_section
-from trl_ext.evaluation.reporting.plots import PREFERENCE_PANELS
 from trl_ext.evaluation.reporting.results import save_results
+from trl_ext.evaluation.reporting.tables import results_section
 from trl_ext.evaluation.statistics.intervals import Estimate
 from trl_ext.files import write_json_lines
 from trl_ext.held_out.generations import GenerationEvaluation
@@ -27,24 +26,7 @@ from trl_ext.runs import RECIPES
 from trl_ext.runs.arguments import MENDABLE_IN_TRAINING, one_line_errors
 from trl_ext.runs.folder import RESULT_FILES, settings_digest
 from trl_ext.runs.training_run import TrainingRun
-from trl_ext.trainers.callbacks import read_metrics
 
-Panels = Mapping[str, Mapping[str, str]]
-
-SFT_PANELS = {
-    "Loss (nats per token)": {"train": "loss", "held out": "eval_loss"},
-    "KL to the base (nats per response)": {"sampled responses": "kl"},
-    "Response length (tokens)": {"policy": "completions/mean_length"},
-}
-REASONING_PANELS = {
-    "Loss": {"train": "loss"},
-    "Held-out problems, one sample each": {"correct": "eval_score", "in the form": "eval_rewards/format"},
-    "Entropy (nats per token)": {"train": "entropy", "held-out responses": "eval_entropy"},
-    "Response length (tokens)": {
-        "correct": "eval_completions/mean_length_correct",
-        "incorrect": "eval_completions/mean_length_incorrect",
-    },
-}
 DIAGNOSTICS = {
     "mean_tokens": "mean length (tokens)",
     "distinct_1": "distinct-1",
@@ -79,7 +61,6 @@ def write_results(
     comparison,
     *,
     preferences: dict[str, Any] | None = None,
-    panels: Panels = PREFERENCE_PANELS,
     **described: Any,
 ) -> None:
     """Write and print a comparison of the policy with its base, and shut the processes down.
@@ -89,7 +70,6 @@ def write_results(
         trainer: the trainer at the end of training.
         comparison: what `compare_with_base` returned.
         preferences: metrics of held-out pairs.
-        panels: panels of report.png.
         described: the recipe's own entries in the description of the run, including `objective`.
     """
     summary, rows = ({}, []) if comparison is None else (comparison.summary, comparison.rows)
@@ -97,7 +77,7 @@ def write_results(
     results |= {name: summary.get(name) for name in ("win_rate", "score", "rewards", "kl", "generations")}
     if rows and trainer.accelerator.is_main_process:
         write_json_lines(run.folder / "generations.jsonl", rows)
-    finish(run, trainer, results, panels=panels, show=lambda results: _show_comparison(results, rows), **described)
+    finish(run, trainer, results, show=lambda results: _show_comparison(results, rows), **described)
 
 
 def finish(
@@ -105,14 +85,12 @@ def finish(
     trainer,
     results: dict[str, Any],
     *,
-    panels: Panels,
     show: Callable[[dict[str, Any]], None],
-    margins: Sequence[float] = (),
     **described: Any,
 ) -> None:
     """Write `results.json`, the model card and `report.png`, print the results, and shut the processes down.
 
-    `show` prints the tables of `results`; `margins` are those of a reward model's held-out pairs.
+    `show` prints the tables of `results`.
     """
     if trainer.accelerator.is_main_process:
         results = {"run": describe_run(run, trainer, described), **results}
@@ -120,8 +98,7 @@ def finish(
         trainer.card_results = results_section(results)
         trainer.create_model_card()
         with drawing("report.png"):
-            metrics = read_metrics(run.folder / "metrics.jsonl")
-            plot_run(metrics, results, run.folder / "report.png", panels, margins)
+            plot_run(run.folder, run.folder / "report.png")
         told = results["run"]
         print(f"\n{told['objective']}, model {told['model']}, data {told['dataset']}, {told['optimizer_steps']} steps")
         show(results)
@@ -251,7 +228,7 @@ def write_reasoning_results(
             print(f"stopped by --max_hours {hours:g} after {done} of {of} {unit}: resume with more hours")
 
     results = reasoning_results(before, after)
-    finish(run, trainer, results, panels=REASONING_PANELS, show=show, stopped_by_max_hours=stopped, **described)
+    finish(run, trainer, results, show=show, stopped_by_max_hours=stopped, **described)
 
 
 def reasoning_results(before: Mapping[str, list], after: Mapping[str, list]) -> dict[str, Any]:

@@ -24,7 +24,6 @@ RESULT_FILES = (
     "metrics.jsonl",
     "generations.jsonl",
     "scores.jsonl",
-    "reward_mistakes.jsonl",
     "results.json",
     "report.png",
 )

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from trl_ext.data.benchmark import known_score
-from trl_ext.evaluation import reward_metrics, reward_mistakes, true_order_metrics
+from trl_ext.evaluation import reward_metrics, true_order_metrics
 from trl_ext.evaluation.command_line import format_table
 from trl_ext.evaluation.judging.protocol import last_user_text
 from trl_ext.files import write_json_lines
@@ -88,14 +88,14 @@ def describe_objective(training: RewardConfig, arguments) -> str:
     return f"Bradley-Terry ({given})" if given else "Bradley-Terry"
 
 
-def evaluate_reward_model(run: TrainingRun, trainer, pairs, held_out) -> tuple[dict[str, Any], list[float]]:
-    """The figures on the held-out pairs, and each pair's margin; writes scores.jsonl and reward_mistakes.jsonl.
+def evaluate_reward_model(run: TrainingRun, trainer, pairs, held_out) -> dict[str, Any]:
+    """The figures on the held-out pairs; writes scores.jsonl.
 
     `pairs` are the rows of `held_out` as the trainer prepared them; None without pairs.
     """
     results: dict[str, Any] = {"pairs": None, "true_order": None}
     if pairs is None:
-        return results, []
+        return results
     scores = trainer.score_pairs(pairs, progress="held-out pairs")
     chosen, rejected = ([float(score) for score in side] for side in scores)
     margins = [c - r for c, r in zip(chosen, rejected, strict=True)]
@@ -110,9 +110,7 @@ def evaluate_reward_model(run: TrainingRun, trainer, pairs, held_out) -> tuple[d
         rows = zip(held_out["row_id"], chosen, rejected, margins, strict=True)
         keys = ("row_id", "chosen_score", "rejected_score", "margin")
         write_json_lines(run.folder / "scores.jsonl", [dict(zip(keys, row, strict=True)) for row in rows])
-        mistakes = reward_mistakes(held_out, chosen, rejected, run.arguments.num_mistakes)
-        write_json_lines(run.folder / "reward_mistakes.jsonl", mistakes)
-    return results, margins
+    return results
 
 
 def show_reward_model(results: dict[str, Any]) -> None:

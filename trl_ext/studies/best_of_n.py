@@ -15,7 +15,7 @@ from transformers.hf_argparser import HfArg
 
 from trl_ext import load_benchmark
 from trl_ext.data.benchmark import known_score
-from trl_ext.evaluation import GroundTruthJudge, best_of_n_curve, plot_best_of_n
+from trl_ext.evaluation import GroundTruthJudge, best_of_n_curve
 from trl_ext.evaluation.command_line import format_table
 from trl_ext.evaluation.comparing.generations import compare_generations
 from trl_ext.evaluation.reporting.results import save_results
@@ -34,13 +34,13 @@ from trl_ext.rollouts import (
 from trl_ext.rollouts.responses import Row, check_settings, settings_path
 from trl_ext.runs.arguments import one_line_errors, parse_arguments
 from trl_ext.runs.configs import toy_config
-from trl_ext.runs.finish import describe_machine, drawing, estimate, say_written
+from trl_ext.runs.finish import describe_machine, estimate, say_written
 from trl_ext.runs.folder import config_text, settings_digest
 from trl_ext.runs.online import RewardSources, only_reward
 from trl_ext.trainers.defaults import check_at_least, runs_on_cpu
 
 RESPONSES = "responses.jsonl"
-FILES = ("config.yaml", "results.json", "generations.jsonl", RESPONSES, "sft.jsonl", "best_of_n.png")
+FILES = ("config.yaml", "results.json", "generations.jsonl", RESPONSES, "sft.jsonl")
 # Settings that do not change the sampled and scored responses; a model is compared by the hash of its weights.
 _MAY_CHANGE = ("output_dir", "model_name_or_path", "use_cpu", "generation_batch_size", "reward_batch_size")
 _MAY_CHANGE += ("n", "keep")
@@ -174,9 +174,6 @@ def _run(started: float) -> None:
         }
         if arguments.keep:
             results["sft"] = _write_sft(arguments, samples, prompts, reward_name, folder)
-        title = f"{objective} by {reward_name}, model {arguments.model_name_or_path}, data {arguments.dataset_name}"
-        with drawing("best_of_n.png"):
-            plot_best_of_n(results["best_of_n"]["curve"], folder / "best_of_n.png", title=title)
         save_results(folder, results)
         print(f"\n{_table(results)}")
         say_written(results["run"], folder, FILES)

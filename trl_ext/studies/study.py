@@ -29,8 +29,13 @@ from typing import Any
 
 from trl_ext.data.benchmark import EMBEDDED
 from trl_ext.evaluation.command_line import CommandParser, at_least_one, format_table, one_line_errors
-from trl_ext.evaluation.comparing.report import compare_runs, difference_table, method_table, write_comparison
-from trl_ext.evaluation.comparing.runs import read_method_run
+from trl_ext.evaluation.comparing.runs import (
+    compare_runs,
+    difference_table,
+    method_table,
+    read_method_run,
+    write_comparison,
+)
 from trl_ext.evaluation.report import write_report
 from trl_ext.files import brief
 from trl_ext.names import nearest

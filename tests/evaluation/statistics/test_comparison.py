@@ -19,7 +19,6 @@ from trl_ext.evaluation import (
     join_pair_scores,
     preference_metrics,
     reward_metrics,
-    reward_mistakes,
     true_order_metrics,
     wilson_interval,
 )
@@ -371,17 +370,3 @@ def test_best_of_n_of_more_subsets_than_a_double_holds(count, n):
     assert figures["gold"] == pytest.approx(1 - zeros, abs=1e-12)
     ranks = list(range(1, count + 1))
     assert best_of_n(ranks, ranks, n)["gold"] == pytest.approx((count + 1) * n / (n + 1), rel=1e-12)
-
-
-def test_mistakes_come_worst_first():
-    rows = [
-        {"row_id": name, "prompt": [{"role": "user", "content": f"ask {name}"}], "chosen": f"good {name}"}
-        | {"rejected": [{"role": "assistant", "content": f"bad {name}"}]}
-        for name in "abcd"
-    ]
-    chosen, rejected = torch.tensor([1.0, 0.0, 2.0, -1.0]), torch.tensor([0.0, 0.5, 2.0, 1.0])
-    mistakes = reward_mistakes(rows, chosen, rejected)
-    assert [(row["row_id"], row["margin"]) for row in mistakes] == [("d", -2.0), ("b", -0.5), ("c", 0.0)]
-    texts = {"row_id": "d", "prompt_text": "ask d", "chosen_text": "good d", "rejected_text": "bad d"}
-    assert mistakes[0] == {**texts, "chosen_score": -1.0, "rejected_score": 1.0, "margin": -2.0}
-    assert [row["row_id"] for row in reward_mistakes(rows, chosen, rejected, 1)] == ["d"]

@@ -14,7 +14,7 @@ from tests.support.files import write_rows
 from tests.support.public_evaluation import plan, response_rows, write_assets
 from tests.support.refusals import assert_refused
 from trl_ext.evaluation import JudgeError
-from trl_ext.evaluation.comparing.runs import inequalities, metric_values, read_method_run
+from trl_ext.evaluation.comparing.runs import metric_values, read_method_run
 from trl_ext.evaluation.comparing.tournament import run_tournament
 from trl_ext.evaluation.statistics.crossed import (
     compare_with_baseline,
@@ -223,18 +223,6 @@ def read_runs(folder, rows=(), **runs: dict):
         write_json(folder / name / "results.json", {"run": about})
         write_rows(folder / name / "generations.jsonl", rows)
     return [read_method_run(folder / name, name, 0) for name in runs]
-
-
-def test_runs_of_another_precision_or_budget_are_named(tmp_path):
-    cpu = {"device": "cpu", "optimizer_steps": 10, "training_seconds": 20.0}
-    runs = read_runs(tmp_path, dpo=cpu, kto={**cpu, "device": "cuda", "optimizer_steps": 12, "training_seconds": 24.0})
-    steps, device = inequalities(runs)
-    assert (steps, device) == (
-        "Unequal optimizer steps: 10 (dpo) to 12 (kto).",
-        "Not all runs have the same device: cpu and cuda.",
-    )
-    runs[1].settings["bf16"] = True
-    assert "Not all runs have the same precision: bfloat16 and float32." in inequalities(runs)
 
 
 def test_a_prompt_without_a_value_in_one_run_is_left_out_for_all(tmp_path):

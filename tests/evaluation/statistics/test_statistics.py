@@ -278,8 +278,7 @@ def test_what_prompts_share_cancels():
     second = settled(*([1] * 60 + [0] * 30 + [0] * 8 + [1] * 2))
     result = paired_difference(first, second)
     assert (result.difference, result.low, result.high) == pytest.approx((0.06, -0.006754, 0.124401), abs=1e-6)
-    # (|8 - 2| - 1)^2 / 10 = 2.5
-    assert (result.mcnemar.only_first, result.mcnemar.only_second, result.mcnemar.statistic) == (8, 2, 2.5)
+    assert (result.mcnemar.only_first, result.mcnemar.only_second) == (8, 2)
     assert result == paired_difference(first, second[::-1]), "the order of rows does not matter"
     # 11 of 12 against 1 of 12: 10/12 - 1.959964 sqrt((1 - 100/144) / 12); differences above 1 there are none.
     result = paired_difference(settled(*[1] * 10), settled(*[0] * 10))
@@ -301,12 +300,10 @@ def test_rows_that_are_settled_under_either_rule():
     assert paired_difference(first, second, "half").second == pytest.approx((1 + 3 * 0.5) / 4)
 
 
-def test_mcnemars_published_value():
-    """(|10 - 3| - 1)^2 / 13 = 36 / 13. Of 2^13 sequences 1 + 13 + 78 + 286 = 378 have at most three of the rarer
-    kind: 2 x 378 / 8192. Five to nothing is 2 / 32; the chi-squared of the statistic is no approximation yet."""
-    assert mcnemar(10, 3).statistic == pytest.approx(2.769231, abs=1e-6)
+def test_mcnemar_by_hand():
+    """Of 2^13 sequences 1 + 13 + 78 + 286 = 378 have at most three of the rarer kind: 2 x 378 / 8192."""
     assert mcnemar(10, 3).p_value == mcnemar(3, 10).p_value == 756 / 8192
-    assert (mcnemar(5, 0).p_value, mcnemar(4, 4).statistic, mcnemar(0, 0).p_value) == (0.0625, 0.0, 1.0)
+    assert (mcnemar(5, 0).p_value, mcnemar(0, 0).p_value) == (0.0625, 1.0)
 
 
 # ---- Length control ----
@@ -321,11 +318,10 @@ def test_length_control_recovers_a_planted_effect():
     gap, true = generator.normal(300, 400, 4000), expit(0.2)
     wins = (generator.random(4000) < expit(0.2 + numpy.tanh(gap / gap.std(ddof=1)))).astype(float)
     result = length_controlled_win_rate(wins.tolist(), 1000 + gap, [1000] * 4000)
-    assert result.raw - true > 0.05
+    assert wins.mean() - true > 0.05
     assert abs(result.rate - true) < 0.02
     assert result.low < true < result.high
     assert result.length_coefficient == pytest.approx(1.0, abs=0.15)
-    assert (result.mean_length, result.base_mean_length) == (pytest.approx(1300, abs=25), 1000)
 
 
 @pytest.mark.parametrize("scale", [1e-2, 1.0, 1e3])

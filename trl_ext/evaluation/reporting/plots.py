@@ -1,102 +1,42 @@
-"""Plots of runs: metrics over steps, the win rate of a policy, a reward model's calibration."""
+"""The picture of a run: its curves over steps."""
 
 from __future__ import annotations
 
-import re
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from functools import partial
+import math
 from pathlib import Path
 from typing import Any
 
-from trl_ext.evaluation.statistics.intervals import Estimate, wilson_interval
+from trl_ext.evaluation.reporting.curves import panels
+from trl_ext.evaluation.reporting.runs import read_run
+from trl_ext.evaluation.statistics.intervals import Estimate
 from trl_ext.files import replacing
 
-# Panel title -> label of each curve -> metric name in the run's metrics.
-PREFERENCE_PANELS = {
-    "Loss": {"train": "loss", "held out": "eval_loss"},
-    "Reward margin": {"train": "rewards/margins", "held out": "eval_rewards/margins"},
-    "Preference accuracy": {"train": "rewards/accuracies", "held out": "eval_rewards/accuracies"},
-    "KL to the base (nats per response)": {"sampled responses": "kl"},
-    "Response length (tokens)": {"policy": "completions/mean_length"},
-}
-KTO_PANELS = {
-    **PREFERENCE_PANELS,
-    "KL to the base (nats per response)": {"sampled responses": "sampled_kl", "the loss's estimate": "kl"},
-}
-del KTO_PANELS["Preference accuracy"]
-ONLINE_PANELS = {
-    "Reward of the rollouts": {"mean": "reward", "lowest": "reward_min", "highest": "reward_max"},
-    "KL to the base (nats per response)": {"held-out prompts": "eval_kl"},
-    "Entropy (nats per token)": {"rollouts": "entropy"},
-    "Response length (tokens)": {"rollouts": "completions/mean_length", "held out": "eval_completions/mean_length"},
-    "Shares of the rollouts": {
-        "truncated": "completions/clipped_ratio",
-        "groups without signal": "frac_reward_zero_std",
-        "tokens clipped": "clip_ratio/region_mean",
-    },
-    "Gradient norm": {"train": "grad_norm"},
-    "Disagreement of the ensemble (std)": {"rollouts": "ensemble_std"},
-}
-REWARD_PANELS = {
-    "Loss": {"train": "loss", "held out": "eval_loss"},
-    "Accuracy": {"train": "accuracy", "held out": "eval_accuracy"},
-    "Margin (chosen minus rejected)": {"train": "margin", "held out": "eval_margin"},
-}
 
-
-def plot_run(
-    metrics: Sequence[dict[str, Any]],
-    results: dict[str, Any],
-    path: str | Path,
-    panels: dict[str, dict[str, str]] = PREFERENCE_PANELS,
-    margins: Sequence[float] = (),
-) -> None:
-    """Draw the panels' metrics over steps, and the results with their intervals, as a PNG.
-
-    If the run evaluated reward functions on held-out prompts, a first panel shows them with the true score. It reveals
-    a learned reward that rises while the score falls. A panel without a curve of two points is omitted. Without any
-    panel, no file is written.
+def plot_run(folder: str | Path, path: str | Path) -> None:
+    """Draw the report's curves of one run as a PNG; without any, no file is written.
 
     Args:
-        metrics: rows of a run's `metrics.jsonl`.
-        results: its `results.json`, of which the win rates, or the calibration on held-out pairs, are drawn.
+        folder: a finished run.
         path: output file; replaced atomically.
-        panels: title -> label of each curve -> metric name.
-        margins: chosen minus rejected score of each held-out pair of a reward model.
     """
-    logged = Counter(name for row in metrics for name, value in row.items() if value is not None)
-    learned = {
-        name.removeprefix("eval_rewards/").removesuffix("/mean"): name
-        for name in sorted(logged)
-        if re.fullmatch("eval_rewards/.*/mean", name)
-    }
-    drawn = [partial(_draw_overoptimization, curves=learned, metrics=metrics)] if learned else []
-    for title, curves in panels.items():
-        if any(logged[name] > 1 for name in curves.values()):
-            drawn.append(partial(_draw_curves, title=title, curves=curves, metrics=metrics))
-    for draw, content in (
-        (_draw_win_rates, results.get("win_rate")),
-        (_draw_reliability, results.get("pairs")),
-        (_draw_margins, list(margins)),
-    ):
-        if content:
-            drawn.append(partial(draw, content))
+    run = read_run("training", Path(folder))
+    drawn = panels([run])
     if not drawn:
         return
-    rows = 1 if len(drawn) < 4 else 2
-    figure, axes = new_figure(rows, -(-len(drawn) // rows))
-    for axis, draw in zip(axes, drawn, strict=False):
-        draw(axis=axis)
+    rows = math.ceil(len(drawn) / 4)
+    figure, axes = new_figure(rows, math.ceil(len(drawn) / rows))
+    for axis, panel in zip(axes, drawn, strict=False):
+        axis.set(title=panel.title, xlabel="optimizer step")
+        for label, curves in ((panel.group, panel.curves), ("held out", panel.held_out)):
+            for points in curves.values():
+                axis.plot(*zip(*points, strict=True), marker="." if len(points) < 30 else None, label=label)
+        axis.locator_params(axis="x", nbins=8, integer=True)
+        axis.grid(alpha=0.3)
+        axis.legend(frameon=False)
     for axis in axes[len(drawn) :]:
         axis.set_axis_off()
-    save_figure(figure, path, run_title(results.get("run", {})))
-
-
-def run_title(run: Mapping[str, Any]) -> str:
-    """A description of the run; a dataset's path is reduced to its last part."""
-    objective, model, data = (str(run.get(name, "")) for name in ("objective", "model", "dataset"))
-    return f"{objective}, model {model}, data {Path(data).name if Path(data).is_absolute() else data}"
+    about = run.results.run
+    save_figure(figure, path, f"{about.objective}, model {about.model}, data {Path(about.dataset or '').name}")
 
 
 def new_figure(rows: int, columns: int):
@@ -129,73 +69,3 @@ def distances(estimate: Estimate) -> list[list[float]] | None:
     if estimate.low is None or estimate.high is None:
         return None
     return [[max(estimate.value - estimate.low, 0)], [max(estimate.high - estimate.value, 0)]]
-
-
-def _draw_curves(axis, title: str, curves: Mapping[str, str], metrics: Sequence[Mapping[str, Any]]) -> None:
-    """Draw metrics over steps into one panel, with the band from `_low` to `_high` if these were logged."""
-    axis.set(title=title, xlabel="optimizer step")
-    for index, (label, name) in enumerate(curves.items()):
-        # Curves keep their colours where another has no points.
-        points, color = [(row["step"], row[name]) for row in metrics if row.get(name) is not None], f"C{index}"
-        if points:
-            axis.plot(*zip(*points, strict=True), marker="." if len(points) < 30 else None, label=label, color=color)
-        band = [(row["step"], row[f"{name}_low"], row[f"{name}_high"]) for row in metrics if f"{name}_low" in row]
-        if band:
-            axis.fill_between(*zip(*band, strict=True), color=color, alpha=0.15)
-    axis.locator_params(axis="x", nbins=8, integer=True)
-    axis.grid(alpha=0.3)
-    axis.legend(frameon=False)
-
-
-def _draw_overoptimization(axis, curves: Mapping[str, str], metrics: Sequence[dict[str, Any]]) -> None:
-    """Held-out rewards on the left axis and the true score on the right axis."""
-    _draw_curves(axis, "Learned reward and true score, held out", curves, metrics)
-    axis.set_ylabel("reward")
-    scores = [(row["step"], row["eval_score"]) for row in metrics if row.get("eval_score") is not None]
-    if scores:
-        right = axis.twinx()
-        right.plot(*zip(*scores, strict=True), color="black", linestyle="--", marker=".", label="true score")
-        right.set_ylabel("true score (dashed)")
-
-
-def _draw_win_rates(win_rate: dict[str, Any], axis) -> None:
-    rules = {"ties count as half": "half", "ties dropped": "agreed"}
-    for position, rule in enumerate(rules.values()):
-        rate, n = Estimate(*(win_rate[rule][name] for name in ("rate", "low", "high"))), win_rate[rule]["n"]
-        if n:
-            axis.errorbar(position, rate.value, yerr=distances(rate), fmt="o", capsize=6)
-        text = f"  {rate.value:.3f} (n = {n})" if n else "every comparison is a tie"
-        axis.annotate(text, (position, rate.value if n else 0.5), va="bottom")
-    axis.set_xticks(range(len(rules)), list(rules))
-    axis.axhline(0.5, color="grey", linestyle="--", linewidth=1)
-    axis.set(title="Win rate against the base, 95% interval", xlim=(-0.5, len(rules)), ylim=(0, 1))
-
-
-def _draw_reliability(pairs: dict[str, Any], axis) -> None:
-    """Accuracy of the pairs in each bin against their mean confidence, with its Wilson 95% interval.
-
-    The area of a point is the number of pairs.
-    """
-    axis.plot([0.5, 1], [0.5, 1], color="grey", linestyle="--", linewidth=1)
-    for row in (row for row in pairs["calibration"] if row["n"]):
-        x, y, n = row["confidence"], row["accuracy"], row["n"]
-        axis.vlines(x, *wilson_interval(y * n, n), linewidth=1, alpha=0.6)
-        axis.scatter(x, y, s=10 + 600 * n / pairs["n"], alpha=0.6, color="C0")
-    accuracy = Estimate(pairs["accuracy"], pairs["low"], pairs["high"])
-    says = (
-        f"accuracy {accuracy:.3f}, n = {pairs['n']}\n"
-        f"ECE {pairs['ece']:.3f}, {len(pairs['calibration'])} bins; lines: 95% intervals"
-    )
-    # Use a corner that is empty for a calibrated model, whose points lie above one half.
-    axis.text(0.52, 0.08, says, va="center")
-    axis.set(
-        title="Reliability, held-out pairs", xlabel="confidence, max(p, 1 - p)", ylabel="share ranked as labelled"
-    )
-    axis.set(xlim=(0.5, 1), ylim=(0, 1.03))
-    axis.grid(alpha=0.3)
-
-
-def _draw_margins(margins: Sequence[float], axis) -> None:
-    axis.set(title="Margins, held-out pairs", xlabel="chosen minus rejected score", ylabel="pairs")
-    axis.axvline(0, color="grey", linestyle="--", linewidth=1)
-    axis.hist([float(margin) for margin in margins], bins=30, alpha=0.7)

@@ -8,11 +8,9 @@ from typing import Any, Literal
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 
-from trl_ext.evaluation.statistics.intervals import NORMAL_95
-from trl_ext.files import brief, read_json, write_json
+from trl_ext.files import brief, write_json
 
 RESULTS_NAME = "results.json"
-HARNESS_NAMES = "results_*.json"
 MAX_SHOWN = 43
 
 
@@ -59,20 +57,8 @@ class WinRate(Part):
     n_errors: int = 0
 
 
-class Scores(Part):
-    policy: float | None = None
-    base: float | None = None
-
-
-class Score(Scores):
-    """Mean scores on held-out prompts, by a known measure."""
-
-    gain: Estimate | None = None
-    by_kind: dict[str, Scores] = {}
-
-
-class Reward(Part):
-    """The gain in mean reward on held-out prompts."""
+class Gain(Part):
+    """The gain in a mean score or reward on held-out prompts."""
 
     gain: Estimate | None = None
 
@@ -87,18 +73,9 @@ class Preferences(Part):
 
 
 class Diagnostics(Part):
-    """Diagnostics of responses; null if undefined, such as the repetition of responses that are all empty."""
+    """Diagnostics of responses; null if undefined."""
 
     mean_tokens: float | None = None
-    distinct_1: float | None = None
-    distinct_2: float | None = None
-    unique_token_ratio: float | None = None
-    dominant_token_fraction: float | None = None
-    repetition: float | None = None
-    compression_ratio: float | None = None
-    empty_fraction: float | None = None
-    truncated_fraction: float | None = None
-    collapsed: bool = False
 
 
 class Decoding(Part):
@@ -113,17 +90,12 @@ class Reasoning(Part):
     after: dict[str, Decoding] = {}
 
 
-class Pairs(Estimate):
-    """A reward model on held-out pairs."""
+class Ranking(Estimate):
+    """A reward model on held-out pairs, by their labels or by a known quality, with which the labels may agree."""
 
     nll: float | None = None
     brier: float | None = None
     ece: float | None = None
-
-
-class TrueOrder(Estimate):
-    """A reward model's ranking of held-out pairs, compared with a known quality."""
-
     label_agreement: float | None = None
 
 
@@ -132,14 +104,14 @@ class Results(Part):
 
     run: RunInfo
     win_rate: WinRate | None = None
-    score: Score | None = None
-    rewards: dict[str, Reward] | None = None
+    score: Gain | None = None
+    rewards: dict[str, Gain] | None = None
     preferences: Preferences | None = None
     kl: Estimate | None = None
     generations: dict[str, Diagnostics] | None = None
     reasoning: Reasoning | None = None
-    pairs: Pairs | None = None
-    true_order: TrueOrder | None = None
+    pairs: Ranking | None = None
+    true_order: Ranking | None = None
     # Metrics by task and name.
     tasks: dict[str, dict[str, Estimate]] = {}
 
@@ -167,17 +139,6 @@ class Response(Part):
     base_finished: bool | None = None
 
 
-class Mistake(Part):
-    """A row of reward_mistakes.jsonl."""
-
-    prompt_text: str
-    chosen_text: str
-    rejected_text: str
-    margin: float
-    chosen_score: float
-    rejected_score: float
-
-
 def save_results(folder: Path, content: dict[str, Any]) -> None:
     """Check a run's figures against the model, and write them, as they are, into its results.json."""
     Results.model_validate(content)
@@ -190,30 +151,6 @@ def read_results(path: str | Path) -> Results:
         raise FileNotFoundError(f"no file {path}")
     try:
         return Results.model_validate_json(Path(path).read_bytes())
-    except ValidationError as error:
-        raise ValueError(f"{path}: {first_fault(error)}") from None
-
-
-def read_harness(path: Path) -> Results:
-    """The results file of lm-evaluation-harness, whose intervals are its standard errors times 1.96."""
-    tasks: dict[str, dict[str, dict[str, Any]]] = {}
-    try:
-        found = read_json(path)
-        for task, metrics in found["results"].items():
-            samples = found.get("n-samples", {}).get(task, {}).get("effective")
-            for key, value in metrics.items():
-                name, _, how = key.partition(",")
-                if not isinstance(value, (int, float)) or name.endswith("_stderr"):
-                    continue
-                error = metrics.get(f"{name}_stderr,{how}")
-                margin = NORMAL_95 * error if isinstance(error, (int, float)) else None
-                bounds = {} if margin is None else {"low": value - margin, "high": value + margin}
-                title = name if how in ("", "none") else f"{name} ({how})"
-                tasks.setdefault(task, {})[title] = {"mean": float(value), **bounds, "n": samples}
-        run = {"objective": "lm-evaluation-harness", "model": found.get("model_name"), "dataset": ", ".join(tasks)}
-        return Results.model_validate({"run": run, "tasks": tasks})
-    except (KeyError, AttributeError, TypeError) as error:
-        raise ValueError(f"{path}: these are no results of lm-evaluation-harness ({error!r})") from None
     except ValidationError as error:
         raise ValueError(f"{path}: {first_fault(error)}") from None
 

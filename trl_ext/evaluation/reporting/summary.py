@@ -98,7 +98,7 @@ def figures(run: Run, fronts: Mapping[str, Sequence[str]] | None = None) -> Row:
 
 
 def task_figures(run: Run) -> dict[str, dict[str, Estimate | None]]:
-    """The metrics of `trl-ext evaluate` or lm-evaluation-harness, by task and name."""
+    """The metrics of `trl-ext evaluate`, by task and name."""
     return {task: {name: estimate(one) for name, one in own.items()} for task, own in run.results.tasks.items()}
 
 

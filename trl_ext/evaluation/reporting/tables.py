@@ -1,33 +1,22 @@
-"""The tables of the report, shared by HTML, Markdown and the terminal, and the report as Markdown."""
+"""The tables of the report, shared by HTML and Markdown, the report as Markdown, and the results of a model card."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from trl_ext.evaluation.reporting.results import Results
 from trl_ext.evaluation.reporting.runs import Run
-from trl_ext.evaluation.reporting.summary import KL, Row, Task, by_task, figures, fronts_by_run, task_figures
+from trl_ext.evaluation.reporting.summary import KL, Row, Task, by_task, estimate, figures, fronts_by_run, task_figures
 from trl_ext.evaluation.statistics.intervals import Estimate
 from trl_ext.files import markdown_line
 
-MISTAKES_SHOWN = 10
 NOT_EVALUATED = "These runs have no figures of held-out rows: their data has no held-out split, or none was asked for."
 # Decimals of figures that do not have three; whole numbers have none.
 DECIMALS = {KL: 2, "KL to SFT (nats per response)": 2, "tokens": 1, "compression": 2, "margin": 2}
 DECIMALS |= {"training (s)": 1, "in all (s)": 1}
-# Column -> diagnostic.
-DIAGNOSTICS = {
-    "tokens": "mean_tokens",
-    "distinct-1": "distinct_1",
-    "distinct-2": "distinct_2",
-    "unique tokens": "unique_token_ratio",
-    "dominant token": "dominant_token_fraction",
-    "repeated 4-grams": "repetition",
-    "compression": "compression_ratio",
-    "empty": "empty_fraction",
-    "truncated": "truncated_fraction",
-}
 
 
 @dataclass(frozen=True)
@@ -62,7 +51,14 @@ def task_tables(task: Task) -> dict[str, Table]:
     """The tables of a task by name, in their order in the Markdown; those without rows are empty."""
     found = [
         _tasks(task.policies),
-        _of_runs("policies", "Policies", _note(task.policies), task.policies),
+        _of_runs(
+            "policies",
+            "Policies",
+            "Of the responses to held-out prompts, against each run's base; brackets hold 95% intervals. Tokens are "
+            "the mean length. A win rate with ties dropped is over the prompts on which both orders prefer the same "
+            "model.",
+            task.policies,
+        ),
         _of_runs(
             "reward-models",
             "Reward models",
@@ -71,9 +67,6 @@ def task_tables(task: Task) -> dict[str, Table]:
             task.reward_models,
         ),
         _settings([*task.policies, *task.reward_models]),
-        _diversity(task.policies),
-        _kinds(task.policies),
-        _mistakes(task.reward_models),
     ]
     return {table.name: table for table in found}
 
@@ -89,7 +82,7 @@ def faults(incomplete: Sequence[Row], runs: Sequence[Run]) -> list[Table]:
 
 
 def _tasks(runs: Sequence[Run]) -> Table:
-    """One row per task, metric and run of `trl-ext evaluate` or lm-evaluation-harness."""
+    """One row per task, metric and run of `trl-ext evaluate`."""
     rows = [
         {
             "metric": f"{task}: {name}",
@@ -105,19 +98,6 @@ def _tasks(runs: Sequence[Run]) -> Table:
     places = list(dict.fromkeys(row["metric"] for row in rows))
     rows.sort(key=lambda row: places.index(row["metric"]))
     return Table("tasks", "Tasks", "Evaluations on tasks. Brackets hold 95% intervals.", rows)
-
-
-def _note(runs: Sequence[Run]) -> str:
-    """How to read the figures of the policies."""
-    note = (
-        "Of the responses to held-out prompts, against each run's base; brackets hold 95% intervals. Tokens are the "
-        "mean length. A win rate with ties dropped is over the prompts on which both orders prefer the same model."
-    )
-    for run in runs:
-        rows = run.generations
-        if rows and all(row.response_text == row.base_response_text for row in rows):
-            note += f" All {len(rows)} responses of {run.label} are identical to its base's."
-    return note
 
 
 def _of_runs(name: str, title: str, note: str, runs: Sequence[Run]) -> Table:
@@ -144,51 +124,6 @@ def _settings(runs: Sequence[Run]) -> Table:
     return Table("settings", "Settings and times", note, rows)
 
 
-def _diversity(runs: Sequence[Run]) -> Table:
-    """Length and diversity of each policy's responses and of its base's."""
-    rows = [
-        {"run": run.label, "responses of": source}
-        | {title: getattr(texts, name) for title, name in DIAGNOSTICS.items()}
-        | {"collapsed": "yes" if texts.collapsed else "no"}
-        for run in runs
-        for source in ("policy", "base")
-        if (texts := (run.results.generations or {}).get(source))
-    ]
-    note = "All but the last three change with length: compare at a common token limit."
-    return Table("diversity", "Length and diversity of the responses", note, rows)
-
-
-def _kinds(runs: Sequence[Run]) -> Table:
-    """The true score of each policy, over all prompts and by kind of prompt."""
-    rows = [
-        {"run": run.label, "kind": kind, "policy": scores.policy, "base": scores.base}
-        for run in runs
-        if (score := run.results.score) and score.by_kind
-        for kind, scores in {"all prompts": score, **score.by_kind}.items()
-    ]
-    title = f"{runs[0].score_name.capitalize() if runs else ''} by kind of prompt"
-    return Table("kinds", title, "Means over the prompts of each kind.", rows)
-
-
-def _mistakes(runs: Sequence[Run]) -> Table:
-    """The held-out pairs that each reward model ranks most clearly against their label."""
-    rows = [
-        {
-            "run": run.label,
-            "margin": row.margin,
-            "prompt": row.prompt_text,
-            "chosen": row.chosen_text,
-            "score of chosen": row.chosen_score,
-            "rejected": row.rejected_text,
-            "score of rejected": row.rejected_score,
-        }
-        for run in runs
-        for row in sorted(run.mistakes, key=lambda row: row.margin)[:MISTAKES_SHOWN]
-    ]
-    note = f"Held-out pairs ranked against their label, the {MISTAKES_SHOWN} worst of each reward model."
-    return Table("mistakes", "Worst mistakes of the reward models", note, rows)
-
-
 # ---- Markdown ----
 
 
@@ -211,3 +146,21 @@ def render_table(table: Table, level: int = 2) -> str:
     rows = [table.columns, rule, *table.texts()]
     lines = ["| " + " | ".join(cells if cells is rule else map(markdown_line, cells)) + " |" for cells in rows]
     return "\n".join([f"{'#' * level} {table.title}", "", markdown_line(table.note), "", *lines])
+
+
+def results_section(content: dict[str, Any]) -> str:
+    """The figures of a run's `results.json` content as Markdown; empty if there are none."""
+    run = Run("", Path(), Results.model_validate(content))
+    found, reasoning = figures(run), run.results.reasoning
+    if reasoning:
+        # The section has these before and after training, by decoding.
+        found = {name: value for name, value in found.items() if not name.startswith("accuracy, ")}
+        found["gain in accuracy, sampled"] = found.pop("gain in accuracy")
+        for when in ("before", "after"):
+            for decoding, one in getattr(reasoning, when).items():
+                found[f"accuracy {when}, {decoding}"] = estimate(one.accuracy)
+    texts = {name: shown(value, name) for name, value in found.items()}
+    rows = [{"figure": name, "value": text} for name, text in texts.items() if text != "-"]
+    compared = "" if run.trains_reward_model else "; comparisons are with the base model"
+    note = f"Measured on held-out data{compared}. Brackets hold 95% intervals."
+    return render_table(Table("results", "Results", note, rows))

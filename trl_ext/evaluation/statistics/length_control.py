@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy
 from scipy.special import expit
@@ -19,32 +17,21 @@ PRIOR_DEVIATION = 10.0
 
 @dataclass(frozen=True)
 class LengthControlledWinRate:
-    """A win rate adjusted for length, and the figures behind the adjustment.
+    """A win rate at equal lengths.
 
     Attributes:
         rate, low, high: the length-controlled rate and its 95% interval over prompts; Wilson's if all comparisons have
             the same outcome.
-        raw: the win rate of the same rows, with ties as half.
         length_coefficient: log-odds per unit of tanh(length difference / its standard deviation); positive if the
             judge favours longer responses. None if all differences are zero.
-        mean_length, base_mean_length: mean characters of the candidate's and of the base's responses.
         n: rows with a judgement.
-        note: what the figure leaves out.
     """
 
     rate: float
     low: float
     high: float
-    raw: float
     length_coefficient: float | None
-    mean_length: float
-    base_mean_length: float
     n: int
-    note: str = "AlpacaEval's model without its difficulty term"
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, ready for JSON."""
-        return dataclasses.asdict(self)
 
 
 def length_controlled_win_rate(
@@ -84,16 +71,8 @@ def length_controlled_win_rate(
     # If all are won or lost, the fit is nearly certain; Wilson's interval is not.
     certain = labels.min() == labels.max()
     low, high = rate_interval(labels if certain else rate + len(labels) * (influence - influence.mean()))
-    return LengthControlledWinRate(
-        rate=rate,
-        low=low,
-        high=high,
-        raw=float(labels.mean()),
-        length_coefficient=float(coefficients[1]) if term.any() else None,
-        mean_length=float(own.mean()),
-        base_mean_length=float(other.mean()),
-        n=len(labels),
-    )
+    slope = float(coefficients[1]) if term.any() else None
+    return LengthControlledWinRate(rate, low, high, slope, len(labels))
 
 
 def length_term(differences: numpy.ndarray) -> numpy.ndarray | None:

@@ -16,14 +16,11 @@ class McNemar:
     """McNemar's test of whether two candidates differ, on the prompts that only one of the two wins.
 
     Attributes:
-        statistic: (|b - c| - 1)^2 / (b + c), at least 0, as in textbooks; chi-squared with one degree of freedom if b
-            + c is large.
         p_value: two-sided and exact, from Binomial(b + c, 1/2), so that it is valid for few rows too; 1 if the two
             never differ.
         only_first, only_second: b and c, prompts that only the first or only the second candidate wins.
     """
 
-    statistic: float
     p_value: float
     only_first: int
     only_second: int
@@ -98,9 +95,8 @@ def mcnemar(only_first: int, only_second: int) -> McNemar:
     from scipy.stats import binomtest  # takes a second to import
 
     total = only_first + only_second
-    statistic = max(abs(only_first - only_second) - 1, 0) ** 2 / max(total, 1)
     p_value = float(binomtest(only_first, total).pvalue) if total else 1.0
-    return McNemar(statistic, p_value, only_first, only_second)
+    return McNemar(p_value, only_first, only_second)
 
 
 def _aligned(first: Sequence[PairOutcome], second: Sequence[PairOutcome]) -> list[PairOutcome]:

@@ -81,7 +81,7 @@ def judge_candidate(
 
 
 def _at_equal_lengths(outcomes: Sequence[PairOutcome], responses: Sequence[Response], base: Sequence[Response]):
-    """The length-controlled win rate; empty responses lose, but not because they are short."""
+    """The length-controlled win rate; empty responses count as losses, but not because they are short."""
     credits = row_credits(outcomes, "half")
     kept = [None if outcome.empty else credit for outcome, credit in zip(outcomes, credits, strict=True)]
     lengths = ([len(response.text) for response in system] for system in (responses, base))
@@ -90,9 +90,8 @@ def _at_equal_lengths(outcomes: Sequence[PairOutcome], responses: Sequence[Respo
     if controlled is None or not empty:
         return controlled
     share = controlled.n / (controlled.n + empty)
-    rates = {name: share * getattr(controlled, name) for name in ("rate", "low", "high", "raw")}
-    note = f"{controlled.note}; {empty} empty responses as losses"
-    return dataclasses.replace(controlled, **rates, n=controlled.n + empty, note=note)
+    rates = {name: share * getattr(controlled, name) for name in ("rate", "low", "high")}
+    return dataclasses.replace(controlled, **rates, n=controlled.n + empty)
 
 
 def known_score_judge(prompts: Sequence[Mapping[str, Any]]) -> GroundTruthJudge:
