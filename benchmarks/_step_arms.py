@@ -61,13 +61,6 @@ def arm_arguments(trainer: str, size: str, device: str, **others: Any) -> argpar
     )
 
 
-def make_arm(name: str, arguments: argparse.Namespace, folder: Path) -> Arm:
-    """The arm `packed`, or `stock`: the baseline, which is the packed trainer in float32 if the arguments say so."""
-    if name == "stock" and arguments.baseline == "float32":
-        return Arm(True, argparse.Namespace(**{**vars(arguments), "dtype": "float32", "weights": "float32"}), folder)
-    return Arm(name == "packed", arguments, folder)
-
-
 class Arm:
     """A trainer and its optimizer, created once.
 

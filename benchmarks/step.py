@@ -3,8 +3,7 @@
 `python -m benchmarks.step --trainer preference --lengths wildchat --size 24M` creates TRL's trainer twice, on models
 with the same random weights, applies `share_prefixes` to one, and alternates between them on each batch. A step is the
 forward pass (also of the reference, if the trainer has one), loss, backward pass and `optimizer.step()`; generation is
-not measured. It prints a table; `--json` writes the figures of every batch. With `--baseline float32` and
-`--dtype bfloat16`, both trainers are packed, and the first one, still called stock in the JSON, computes in float32.
+not measured. It prints a table; `--json` writes the figures of every batch.
 
 Ratios are stock over packed. CPU seconds are valid while other programs run, wall seconds only on an idle machine. In
 both arms the LM head scores only labelled positions, as in TRL on CUDA. A policy batch is a micro-batch of whole
@@ -59,7 +58,6 @@ def parse(argv: Sequence[str] | None = None):
     parser.add_argument("--pairs", type=at_least_one, default=10, help="batches, each measured in both arms")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--baseline", choices=["stock", "float32"], default="stock", help="the other arm")
     parser.add_argument("--lora_r", type=int, default=0, help="rank of an adapter on every linear layer; 0 for none")
     parser.add_argument("--gradient_checkpointing", action="store_true")
     parser.add_argument("--threads", type=at_least_one, default=1, help="of torch, on the CPU")
@@ -73,8 +71,6 @@ def parse(argv: Sequence[str] | None = None):
     arguments.batch_size = arguments.batch_size or default
     if arguments.trainer == "policy" and arguments.group_size < 2:
         raise ValueError("--group_size 1: an advantage needs a group of at least 2 responses")
-    if arguments.baseline == arguments.dtype:
-        raise ValueError("--baseline float32 --dtype float32: nothing to compare; take --dtype bfloat16")
     return arguments
 
 
@@ -86,7 +82,7 @@ def measure(arguments, folder: Path) -> dict[str, Any]:
     from benchmarks import _step_arms
 
     _step_arms.prepare(arguments)
-    stock, packed = (_step_arms.make_arm(name, arguments, folder) for name in ("stock", "packed"))
+    stock, packed = (_step_arms.Arm(name == "packed", arguments, folder) for name in ("stock", "packed"))
     batches = _step_arms.make_batches(arguments, stock.trainer)
     arms = {"stock": stock, "packed": packed}
     peaks = {}
@@ -148,7 +144,7 @@ def measure_memory(arguments, folder: Path) -> int:
     from benchmarks import _step_arms
 
     _step_arms.prepare(arguments)
-    arm = _step_arms.make_arm(arguments.worker, arguments, folder)
+    arm = _step_arms.Arm(arguments.worker == "packed", arguments, folder)
     batch = max(_step_arms.make_batches(arguments, arm.trainer), key=arm.encoded_tokens)
     with _step_arms.Peak(arguments.device) as peak:
         arm.step(batch)
@@ -183,8 +179,7 @@ def table(result: dict[str, Any]) -> str:
         plain["peak memory, MiB"] = peaks | {"ratio": peaks["stock"] / peaks["packed"]}
     rows += [[name, of["stock"], of["packed"], of.get("ratio"), None, "-"] for name, of in plain.items()]
     settings = result["settings"]
-    names = ["stock", "packed"] if settings["baseline"] == "stock" else ["float32", settings["dtype"]]
-    head = ["", *names, "ratio", "of medians", "range"]
+    head = ["", "stock", "packed", "ratio", "of medians", "range"]
     title = (
         f"{settings['trainer']}, {settings['lengths']}, {result['parameters'] / 1e6:.1f} M parameters, "
         f"{len(result['batches'])} batches of {settings['batch_size']}; {result['machine']['device']}, "

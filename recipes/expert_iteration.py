@@ -8,11 +8,7 @@ from trl_ext.held_out.reasoning import log_reasoning
 from trl_ext.runs.arguments import MENDABLE_IN_TRAINING, one_line_errors
 from trl_ext.runs.finish import write_reasoning_results
 from trl_ext.runs.loading import can_be_resumed
-from trl_ext.runs.reasoning import (
-    ValidatedProblems,
-    load_problem_sets,
-    sampling_settings,
-)
+from trl_ext.runs.reasoning import ValidatedProblems, load_problem_sets, sampling_settings
 from trl_ext.runs.training_run import begin_run
 from trl_ext.trainers import ExpertIterationConfig, ExpertIterationTrainer
 from trl_ext.trainers.expert_iteration import ROUND_FILE, NoCorrectResponseError
@@ -20,10 +16,7 @@ from trl_ext.trainers.expert_iteration import ROUND_FILE, NoCorrectResponseError
 
 @dataclass
 class ExpertIterationArguments(ValidatedProblems):
-    """Problems, prompts and rewards. Responses are sampled as in evaluations; validation follows each round.
-
-    Once `max_hours` have passed, the run ends after the current round.
-    """
+    """Problems, prompts and rewards. Responses are sampled as in evaluations; validation follows each round."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -53,14 +46,11 @@ def main() -> None:
         sampled = {"rows": train.rows, "prompts": train.prompts(), "grade": train.grade, "settings": settings}
         trainer = run.load_trainer(partial(ExpertIterationTrainer, **sampled))
         evaluation = final.evaluation(trainer, settings)
-        if run.checkpoint is not None:
-            evaluation.require_base()
+        evaluation.require_base(run.checkpoint)
 
     run.open(trainer, metrics=trainer.metrics_file)
     evaluation.base(progress=True)
     trainer.validate = partial(log_reasoning, validation.evaluation(trainer, settings))
-    if budget := run.time_budget(trainer):
-        trainer.stops = budget.is_spent
 
     run.train(trainer, mendable=(NoCorrectResponseError, *MENDABLE_IN_TRAINING))
 
@@ -71,9 +61,6 @@ def main() -> None:
         run,
         trainer,
         evaluation,
-        done=done,
-        of=training.n_steps,
-        unit="rounds",
         objective=f"expert iteration ({rounds}, {each})",
         reward=train.reward,
         prompt_template=train.template_name,

@@ -9,11 +9,7 @@ from trl_ext.runs.arguments import HfArg, one_line_errors
 from trl_ext.runs.course_config import CourseConfig
 from trl_ext.runs.finish import write_reasoning_results
 from trl_ext.runs.loading import can_be_resumed
-from trl_ext.runs.reasoning import (
-    ValidatedProblems,
-    load_problem_sets,
-    rollout_settings,
-)
+from trl_ext.runs.reasoning import ValidatedProblems, load_problem_sets, rollout_settings
 from trl_ext.runs.training_run import begin_run
 from trl_ext.trainers import PolicyTrainer
 from trl_ext.trainers.defaults import check_at_least
@@ -21,7 +17,7 @@ from trl_ext.trainers.defaults import check_at_least
 
 @dataclass
 class GRPOMathArguments(ValidatedProblems):
-    """Problems, prompts and rewards, how often to validate, and how long to train."""
+    """Problems, prompts and rewards, and how often to validate."""
 
     eval_every: int = HfArg(default=10, help="Steps between validations; 0 for none.")
 
@@ -46,19 +42,17 @@ def main() -> None:
         # The problems with their prompt template and grader; the reward is any function with TRL's signature.
         arguments.sample_as(training)
         train, validation, final = load_problem_sets(arguments)
-        reward = VerifiedReward(train.reward, fast=not arguments.use_math_verify)
+        reward = VerifiedReward(train.reward)
         # Do this before the trainer is created, which reads the stop strings.
         settings = rollout_settings(arguments, training, train.reward)
 
         trainer = run.load_trainer(partial(PolicyTrainer, reward_funcs=reward), train_dataset=train.dataset())
         evaluation = final.evaluation(trainer, settings)
-        if run.checkpoint is not None:
-            evaluation.require_base()
+        evaluation.require_base(run.checkpoint)
 
     run.open(trainer)
     validations = validation.evaluation(trainer, settings)
     trainer.add_callback(ReasoningCallback(validations, every=arguments.eval_every, final=evaluation))
-    run.limit_hours(trainer, period=training.updates_per_rollout)
 
     run.train(trainer)
 
@@ -66,8 +60,6 @@ def main() -> None:
         run,
         trainer,
         evaluation,
-        done=trainer.state.global_step,
-        of=trainer.state.max_steps,
         algorithm=training.algorithm,
         objective=trainer.algorithm.describe(),
         settings=trainer.algorithm.to_dict(),

@@ -1,7 +1,4 @@
-"""Identity preference optimisation. Without arguments it trains the embedded model on the embedded benchmark.
-
-To change more than its flags do, copy preference.py, which it calls.
-"""
+"""Identity preference optimisation. To change more than flags, copy preference.py, which it runs."""
 
 from preference import main
 

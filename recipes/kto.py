@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from trl_ext.runs.arguments import HfArg, one_line_errors
-from trl_ext.runs.finish import compare_with_base, write_results
+from trl_ext.runs.finish import write_results
 from trl_ext.runs.loading import (
     ResponseArguments,
     can_be_resumed,
@@ -33,7 +33,7 @@ def main() -> None:
         )
         arguments, training = run.arguments, run.training
 
-        splits = load_rows(arguments, training.seed)
+        splits = load_rows(arguments)
         held_out = optional_split(splits, "eval_split", arguments, "held-out responses will not be evaluated")
         prompts = optional_split(splits, "prompt_split", arguments, "generations will not be evaluated")
 
@@ -50,7 +50,7 @@ def main() -> None:
     write_results(
         run,
         trainer,
-        compare_with_base(run, evaluation),
+        evaluation,
         loss=training.loss_type,
         objective=f"{training.loss_type} (beta {training.beta:g}, {weights})",
         train_responses=len(trainer.train_dataset),

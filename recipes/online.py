@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from trl_ext.runs.arguments import HfArg, one_line_errors
-from trl_ext.runs.finish import compare_with_base, write_results
+from trl_ext.runs.finish import write_results
 from trl_ext.runs.loading import (
     EvaluatedArguments,
     can_be_resumed,
@@ -56,11 +56,11 @@ def main(config_class: type[PolicyConfig] = PolicyConfig, trainer_class: type[Po
         arguments, training = run.arguments, run.training
 
         # Prompts, and a function `f(prompts, completions, **columns)` for each reward, as in TRL.
-        splits = load_rows(arguments, training.seed)
+        splits = load_rows(arguments)
         train = splits[arguments.train_split]
         prompts = optional_split(splits, "prompt_split", arguments, "no held-out evaluation")
         plain = load_rewards(arguments, training.per_device_eval_batch_size)
-        rewards = shape_rewards(plain, arguments.reward_shaping, training)
+        rewards = shape_rewards(plain, arguments.reward_shaping)
 
         trainer = run.load_trainer(partial(trainer_class, reward_funcs=rewards), train_dataset=train)
         # This comes after the trainer is created, when members of an ensemble share a backbone if they can.
@@ -82,8 +82,7 @@ def main(config_class: type[PolicyConfig] = PolicyConfig, trainer_class: type[Po
 
     run.train(trainer)
 
-    comparison = compare_with_base(run, evaluation)
-    write_results(run, trainer, comparison, **describe_online(trainer, arguments))
+    write_results(run, trainer, evaluation, **describe_online(trainer, arguments))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,4 @@
-"""Online preference optimisation with optional replay. Trains the embedded model; needs a --reward_model.
-
-To change more than its flags do, copy online.py, which it calls.
-"""
+"""Online preference optimisation with optional replay. Needs a --reward_model; to edit it, copy online.py."""
 
 from online import main
 

@@ -1,7 +1,4 @@
-"""Proximal policy optimisation with a value function. Trains the embedded model by default; needs a --reward_model.
-
-To change more than its flags do, copy online.py, which it calls.
-"""
+"""Proximal policy optimisation with a value function. Needs a --reward_model; to edit it, copy online.py."""
 
 from online import main
 

@@ -10,7 +10,7 @@ training and results. `aot.py`, `dpo.py` and `ipo.py` call it with the classes o
 from dataclasses import dataclass
 
 from trl_ext.runs.arguments import HfArg, one_line_errors
-from trl_ext.runs.finish import compare_with_base, write_results
+from trl_ext.runs.finish import write_results
 from trl_ext.runs.loading import (
     ResponseArguments,
     can_be_resumed,
@@ -52,7 +52,7 @@ def main(
         arguments, training = run.arguments, run.training
 
         # Data: datasets by split, with prompt, chosen and rejected as messages. Yours may come from anywhere.
-        splits = load_rows(arguments, training.seed)
+        splits = load_rows(arguments)
         pairs = splits[arguments.train_split]
         held_out = optional_split(splits, "eval_split", arguments, "held-out pairs will not be evaluated")
         prompts = optional_split(splits, "prompt_split", arguments, "generations will not be evaluated")
@@ -76,7 +76,7 @@ def main(
     write_results(
         run,
         trainer,
-        compare_with_base(run, evaluation),
+        evaluation,
         preferences=preferences,
         loss=training.loss,
         objective=trainer.objective.describe(),

@@ -1,7 +1,4 @@
-"""REINFORCE with a greedy baseline. Trains the embedded model by default; needs a --reward_model.
-
-To change more than its flags do, copy online.py, which it calls.
-"""
+"""REINFORCE with a greedy baseline. Needs a --reward_model; to edit it, copy online.py."""
 
 from online import main
 

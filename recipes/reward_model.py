@@ -34,7 +34,6 @@ class RewardArguments(BenchmarkArguments):
     label_noise: float = HfArg(default=0.0, help="Fraction of the training labels to flip, for a weak model.")
 
     def __post_init__(self):
-        super().__post_init__()
         check_at_least(self, {"num_train_pairs": 1})
         if not 0 <= self.label_noise <= 1:
             raise ValueError(f"label_noise must lie between 0 and 1, got {self.label_noise}")
@@ -53,7 +52,7 @@ def main() -> None:
         )
         arguments, training = run.arguments, run.training
 
-        benchmark = load_rows(arguments, training.seed)
+        benchmark = load_rows(arguments)
         held_out = optional_split(benchmark, "eval_split", arguments, "held-out pairs will not be evaluated")
         if held_out is not None:
             check_dataset("eval_dataset", held_out, PAIRS)

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from trl_ext.processes import warn_once_per_run
+from trl_ext import load_benchmark
 from trl_ext.runs.arguments import HfArg, one_line_errors
-from trl_ext.runs.finish import compare_with_base, write_results
+from trl_ext.runs.finish import write_results
 from trl_ext.runs.loading import (
     ResponseArguments,
     can_be_resumed,
@@ -13,7 +13,7 @@ from trl_ext.runs.loading import (
     optional_split,
     show_generations,
 )
-from trl_ext.runs.offline import demonstrations, read_demonstrations, refuse_completions, shared_prompts
+from trl_ext.runs.offline import demonstrations
 from trl_ext.runs.training_run import begin_run
 from trl_ext.trainers import SFTConfig, SFTTrainer
 from trl_ext.trainers.defaults import check_at_least
@@ -52,20 +52,16 @@ def main() -> None:
         )
         arguments = run.arguments
 
-        refuse_completions(arguments.dataset_name)
-        splits = load_rows(arguments, run.training.seed)
+        splits = load_rows(arguments)
         source, rows = arguments.train_split, splits[arguments.train_split]
         if arguments.demonstrations is not None:
-            source, rows = arguments.demonstrations, read_demonstrations(arguments)
+            source = arguments.demonstrations
+            (rows,) = load_benchmark(source, skip_bad_rows=arguments.skip_bad_rows).values()
         train = demonstrations(rows, source, arguments.num_examples)
         held_out = optional_split(splits, "eval_split", arguments, "the loss on held-out responses is not computed")
         if held_out is not None:
             held_out = demonstrations(held_out, arguments.eval_split)
         prompts = optional_split(splits, "prompt_split", arguments, "no generations")
-        if prompts is not None and (shared := shared_prompts(train, prompts)):
-            warn_once_per_run(
-                f"{shared} of the {len(prompts)} prompts of {arguments.prompt_split} are trained on, too"
-            )
 
         trainer = run.load_trainer(SFTTrainer, train_dataset=train, eval_dataset=held_out)
         evaluation = evaluate_generations(trainer, prompts, arguments, **arguments.generation_limits())
@@ -78,7 +74,7 @@ def main() -> None:
     write_results(
         run,
         trainer,
-        compare_with_base(run, evaluation),
+        evaluation,
         objective=f"SFT ({len(train)} demonstrations)",
         train_responses=len(train),
     )

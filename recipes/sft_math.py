@@ -6,19 +6,14 @@ from trl_ext.held_out.reasoning import ReasoningCallback
 from trl_ext.runs.arguments import HfArg, one_line_errors
 from trl_ext.runs.finish import write_reasoning_results
 from trl_ext.runs.loading import can_be_resumed
-from trl_ext.runs.reasoning import (
-    TrainingProblems,
-    choose_demonstrations,
-    load_problems,
-    sampling_settings,
-)
+from trl_ext.runs.reasoning import ProblemArguments, choose_demonstrations, load_problems, sampling_settings
 from trl_ext.runs.training_run import begin_run
 from trl_ext.trainers import SFTConfig, SFTTrainer
 from trl_ext.trainers.defaults import check_at_least
 
 
 @dataclass
-class SFTArguments(TrainingProblems):
+class SFTArguments(ProblemArguments):
     """The worked problems to train on, and how often to evaluate."""
 
     num_examples: int | None = HfArg(default=None, help="Train on the first N, after filtering. Default: all.")
@@ -50,13 +45,11 @@ def main() -> None:
 
         trainer = run.load_trainer(SFTTrainer, train_dataset=demonstrations)
         evaluation = held_out.evaluation(trainer, sampling_settings(arguments, reward=held_out.reward))
-        if run.checkpoint is not None:
-            evaluation.require_base()
+        evaluation.require_base(run.checkpoint)
 
     run.open(trainer)
     every, prompts = arguments.generation_eval_every, arguments.num_generation_prompts
     trainer.add_callback(ReasoningCallback(evaluation, every=every, prompts=prompts))
-    run.limit_hours(trainer)
 
     run.train(trainer)
 
@@ -65,8 +58,6 @@ def main() -> None:
         run,
         trainer,
         evaluation,
-        done=trainer.state.global_step,
-        of=trainer.state.max_steps,
         objective=f"SFT ({responses}, {held_out.template_name} prompt)",
         reward=held_out.reward,
         train_problems=len(train.rows),

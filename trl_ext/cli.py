@@ -27,7 +27,6 @@ MODULES = {
     "grade": ("public_eval.grade", "grade a submission against the thresholds"),
     "tournament": ("public_eval.tournament", "rank several submissions by their matches"),
     "report": ("trl_ext.evaluation.report", "one page about any number of runs"),
-    "stages": ("trl_ext.evaluation.stages", "base, SFT and policy, the stages of a training, on the same prompts"),
     "evaluate": ("trl_ext.evaluation.tasks", "a model on a task: GSM8K, SVAMP, your own row of YAML"),
     "doctor": ("trl_ext.doctor.cli", "why nothing is learned, from a configuration or a run's folder"),
     "algorithms": ("trl_ext.algorithms", "the table of online algorithms"),

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.step import ENVIRONMENT
-from trl_ext.evaluation.command_line import CommandParser, format_table, markdown_table, one_line_errors
+from trl_ext.evaluation.command_line import CommandParser, markdown_table, one_line_errors
 from trl_ext.files import read_json, write_json, write_text
 
 # Predicted seconds to make an arm, and of an optimizer step of stock TRL, on an H100; of quick runs, on a CPU.
@@ -119,7 +119,6 @@ def parse(argv: Sequence[str] | None = None):
     parser.add_argument("--budget_seconds", type=float, default=480, help="no arm starts that would exceed this")
     parser.add_argument("--json", type=Path, default=Path("benchmarks/results/gpu.json"), help="the file of figures")
     parser.add_argument("--resume", type=Path, help="keep the finished arms of this JSON file")
-    parser.add_argument("--dry_run", action="store_true", help="print the arms and their predicted seconds")
     arguments = parser.parse_args(argv)
     if arguments.device == "cpu" and not arguments.quick:
         raise ValueError("--device cpu would take hours: add --quick --size 24M, or take benchmarks.step")
@@ -132,7 +131,7 @@ def selected(items: Iterator[Item], only: Sequence[str] | None) -> list[Item]:
     items = list(items)
     for prefix in only or ():
         if not any(item.name.startswith(prefix) for item in items):
-            raise ValueError(f"--only {prefix}: no arm begins so; --dry_run lists them")
+            raise ValueError(f"--only {prefix}: no arm begins so")
     return [item for item in items if item.name.startswith(tuple(only or [""]))]
 
 
@@ -231,12 +230,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         arguments = parse(argv)
         kept: dict[Any, Any] = {}
         items = selected(list_items(arguments, Path(folder), kept), arguments.only)
-        if arguments.dry_run:
-            finished = read_finished(arguments.resume, arguments.quick)
-            rows = [[item.name, round(item.seconds, 1), finished.get(item.name, {}).get("state")] for item in items]
-            total = round(sum(item.seconds for item in items if item.name not in finished), 1)
-            print(format_table(["arm", "predicted seconds", "state"], [*rows, ["in all that is left", total, None]]))
-            return
         report = run(arguments, items, kept)
         text = markdown(report)
         write_text(arguments.json.with_suffix(".md"), text)

@@ -9,15 +9,11 @@ The batch: two responses of 3 and 2 tokens, advantages 1 and -1, and three polic
 
 from __future__ import annotations
 
-import copy
 import math
-import runpy
-import statistics
 
 import pytest
 import torch
 
-from tests.support import REPOSITORY
 from tests.support.naive_policy import algorithm, check_against_loops, evaluate
 from tests.support.rollout_once import OWN_RECIPES
 from trl_ext.losses import PolicyScores, PreferenceObjective, PreferenceScores
@@ -235,53 +231,3 @@ def test_the_reward_less_the_optimal_value():
     """A response whose reward or value is missing has no advantage."""
     reward = load_module(str(OWN_RECIPES / "a_star_po.py")).less_optimal_value(lambda scores: scores)
     assert reward([0.25, 0.5, None], scores=[1.0, None, 0.5]) == [0.75, None, None]
-
-
-# ---- Evolution strategies ----
-
-
-SEEDS = [3, 1, 4]
-
-
-@pytest.fixture
-def recipe():
-    """The recipe's globals, which its functions read."""
-    found = runpy.run_path(str(REPOSITORY / "recipes" / "own" / "evolution.py"))
-    return found["main"].__globals__
-
-
-def policy() -> torch.nn.Linear:
-    torch.manual_seed(0)
-    return torch.nn.Linear(3, 2)
-
-
-def distance(model: torch.nn.Linear) -> float:
-    """A reward: how near the parameters are to 1."""
-    return -sum((parameter - 1).square().sum().item() for parameter in model.parameters())
-
-
-def test_an_update_is_that_of_its_definition(recipe):
-    """theta + learning_rate / N sum z_n e_n, on copies and in float64."""
-    recipe |= {"PERTURBATION": 0.1, "LEARNING_RATE": 0.5}
-    model, before = policy(), policy()
-    rewards = recipe["update"](model, lambda: distance(model), SEEDS)
-    noises = [recipe["noise"](before, seed) for seed in SEEDS]
-    perturbed = []
-    for noise in noises:
-        member = copy.deepcopy(before)
-        for parameter, step in zip(member.parameters(), noise, strict=True):
-            parameter.data += 0.1 * step
-        perturbed.append(distance(member))
-    assert rewards.tolist() == pytest.approx(perturbed, rel=1e-6)
-    mean, deviation = statistics.fmean(perturbed), statistics.pstdev(perturbed)
-    weights = [(reward - mean) / deviation for reward in perturbed]
-    for index, (own, start) in enumerate(zip(model.parameters(), before.parameters(), strict=True)):
-        total = sum(weight * noise[index].double() for weight, noise in zip(weights, noises, strict=True))
-        torch.testing.assert_close(own.double(), start.double() + 0.5 / 3 * total, rtol=0, atol=2e-6)
-
-
-def test_it_runs(recipe, capsys):
-    recipe |= {"UPDATES": 2, "POPULATION": 2, "PROMPTS_PER_UPDATE": 2, "MAX_NEW_TOKENS": 4}
-    recipe["main"]()
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.partition("/")[0] for line in lines] == ["update  1", "update  2"]

@@ -18,9 +18,11 @@ from packaging.version import Version
 from peft.tuners.tuners_utils import BaseTuner
 from transformers import AutoModelForSequenceClassification, Trainer, TrainerCallback
 from trl.trainer import kto_trainer
-from trl.trainer.utils import add_fused_lm_head
+from trl.trainer.utils import add_fused_lm_head, shuffle_sequence_dict, split_tensor_dict
 
+from tests.support.rollout_once import prompts
 from tests.support.train_once import build
+from trl_ext.trainers.policy.trainer import _OF_IMAGES
 
 WINDOW = "trl_ext.trainers.preference.trainer.PreferenceTrainer.get_batch_samples"
 LOSS_STEP = "trl_ext.trainers.preference.trainer.PreferenceTrainer.compute_loss"
@@ -73,43 +75,7 @@ def test_reference_log_probabilities_are_named_in_the_data(stock):
         )
 
 
-def test_compute_ref_log_probs(stock, batch):
-    result_of = stock.compute_ref_log_probs(stock.ref_model, batch)
-    assert len(result_of) == 2 and all(values.shape == (2,) for values in result_of), (
-        "DPOTrainer.compute_ref_log_probs no longer returns one sum for each chosen and each rejected response: "
-        "PreferenceTrainer._reference passes them on as ref_chosen and ref_rejected"
-    )
-    assert not any(values.requires_grad for values in result_of)
-
-
-def test_batch_layout(batch):
-    assert set(batch) == {"input_ids", "attention_mask", "completion_mask"}, (
-        f"TRL's collator gives {set(batch)}: every key that is not the trainer's own goes into the model in "
-        "PreferenceTrainer._forward"
-    )
-    assert len(batch["input_ids"]) == 4, (
-        "a batch of 2 pairs no longer has 2 chosen rows and then 2 rejected rows: _scores halves it in the middle"
-    )
-    prompt_of = [
-        row[: mask.argmax()].tolist()
-        for row, mask in zip(*map(batch.get, ("input_ids", "completion_mask")), strict=True)
-    ]
-    assert prompt_of[:2] == prompt_of[2:] and prompt_of[0] != prompt_of[1], (
-        "rows i and i + n of a batch no longer belong to one pair: PreferenceTrainer._scores halves it in the middle"
-    )
-
-
 # ---- What TRL prepares ----
-
-
-def test_prepared_columns(stock):
-    missing = {"prompt_ids", "chosen_ids", "rejected_ids"} - set(stock.train_dataset.column_names)
-    assert not missing, (
-        f"DPOTrainer._prepare_dataset no longer yields {missing}: PreferenceTrainer._prepare_dataset truncates them"
-    )
-    assert "avg_confidence" in stock.train_dataset.column_names, (
-        "DPOTrainer._prepare_dataset drops the dataset's own columns: PreferenceTrainer passes them to the loss"
-    )
 
 
 # ---- The accumulation window ----
@@ -123,19 +89,6 @@ def test_get_batch_samples(stock):
     )
     batches, _ = stock.get_batch_samples(iterator, 3, torch.device("cpu"))
     assert len(batches) == 1, f"the last window is no longer the shorter one: {WINDOW} normalises by its pairs"
-
-
-def test_trainer_divides_by_the_number_of_micro_batches(stock, batch, monkeypatch):
-    monkeypatch.setattr(
-        stock, "compute_loss", lambda model, *_, **__: sum(p.sum() for p in model.parameters()) * 0 + 6
-    )
-    monkeypatch.setattr(stock, "current_gradient_accumulation_steps", 3, raising=False)
-    reported = stock.training_step(stock.model, batch).item()
-    assert reported == 2.0, (
-        f"Trainer.training_step turned a loss of 6 in a window of 3 micro-batches into {reported} and not 2: "
-        "trl_ext.trainers.preference.whole_batch.loss_scale undoes a division by the number of micro-batches"
-    )
-    stock.model.zero_grad()
 
 
 def test_a_short_last_window_is_divided_by_its_own_size(tiny_model_path, tmp_path):
@@ -177,6 +130,8 @@ SINGLE_TURN = ["self", "prompt_ids", "images", "multimodal_fields", "num_generat
 OFF_POLICY_MASK = ["advantages", "per_token_logps", "sampling_per_token_logps", "mask", "off_policy_threshold"]
 REWARDS = ["self", "inputs", "prompts", "completions", "completion_ids_list"]
 COMPUTE_LOSS = ["self", "model", "inputs", "return_outputs", "num_items_in_batch"]
+FORWARD = ["self", "model", "input_ids", "attention_mask", "logits_to_keep", "batch_size", "compute_entropy"]
+FORWARD += ["compute_aux_loss", *_OF_IMAGES]
 FUSED_HEAD = ["model", "temperature", "cast_lm_head_to_fp32", "outputs"]
 # Of every trainer: what a method takes, and what of ours overrides or calls it.
 METHODS = {
@@ -201,6 +156,7 @@ FUNCTIONS = [
     (trl.GRPOTrainer._calculate_rewards, REWARDS, f"{POLICY}._calculate_rewards"),
     (trl.GRPOTrainer._tokenize_prompts, ["self", "prompts"], f"{POLICY}._tokenize_prompts"),
     (trl.GRPOTrainer._generate_single_turn, SINGLE_TURN, f"{GREEDY}.greedy_rewards"),
+    (trl.GRPOTrainer._get_per_token_logps_and_entropies, FORWARD, f"{POLICY}.score"),
     (trl.GRPOTrainer.get_high_entropy_mask, ["self", "entropies", "mask", "threshold"], f"{POLICY}.loss"),
     (trl.GRPOTrainer.get_off_policy_mask, OFF_POLICY_MASK, f"{POLICY}._response_weights"),
     (add_fused_lm_head, FUSED_HEAD, "trl_ext.trainers.policy.scoring.ScoringTemperature"),
@@ -211,7 +167,7 @@ SOURCES = [
     (Trainer._load_optimizer_and_scheduler, "self.args.device", RESUMABLE),
     (Trainer._save_checkpoint, "save_total_limit=self.args.save_total_limit", RESUMABLE),
     (Trainer._finalize_training, "self.args.save_total_limit == 1", RESUMABLE),
-    (BatchSamplerShard, "self.batch_sampler = batch_sampler", "trl_ext.resilience.progress.generator_of"),
+    (BatchSamplerShard, "self.batch_sampler = batch_sampler", "trl_ext.resilience.checkpoints.generators_of"),
     (prepare_data_loader, "sampler.generator", RESUMABLE),
     (trl.DPOTrainer.evaluate, "self.precompute_ref_logps", PREFERENCE),
     (trl.DPOTrainer.prediction_step, "self.compute_loss(", PREFERENCE),
@@ -397,3 +353,55 @@ def test_precomputed_references(run):
     """The attributes are there, and a prepared dataset has a fingerprint."""
     assert run._precompute_engine is None and hasattr(run, "_precompute_model_hash"), REFERENCE
     assert isinstance(run.train_dataset._fingerprint, str), "PreferenceTrainer._on_shared_disk names a folder by it"
+
+
+# ---- A policy's rollout ----
+
+
+@pytest.fixture(scope="module")
+def rollout(policy_path, tmp_path_factory) -> dict:
+    """Eight scored responses to two prompts, as they leave `_generate_and_score_completions` of TRL's own trainer."""
+    args = {"per_device_train_batch_size": 4, "steps_per_generation": 2, "num_iterations": 2, "beta": 0.1}
+    spec = {"model": policy_path, "trainer": "trl.GRPOTrainer", "args": args}
+    trainer = build(spec, str(tmp_path_factory.mktemp("policy")))
+    # What Trainer sets before each optimizer step.
+    trainer.current_gradient_accumulation_steps = 1
+    trainer.model.train()
+    assert trainer.eos_token_ids == [trainer.processing_class.eos_token_id], (
+        f"GRPOTrainer.eos_token_ids is {trainer.eos_token_ids}: {POLICY} tells by it which responses are finished"
+    )
+    return trainer._generate_and_score_completions([dict(row) for row in prompts(2) for _ in range(4)])
+
+
+def test_keys_of_a_rollout(rollout):
+    expected = {"prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages", "num_items_in_batch"}
+    expected |= {"old_per_token_logps", "ref_per_token_logps"}
+    assert rollout.keys() == expected, f"the keys of a rollout of GRPOTrainer: {POLICY} reads them"
+    assert rollout["advantages"].shape == (8,), f"advantages are {rollout['advantages'].shape}: {POLICY}"
+    assert rollout["num_items_in_batch"] == rollout["completion_mask"].sum(), (
+        f"num_items_in_batch is no longer the rollout's tokens over all processes: {POLICY} divides by it"
+    )
+    shape = rollout["completion_ids"].shape
+    assert all(
+        rollout[key].shape == shape for key in ("completion_mask", "old_per_token_logps", "ref_per_token_logps")
+    )
+
+
+def test_further_tensors_stay_with_their_rows(rollout):
+    """`bad_reward` and the advantages must come out beside the responses that they are of."""
+    sums = rollout["completion_ids"].sum(1)
+    marked = {**rollout, "advantages": sums.float(), "bad_reward": sums % 2 == 0}
+    for batch in split_tensor_dict(shuffle_sequence_dict(marked), 2):
+        own = batch["completion_ids"].sum(1)
+        assert torch.equal(batch["advantages"], own.float()) and torch.equal(batch["bad_reward"], own % 2 == 0), (
+            f"shuffle_sequence_dict or split_tensor_dict separates rows from what belongs to them: {POLICY}"
+        )
+
+
+def test_the_optimizer_is_made_once_and_its_groups_can_be_divided(stock):
+    optimizer = stock.create_optimizer()
+    held = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
+    assert optimizer is stock.create_optimizer() and held == {id(weight) for weight in stock.model.parameters()}, (
+        "Trainer.create_optimizer no longer makes one optimizer of all weights of self.model: "
+        "trl_ext.trainers.ppo.trainer.PPOTrainer.create_optimizer moves those of the value function to another group"
+    )

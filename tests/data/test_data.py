@@ -1,54 +1,46 @@
-"""Row schemas and truncation, and what importing `trl_ext.data` loads."""
+"""The rows of each kind, truncation, and what importing `trl_ext.data` loads."""
 
 import subprocess
 import sys
 
 import pytest
-from pydantic import ValidationError
+from transformers import AutoTokenizer
 
 from tests.support.files import LOADED_PAIR, PAIR, assistant, user, write_rows
-from trl_ext.data import PreferenceRow, PromptRow, UnpairedRow, load_benchmark, truncate_pair
+from trl_ext.data import encode_turn, load_benchmark
+from trl_ext.data.schemas import convert_row
+from trl_ext.models import resolve_model_path
+
+LABELLED = {"prompt": "Q", "completion": "A", "label": True}
 
 
-class TestTruncatePair:
-    def test_prompt_keeps_its_end_and_responses_their_start(self):
-        truncated = truncate_pair([1, 2, 3, 4], [5, 6, 7], [8, 9], max_prompt_tokens=3, max_response_tokens=2)
-        assert truncated == ([2, 3, 4], [5, 6], [8, 9])
-
-    def test_each_limit_alone(self):
-        assert truncate_pair([1, 2], [3, 4], [5, 6], max_prompt_tokens=1) == ([2], [3, 4], [5, 6])
-        assert truncate_pair([1, 2], [3, 4], [5, 6], max_response_tokens=1) == ([1, 2], [3], [5])
-
-    @pytest.mark.parametrize("name", ["max_prompt_tokens", "max_response_tokens"])
-    def test_limit_below_one(self, name):
-        with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
-            truncate_pair([1], [2], [3], **{name: 0})
-
-
-class TestUnpairedRow:
-    def test_chat_and_plain(self):
-        """Both strings by TRL's names stay strings; by any other name the prompt is a user's message."""
-        chat = UnpairedRow.model_validate({"prompt_text": "Q", "completion": "A", "label": False, "source": "us"})
-        assert (chat.prompt, chat.completion, chat.label) == ([user("Q")], [assistant("A")], False)
-        assert chat.model_dump()["source"] == "us"
-        plain = UnpairedRow.model_validate({"prompt": "Q", "completion": "A", "label": True})
-        assert (plain.prompt, plain.completion, plain.label) == ("Q", "A", True)
-        mixed = UnpairedRow.model_validate({"prompt": [user("Q")], "completion": [assistant("A")], "label": True})
-        assert (mixed.prompt, mixed.completion) == ([user("Q")], [assistant("A")])
+class TestLabelled:
+    @pytest.mark.parametrize(
+        ("row", "prompt", "completion"),
+        [
+            # Both strings by TRL's names stay strings; by any other name the prompt is a user's message.
+            ({"prompt_text": "Q", "completion": "A"}, [user("Q")], [assistant("A")]),
+            ({"prompt": "Q", "completion": "A"}, "Q", "A"),
+            ({"prompt": [user("Q")], "completion": [assistant("A")]}, [user("Q")], [assistant("A")]),
+        ],
+    )
+    def test_chat_and_plain(self, row, prompt, completion):
+        found = convert_row("labelled", {**row, "label": False, "source": "us"})
+        assert found == {"prompt": prompt, "completion": completion, "label": False, "source": "us"}
 
     @pytest.mark.parametrize(
         ("changes", "message"),
         [
-            ({"label": 1}, "label\n  Input should be a valid boolean"),
-            ({"label": None}, "label\n  Field required"),
+            ({"label": 1}, "label: must be true or false, got 1"),
+            ({"label": None}, "label: missing"),
             ({"completion": ""}, "completion: empty"),
             ({"completion": [user("A")]}, "completion: must be one assistant message"),
             ({"prompt": None}, "prompt: missing"),
         ],
     )
     def test_bad(self, changes, message):
-        with pytest.raises(ValidationError, match=message):
-            UnpairedRow.model_validate({"prompt": "Q", "completion": "A", "label": True, **changes})
+        with pytest.raises(ValueError, match=message):
+            convert_row("labelled", {**LABELLED, **changes})
 
     def test_a_file_of_them_is_known_by_its_first_row(self, tmp_path):
         rows = [{"prompt": f"Q{i}", "completion": f"A{i}", "label": i == 0, "score": i} for i in range(3)]
@@ -80,24 +72,19 @@ FORMATS = {
 }
 
 
-class TestPreferenceRow:
+class TestPair:
     @pytest.mark.parametrize("form", FORMATS)
     def test_one_row_in_every_format(self, form):
-        assert PreferenceRow.model_validate(FORMATS[form]).model_dump(exclude_none=True) == LOADED_PAIR
+        assert convert_row("pair", FORMATS[form]) == LOADED_PAIR
 
     def test_implicit_prompt_of_several_turns(self):
         turns = [user("a"), assistant("b"), user("c")]
-        row = PreferenceRow(chosen=[*turns, assistant("d")], rejected=[*turns, assistant("e")])
-        assert (row.prompt, row.chosen, row.rejected) == (turns, [assistant("d")], [assistant("e")])
-
-    def test_what_validation_returns_is_valid(self):
-        row = PreferenceRow.model_validate({**PAIR, "row_id": 7, "avg_confidence": 1, "kind": "list", "extra": None})
-        assert (row.row_id, row.avg_confidence, row.kind) == ("7", 1.0, "list")
-        assert PreferenceRow.model_validate(row.model_dump()) == row
+        row = convert_row("pair", {"chosen": [*turns, assistant("d")], "rejected": [*turns, assistant("e")]})
+        assert row == {"prompt": turns, "chosen": [assistant("d")], "rejected": [assistant("e")]}
 
     def test_other_keys_of_a_message_are_left_out(self):
-        row = PreferenceRow.model_validate({**PAIR, "prompt_messages": [{**user("Hi"), "language": "English"}]})
-        assert row.prompt == [user("Hi")]
+        row = convert_row("pair", {**PAIR, "prompt_messages": [{**user("Hi"), "language": "English"}]})
+        assert row["prompt"] == [user("Hi")]
 
     @pytest.mark.parametrize(
         "turn",
@@ -111,10 +98,10 @@ class TestPreferenceRow:
     def test_what_a_message_carries_besides_a_text_is_refused(self, field, turn):
         turns = [{"role": "assistant", **turn}]
         rows = {"prompt_messages": [user("Add."), *turns, user("And?")], "chosen_text": turns}
-        with pytest.raises(ValidationError, match=field):
-            PreferenceRow.model_validate({**PAIR, field: rows[field]})
+        with pytest.raises(ValueError, match=field):
+            convert_row("pair", {**PAIR, field: rows[field]})
         empty = {"role": "assistant", "content": "5", "tool_calls": None, "thinking": ""}
-        assert PreferenceRow.model_validate({**PAIR, "chosen_text": [empty]}).chosen == [assistant("5")]
+        assert convert_row("pair", {**PAIR, "chosen_text": [empty]})["chosen"] == [assistant("5")]
 
     @pytest.mark.parametrize(
         "changes, message",
@@ -126,30 +113,47 @@ class TestPreferenceRow:
             ({"rejected_text": None}, "rejected: missing"),
             ({"chosen_text": "A stone."}, "chosen_text: equal to rejected_text"),
             ({"chosen_text": [user("x")]}, "chosen_text: must be one assistant message"),
-            *(
-                ({"avg_confidence": value}, "avg_confidence\n  Input should be")
-                for value in (1.1, float("nan"), "high")
-            ),
         ],
     )
     def test_errors_name_the_field(self, changes, message):
-        with pytest.raises(ValidationError, match=message):
-            PreferenceRow.model_validate({**PAIR, **changes})
+        with pytest.raises(ValueError, match=message):
+            convert_row("pair", {**PAIR, **changes})
 
     def test_prompt_that_contradicts_the_conversations(self):
-        with pytest.raises(ValidationError, match="prompt: differs from the turns"):
-            PreferenceRow(prompt="b", chosen=[user("a"), assistant("c")], rejected=[user("a"), assistant("d")])
+        sides = {"chosen": [user("a"), assistant("c")], "rejected": [user("a"), assistant("d")]}
+        with pytest.raises(ValueError, match="prompt: differs from the turns"):
+            convert_row("pair", {"prompt": "b", **sides})
 
 
-class TestPromptRow:
+class TestPrompt:
     def test_messages_and_plain(self):
         for fields in ({"prompt_text": "Hi"}, {"prompt_messages": [user("Hi")]}, {"prompt": [user("Hi")]}):
-            assert PromptRow.model_validate(fields).prompt == [user("Hi")]
-        assert PromptRow(prompt="Once upon").prompt == "Once upon"
+            assert convert_row("prompt", fields) == {"prompt": [user("Hi")]}
+        assert convert_row("prompt", {"prompt": "Once upon"}) == {"prompt": "Once upon"}
+
+    def test_a_completion_without_a_label_is_the_reference_response(self):
+        row = {"prompt": [user("q")], "reward": 0.5}
+        for completion in ([assistant("yes")], "yes"):
+            found = convert_row("prompt", {**row, "completion": completion})
+            assert found == {**row, "reference_response_text": "yes"}
+        with pytest.raises(ValueError, match="completion: must be text"):
+            convert_row("prompt", {**row, "completion": 3})
 
     def test_system_message_may_not_end_it(self):
-        with pytest.raises(ValidationError, match="last message is from 'system', must be from 'user'"):
-            PromptRow(prompt_messages=[{"role": "system", "content": "Be brief."}])
+        with pytest.raises(ValueError, match="last message is from 'system', must be from 'user'"):
+            convert_row("prompt", {"prompt_messages": [{"role": "system", "content": "Be brief."}]})
+
+
+def test_a_prompt_keeps_its_end_and_a_response_its_start():
+    tokenizer = AutoTokenizer.from_pretrained(resolve_model_path("toy"))
+    turn = [user("Say axe three times.")], "axe, axe, axe."
+    prompt, response = encode_turn(tokenizer, *turn)
+    limits = {"max_prompt_tokens": 3, "max_response_tokens": 2}
+    assert encode_turn(tokenizer, *turn, **limits) == (prompt[-3:], response[:2])
+    for name in limits:
+        assert encode_turn(tokenizer, *turn, **{name: 1000}) == (prompt, response)
+        with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
+            encode_turn(tokenizer, *turn, **{name: 0})
 
 
 def test_torch_is_loaded_by_what_needs_it_alone():

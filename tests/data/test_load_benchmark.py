@@ -82,7 +82,6 @@ class TestBadRows:
             ("train_prefs", [GOOD, '{"row_id": x}'], "1 bad row: line 2: bad JSON: Expecting value at column 12 ("),
             ("train_prefs", [GOOD, pair("x", chosen_text="")], "1 bad row: line 2: row_id x: chosen_text: empty ("),
             ("train_prefs", [GOOD, {"prompt_text": "p"}], "1 bad row: line 2: chosen: missing (or chosen_text) ("),
-            ("train_prefs", [GOOD, pair("x", avg_confidence=2)], "avg_confidence: Input should be less than or equal"),
             ("train_prefs", [GOOD, GOOD], "1 bad row: line 2: row_id a: row_id: already used on line 1 ("),
             ("train_prefs", [GOOD, PLAIN], "some prompts are plain strings and others messages"),
             ("train_prefs", ["[1]"], "1 bad row: line 1: bad JSON: expected an object, got list"),
@@ -224,20 +223,9 @@ def test_hh_rlhf_as_messages_and_as_text(tmp_path):
     assert plain["prompt"].endswith("\n\nHuman: Why?\n\nAssistant:")
 
 
-def test_prompt_and_completion_become_a_prompt_with_its_response(tmp_path):
-    prompt = [user("q")]
-    message = {"row_id": "a", "prompt": prompt, "completion": [assistant("yes")], "reward": 0.5}
-    plain = {"row_id": "b", "prompt": prompt, "completion": "no", "reward": 0.25}
-    assert convert_file(write_rows(tmp_path / "sft.jsonl", [message, plain]), "prompt_completion") == [
-        {"row_id": "a", "prompt": prompt, "reference_response_text": "yes", "reward": 0.5},
-        {"row_id": "b", "prompt": prompt, "reference_response_text": "no", "reward": 0.25},
-    ]
-
-
 @pytest.mark.parametrize(
     ("form", "record", "expected"),
     [
-        ("prompt_completion", {"prompt": "q"}, "completion: must be text, got None"),
         ("hh_rlhf", {**TRANSCRIPTS, "chosen": "\n\nHuman: Hi"}, "chosen: the last turn must be the Assistant's"),
         ("hh_rlhf", {**TRANSCRIPTS, "chosen": HH["chosen"]}, "chosen and rejected differ before the last turn"),
         ("hh_rlhf", {"chosen": TRANSCRIPTS["chosen"]}, "rejected: missing; the row has chosen"),
@@ -245,11 +233,7 @@ def test_prompt_and_completion_become_a_prompt_with_its_response(tmp_path):
     ],
 )
 def test_a_bad_record_is_named_by_file_and_line(form, record, expected, tmp_path, capsys):
-    good = {
-        "dolly": [DOLLY, {**DOLLY, "response": "Him."}],
-        "hh_rlhf": [TRANSCRIPTS, HH],
-        "prompt_completion": [{"prompt": "q", "completion": "yes"}, {"prompt": "r", "completion": "no"}],
-    }[form]
+    good = {"dolly": [DOLLY, {**DOLLY, "response": "Him."}], "hh_rlhf": [TRANSCRIPTS, HH]}[form]
     path = write_rows(tmp_path / "train.jsonl", [good[0], record, good[1]])
     # The command says it in one line, writes nothing, and can leave the row out.
     out = tmp_path / "out" / "train_prefs.jsonl"

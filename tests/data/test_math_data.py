@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import fnmatch
-import os
 import re
-import tomllib
 from collections import Counter
 from fractions import Fraction
-from pathlib import Path
 
 import pytest
 
-from tests.support import REPOSITORY, recipes
+from tests.support import recipes
 from tests.support.files import write_rows
 from tools.toy_prompts import prompt_pool
-from tools.word_problems import SAME_FAMILY, build, overlap, words_of
+from tools.word_problems import SAME_FAMILY, overlap, words_of
 from tools.worked_problems import number_text, work_out
 from trl_ext.data.math import (
     boxed_answer,
@@ -29,7 +25,6 @@ from trl_ext.data.math import (
 from trl_ext.rewards import r1_zero_reward
 from trl_ext.runs import reasoning
 from trl_ext.toy import score
-from trl_ext.word_problems import DATA_DIR
 
 FIRST = {"row_id": "rows:1"}
 SUM = {"prompt_text": "What is 1 + 1?", "answer": "2"}
@@ -171,24 +166,9 @@ class TestTheEmbeddedAdditions:
 # ---- Prompt templates ----
 
 
-def test_r1_zero_is_a_conversation_that_stops_at_the_thoughts():
-    prompt = render(load_prompt_template("r1_zero"), "What is 2 + 3?")
-    introduction, user, assistant = prompt.split("\n")
-    assert user == "User: What is 2 + 3?"
-    assert assistant == "Assistant: <think>" and prompt.endswith("Assistant: <think>")
-    assert introduction.index("<think>") < introduction.index("</think>") < introduction.index("<answer>")
-    assert "</think> <answer> the answer </answer>" in introduction
-
-
 def test_the_form_that_the_prompt_shows_earns_the_reward():
     shown = load_prompt_template("r1_zero").split("in this form: <think>")[1].split("\n")[0].rstrip(".")
     assert r1_zero_reward(shown.replace("the answer", "5"), "5")["reward"] == 1
-
-
-def test_other_templates():
-    assert render(load_prompt_template("question_only"), "What?") == "What?"
-    prompt = render(load_prompt_template("alpaca_sft"), "Name a colour.")
-    assert prompt.endswith("\n\n### Instruction:\nName a colour.\n\n### Response:\n")
 
 
 def test_a_users_own(tmp_path):
@@ -208,14 +188,6 @@ def test_what_is_refused(tmp_path):
     path.write_text("{Question}")
     with pytest.raises(ValueError, match=r"no \{question\}"):
         load_prompt_template(path)
-
-
-def test_the_files_are_part_of_the_package():
-    settings = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
-    patterns = settings["tool"]["setuptools"]["package-data"]["trl_ext"]
-    for name in ("alpaca_sft", "boxed", "question_only", "r1_zero"):
-        assert load_prompt_template(name)
-        assert any(fnmatch.fnmatch(f"data/prompt_templates/{name}.txt", pattern) for pattern in patterns)
 
 
 # ---- Embedded word problems ----
@@ -273,18 +245,6 @@ def test_no_template_and_no_family_is_in_two_splits(rows):
         assert max(overlap(a, b) for a in words[one] for b in words[other]) < SAME_FAMILY
     templates = [re.sub(r"[^a-z]+", " ", row["prompt_text"].lower()) for row in rows["train"]]
     assert len(set(templates)) == len(templates)
-
-
-@pytest.mark.slow
-def test_a_build_gives_these_files(tmp_path):
-    data = Path(os.environ.get("TRL_EXT_BENCHMARK_DATA", REPOSITORY.parent / "shared" / "data"))
-    if not (data / "svamp" / "SVAMP.json").is_file():
-        pytest.skip("SVAMP is not here")
-    dropped = build(data / "svamp", tmp_path)
-    for split in SPLITS:
-        assert (tmp_path / f"{split}.jsonl").read_bytes() == (DATA_DIR / f"{split}.jsonl").read_bytes()
-    # MAWPS and ASDiv have 3,138 rows, and SVAMP has 1,000.
-    assert sum(dropped.values()) + sum(SPLITS.values()) == 3138 + 1000
 
 
 @pytest.mark.parametrize(

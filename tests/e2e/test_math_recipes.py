@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import yaml
 from datasets import Dataset
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.support import recipes
@@ -19,11 +15,9 @@ from tests.support.train_once import in_processes
 from tests.support.trl_private import logged_metrics, score_rollout
 from trl_ext import PolicyConfig, PolicyTrainer
 from trl_ext.data.math import load_math
-from trl_ext.resilience.checkpoints import is_complete
 from trl_ext.rewards import VerifiedReward
 from trl_ext.rewards.verified import VerifiedGrader, category_of
 from trl_ext.runs import reasoning
-from trl_ext.runs.folder import config_text
 from trl_ext.toy import MODEL_DIR
 
 SHORT_GRPO = ["--max_steps=4", "--rollout_batch_size=16", "--group_size=4", "--eval_every=2", "--save_steps=2"]
@@ -111,24 +105,6 @@ def test_rewards_read_no_more_than_evaluations(tmp_path):
         assert rewards.tolist() == [float(completion != "no end")]
 
 
-# ---- The time budget ----
-
-
-def test_a_run_ends_where_its_time_is_up_and_a_rollout_is_used_up(monkeypatch):
-    """0.01 hours are 36 s; steps end every 10 s, rollouts every 2 steps: at 20 s, and at 40 s, which is past it."""
-    from trl_ext.trainers.callbacks import TimeBudgetCallback
-
-    seconds = SimpleNamespace(seconds=0.0)
-    callback = TimeBudgetCallback(0.01, seconds, SimpleNamespace(num_processes=1), period=2)
-    stopped = []
-    for step in range(1, 6):
-        seconds.seconds = 10.0 * step
-        control = SimpleNamespace(should_training_stop=False, should_save=False, should_log=False)
-        callback.on_step_end(None, SimpleNamespace(global_step=step, max_steps=5, epoch=step / 5), control)
-        stopped.append((control.should_training_stop, control.should_save))
-    assert stopped == [(False, False)] * 3 + [(True, True), (False, False)]
-
-
 # ---- The recipe ----
 
 
@@ -146,44 +122,6 @@ def test_the_last_number_is_the_answer_of_gsm8k(monkeypatch):
     assert len(sets[2].rows) == 3
     assert reasoning.sampling_settings(arguments, reward="gsm8k").stop == ()
     assert reasoning.sampling_settings(arguments, reward="countdown").stop == ("</answer>",)
-
-
-def test_a_saved_configuration_reads_back(tmp_path, monkeypatch):
-    words = ["--rollout_batch_size", "64", "--train_batch_size", "32", "--per_device_train_batch_size", "16"]
-    words += ["--epochs_per_rollout_batch", "2", "--n_grpo_steps", "5", "--use_std_normalization", "false"]
-    words += ["--length_normalization", "masked_normalize", "--max_steps", "-1", "--stop", "</answer>"]
-    parsed = recipes.parse(monkeypatch, "grpo_math", *words, "--algorithm", "grpo_no_clip")
-
-    path = tmp_path / "config.yaml"
-    path.write_text(config_text(*parsed))
-    again = recipes.parse(monkeypatch, "grpo_math", "--config", str(path))
-    assert yaml.safe_load(config_text(*again)) == yaml.safe_load(path.read_text())
-    assert (again[-1].train_batch_size, again[-1].gradient_accumulation_steps) == (16, 2)
-    assert again[-1].max_steps == 20 and again[-1].stop == ["</answer>"]
-
-
-@pytest.mark.slow
-def test_a_run_out_of_time_ends_with_a_checkpoint_and_its_table(tmp_path, monkeypatch, capsys):
-    """A budget that is spent at once: one rollout of two updates is finished. With more hours it goes on to the end,
-    where it is what the run without a budget is."""
-    monkeypatch.chdir(tmp_path)
-    two = [*SHORT_GRPO, "--train_batch_size=8", "--per_device_train_batch_size=8", "--save_strategy=steps"]
-    recipes.run(monkeypatch, "grpo_math", *two, "--output_dir", "straight")
-    capsys.readouterr()
-    recipes.run(monkeypatch, "grpo_math", *two, "--output_dir", "broken", "--max_hours", "1e-7")
-    assert "stopped by --max_hours 1e-07 after 2 of 4 steps" in capsys.readouterr().out
-    results = json.loads((tmp_path / "broken" / "results.json").read_text())
-    assert results["run"]["stopped_by_max_hours"] and results["run"]["optimizer_steps"] == 2
-    assert is_complete(tmp_path / "broken" / "checkpoint-2")
-    resume = ["--output_dir", "broken", "--resume_from_checkpoint"]
-    with pytest.raises(SystemExit):
-        recipes.run(monkeypatch, "grpo_math", *two, *resume, "--max_hours", "1e-7")
-    assert re.search(r"has taken 0\.00 of its --max_hours 1e-07", capsys.readouterr().err)
-    recipes.run(monkeypatch, "grpo_math", *two, *resume, "--max_hours", "1")
-    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("straight", "broken"))
-    assert all(one[name].equal(other[name]) for name in one)
-    steps = [[row["step"] for row in read(tmp_path / name, "metrics.jsonl")] for name in ("straight", "broken")]
-    assert sorted(set(steps[0])) == sorted(set(steps[1]))
 
 
 # ---- SFT ----

@@ -286,7 +286,7 @@ def test_the_configuration_of_part_two(monkeypatch):
     path = recipes.RECIPES / "configs" / "wildchat" / "part2" / "best_of_n.yaml"
     flags = ["--n", "1", "--temperature", "0.5", "--top_p", "0.9", "--repetition_penalty", "1.1"]
     (arguments,) = recipes.parse(monkeypatch, "best_of_n", "--config", str(path), *flags)
-    assert arguments.score_function is None and arguments.model_name_or_path == "Qwen/Qwen2.5-1.5B-Instruct"
+    assert arguments.model_name_or_path == "Qwen/Qwen2.5-1.5B-Instruct"
     settings = arguments.settings()
     assert (settings.max_prompt_tokens, settings.max_new_tokens) == (700, 256)
     assert (settings.temperature, settings.top_p, settings.repetition_penalty) == (0.5, 0.9, 1.1)

@@ -10,8 +10,6 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 from tests.support import REPOSITORY
 from tests.support.files import read_rows, write_rows
@@ -19,7 +17,6 @@ from tests.support.loopback import LoopbackServer
 from tests.support.public_evaluation import (
     COMMANDS,
     flags_of_course,
-    module_of,
     one_line_error,
     plan,
     response_rows,
@@ -30,9 +27,7 @@ from tests.support.public_evaluation import (
 )
 from tests.support.refusals import assert_one_line
 from tests.support.reward_adapters import save_full_model
-from tests.support.tiny import save_tiny_model, token_log_probs
 from trl_ext.rewards import RewardModel
-from trl_ext.rollouts import generation
 
 MIXED = {"win": 5, "tie": 3, "loss": 2}
 
@@ -66,10 +61,10 @@ def policy(tmp_path):
     return lambda name="aot", **counts: write_policy(tmp_path / "submission", name, response_rows(plan(**counts)))
 
 
-@pytest.mark.parametrize("command", [*COMMANDS, "stages"])
+@pytest.mark.parametrize("command", COMMANDS)
 def test_help_says_what_a_command_costs_and_writes(command, run):
     code, text, _ = run(command, "--help")
-    assert code == 0 and f"python -m {module_of(command)}" in text
+    assert code == 0 and f"python -m public_eval.{command}" in text
     assert "\ncost  " in text and "\nwrites  " in text and "--json" in text
 
 
@@ -103,11 +98,6 @@ REFUSALS = [
     (["pack", "nowhere"], ["nowhere holds no file of a submission"]),
     (["tournament", "no.jsonl"], ["no file no.jsonl"]),
     (["tournament", *COURSE, "course/base.jsonl"], ["the base takes part anyway"]),
-    (["stages", "base=toy", "sft=./nowhere"], ["no model folder './nowhere'"]),
-    (["stages", "toy"], ["'toy'", "name=folder"]),
-    (["stages", "base=toy", "base=toy"], ["'base=toy'", "give each model once"]),
-    (["stages", "base=toy", "--reference", "sft"], ["reference 'sft'", "base"]),
-    (["stages", "base=toy", "--temperature", "-1"], ["temperature", "-1.0"]),
     ([*CANDIDATE, "two/policy_generations/aot.jsonl"], ["two files are called aot"]),
     (["judge", "--candidate", "no.jsonl"], ["no file no.jsonl"]),
     ([*CANDIDATE, *OPENAI], ["OPENAI_API_KEY is not set"]),
@@ -323,53 +313,3 @@ class TestTournament:
         assert saved["ratings"][0]["name"] == "good"
         [match] = saved["matches"]
         assert (match["first"], match["second"], match["rate"]) == ("base", "good", pytest.approx(0.1))
-
-
-class TestCompareStages:
-    @pytest.fixture
-    def models(self, tmp_path, tiny_model_path):
-        save_tiny_model(tmp_path / "other", seed=1)
-        return {"base": tiny_model_path, "ppo": str(tmp_path / "other")}
-
-    def test_figures_recomputed(self, result, course, models, tmp_path, monkeypatch):
-        """Reward and length anew from the samples, and KL from the tokens, one row at a time and without padding."""
-        original, generations = generation.generate_responses, []
-
-        def remember(*arguments, **keywords):
-            generations.extend(original(*arguments, **keywords))
-            return generations[-10:]
-
-        monkeypatch.setattr(generation, "generate_responses", remember)
-        reward_model = save_full_model(models["base"], tmp_path / "reward")
-        named = [f"{name}={path}" for name, path in models.items()]
-        options = ("--reward_model", reward_model, "--max_new_tokens", "5", "--out", "stages")
-        found = result("stages", *named, *course["prompts_jsonl"], *options)
-        assert json.loads((tmp_path / "stages" / "comparison.json").read_text()) == found
-        base, ppo = found["models"]
-        assert base["kl"] is None, "the reference itself"
-        samples = read_rows(tmp_path / "stages" / "responses_ppo.jsonl")
-        assert len(samples) == ppo["n"] == 10
-        lengths = torch.tensor([float(row["generated_num_tokens"]) for row in samples])
-        messages = [[{"role": "user", "content": row["prompt_text"]}] for row in samples]
-        texts, finished = ([row[name] for row in samples] for name in ("response_text", "finished"))
-        rewards = RewardModel(reward_model).score(messages, texts, finished=finished)
-        for name, values in (("tokens", lengths), ("reward", rewards)):
-            for key, expected in (("mean", values.mean()), ("std", values.std())):
-                assert ppo[name][key] == pytest.approx(float(expected), abs=1e-5)
-        own, reference = (AutoModelForCausalLM.from_pretrained(models[name]).double() for name in ("ppo", "base"))
-        totals = {"k1": [], "k3": []}
-        for one in generations[10:]:
-            chosen = torch.tensor(one.response_ids)[:, None]
-            with torch.no_grad():
-                ids = one.prompt_ids, one.response_ids
-                p, q = (token_log_probs(model, *ids).gather(1, chosen) for model in (own, reference))
-            totals["k1"].append(float((p - q).sum()))
-            totals["k3"].append(float((torch.exp(q - p) - 1 - (q - p)).sum()))
-        assert ppo["kl"]["mean"] == pytest.approx(sum(totals[ppo["kl"]["estimator"]]) / 10, rel=1e-4)
-        assert ppo["kl"]["n"] == 10
-
-    def test_other_temperature_has_no_kl(self, result, course, models):
-        named = [f"{name}={path}" for name, path in models.items()]
-        options = ("--temperature", "0", "--max_new_tokens", "3", "--num_prompts", "2", "--reference", "ppo")
-        found = result("stages", *named, *course["prompts_jsonl"], *options)
-        assert [(row["n"], row["kl"]) for row in found["models"]] == [(2, None), (2, None)]

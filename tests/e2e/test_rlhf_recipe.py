@@ -13,21 +13,27 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+import torch
 import yaml
 from datasets import Dataset
+from transformers import AutoModelForCausalLM
 
 from tests.support import recipes
 from tests.support.files import write_rows
 from tests.support.recipes import wait_until
-from tests.support.tiny import save_tiny_gpt2
+from tests.support.reward_adapters import save_full_model
+from tests.support.tiny import save_tiny_gpt2, save_tiny_model, token_log_probs
 from tools.toy_prompts import pool_of
 from trl_ext.data import load_benchmark
 from trl_ext.data.formats import main as convert
+from trl_ext.evaluation.stages import compare_stages
 from trl_ext.evaluation.submissions.assets import load_prompts
-from trl_ext.runs.offline import demonstrations, shared_prompts
+from trl_ext.rewards import RewardModel
+from trl_ext.rollouts import SamplingSettings, generation
+from trl_ext.runs.offline import demonstrations
 from trl_ext.runs.reward import training_pairs
 from trl_ext.studies import pipeline, processes
-from trl_ext.studies.pipeline import find_adversarial, pareto_points
+from trl_ext.studies.pipeline import find_adversarial
 from trl_ext.toy import score
 from trl_ext.toy.prompts import parse
 
@@ -214,7 +220,7 @@ def test_a_whole_pipeline_killed_between_stages_and_taken_up(tmp_path):
 def check_outputs(out: Path, models: list[str]) -> None:
     """The figures are those of the samples, recomputed; and the report has them."""
     summary = json.loads((out / "evaluation" / "evaluation.json").read_text())
-    held_out, adversarial = summary["prompts"]["held_out"], summary["prompts"]["adversarial"]
+    held_out, adversarial = summary["held_out"], summary["adversarial"]
     assert [row["name"] for row in held_out["models"]] == models
     report = (out / "report.md").read_text().replace("\\", "")
     for row in held_out["models"]:
@@ -271,7 +277,7 @@ def test_a_model_without_a_chat_template_on_converted_data(tmp_path):
     done = subprocess.run(command("--config", "short.yaml"), cwd=tmp_path, **options)
     assert done.returncode == 0, done.stderr[-3000:]
     summary = json.loads((tmp_path / "out" / "evaluation" / "evaluation.json").read_text())
-    for row in summary["prompts"]["held_out"]["models"]:
+    for row in summary["held_out"]["models"]:
         assert row["true_score"] is None and len(row["rewards"]) == 2
         assert (row["kl"] is None) == (row["name"] == "sft")
     sample = json.loads((tmp_path / "out" / "evaluation" / "samples_held_out_ppo.jsonl").read_text().splitlines()[0])
@@ -281,23 +287,42 @@ def test_a_model_without_a_chat_template_on_converted_data(tmp_path):
 # ---- The evaluation ----
 
 
-def test_the_front_of_reward_against_kl():
-    """SFT stands at no divergence. `b` has less reward at more KL than `a`; the base was no start of a policy."""
+def test_figures_of_stages_recomputed(tmp_path, tiny_model_path, monkeypatch):
+    """Reward and length anew from the samples, and KL from the tokens, one row at a time and without padding."""
+    original, generations = generation.generate_responses, []
 
-    def model(name, kl, reward, true):
-        estimate = {key: {"mean": v, "low": v - 0.1, "high": v + 0.1} for key, v in (("kl", kl), ("r", reward))}
-        return {
-            "name": name,
-            "kl": None if name == "sft" else estimate["kl"],
-            "rewards": {"r": estimate["r"]},
-            "true_score": {"mean": true, "low": true, "high": true, "n": 4},
-        }
+    def remember(*arguments, **keywords):
+        generations.extend(original(*arguments, **keywords))
+        return generations[-10:]
 
-    models = [model("base", 0.3, 9, 9), model("sft", 0, 0.5, 0.5), model("b", 2, 0.9, 0.2), model("a", 1, 1.0, 0.4)]
-    points = pareto_points(models, "r")
-    assert [(p["run"], p["kl"].value, p["on_front"]) for p in points] == [("sft", 0, 1), ("a", 1, 1), ("b", 2, 0)]
-    # By the true score no policy is worth its divergence.
-    assert [p["on_front"] for p in pareto_points(models, "true score")] == [True, False, False]
+    monkeypatch.setattr(generation, "generate_responses", remember)
+    save_tiny_model(tmp_path / "other", seed=1)
+    models = {"base": tiny_model_path, "ppo": str(tmp_path / "other")}
+    reward_model = save_full_model(models["base"], tmp_path / "reward")
+    settings = SamplingSettings(max_new_tokens=5, stop=())
+    options = {"reference": "base", "reward_models": {"own": reward_model}}
+    rows, samples = compare_stages(models, load_prompts()[:10], settings, **options)
+    base, ppo = rows
+    assert base["kl"] is None and ppo["true_score"] is None
+    assert len(samples["ppo"]) == ppo["n"] == 10
+    lengths = torch.tensor([float(row["generated_num_tokens"]) for row in samples["ppo"]])
+    messages = [[{"role": "user", "content": row["prompt_text"]}] for row in samples["ppo"]]
+    texts, finished = ([row[name] for row in samples["ppo"]] for name in ("response_text", "finished"))
+    rewards = RewardModel(reward_model).score(messages, texts, finished=finished)
+    for found, values in ((ppo["tokens"], lengths), (ppo["rewards"]["own"], rewards)):
+        for key, expected in (("mean", values.mean()), ("std", values.std())):
+            assert found[key] == pytest.approx(float(expected), abs=1e-5)
+    own, reference = (AutoModelForCausalLM.from_pretrained(models[name]).double() for name in ("ppo", "base"))
+    totals = {"k1": [], "k3": []}
+    for one in generations[10:]:
+        chosen = torch.tensor(one.response_ids)[:, None]
+        with torch.no_grad():
+            ids = one.prompt_ids, one.response_ids
+            p, q = (token_log_probs(model, *ids).gather(1, chosen) for model in (own, reference))
+        totals["k1"].append(float((p - q).sum()))
+        totals["k3"].append(float((torch.exp(q - p) - 1 - (q - p)).sum()))
+    assert ppo["kl"]["mean"] == pytest.approx(sum(totals[ppo["kl"]["estimator"]]) / 10, rel=1e-4)
+    assert ppo["kl"]["n"] == 10
 
 
 def test_the_embedded_adversarial_prompts():
@@ -344,8 +369,3 @@ def test_demonstrations_are_chosen_responses_or_references():
         demonstrations(plain, "x", 3)
     with pytest.raises(ValueError, match="the split 'x' holds no demonstrations"):
         demonstrations(plain.remove_columns("reference_response_text"), "x")
-
-
-def test_prompts_that_are_trained_on_are_counted():
-    prompts = [[{"role": "user", "content": text}] for text in "abc"]
-    assert shared_prompts(Dataset.from_dict({"prompt": prompts[:2]}), Dataset.from_dict({"prompt": prompts[1:]})) == 1

@@ -25,11 +25,8 @@ RATIO_SURROGATES: dict[str, list[dict[str, Any]]] = {
     "sapo": [{}, {"temperature_pos": 0.5, "temperature_neg": 2.0}],
 }
 SHAPING: dict[str, list[dict[str, Any]]] = {
-    "center": [{}],
     "center_reference": [{}],
-    "whiten": [{"ddof": 0}, {"ddof": 1}],
     "clip": [{"limit": 0.75}],
-    "length_penalty": [{"per_token": 0.125, "free": 2}, {"per_token": -0.5}],
 }
 
 
@@ -133,15 +130,13 @@ def _surrogate(name: str, ratio: str, advantages: Tensor, settings: dict[str, An
 def reward_rows() -> Iterator[Row]:
     for kind in AGGREGATES:
         options = [{}, {"quantile": 0.625}] if kind == "quantile" else [{}]
-        options += [{"ddof": 1}, {"coefficient": 0.25}] if kind in ("mean_minus_std", "uwo") else []
+        options += [{"coefficient": 0.25}] if kind in ("mean_minus_std", "uwo") else []
         for settings in options:
             yield label("ensemble", kind, settings), partial(combine, given.MEMBER_SCORES, kind, **settings), {}
     yield "ensemble/calibrate/", _calibrated, {}
     for kind in STEPS:
         for settings in SHAPING[kind]:
             yield label("shaping", kind, settings), partial(_shaped, [{"kind": kind, **settings}]), {}
-    chain = [{"kind": "center_reference"}, {"kind": "clip", "limit": 0.75}, {"kind": "whiten", "ddof": 0}]
-    yield "shaping/three steps/", partial(_shaped, chain), {}
     yield "reward model/reward_metrics/", _metrics, {}
 
 

@@ -11,10 +11,17 @@ import math
 import pytest
 import torch
 from torch.nn.functional import logsigmoid
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.support.tiny import pairs, perturbed, response_log_prob, save_tiny_model, token_ids
-from tests.support.train_once import build, largest_difference, relative_difference, result, train, train_in_processes
+from tests.support.tiny import pairs, response_log_prob, save_tiny_model, token_ids
+from tests.support.train_once import (
+    build,
+    largest_difference,
+    load_models,
+    relative_difference,
+    result,
+    train,
+    train_under,
+)
 from trl_ext.losses import PreferenceObjective, PreferenceScores
 from trl_ext.trainers import AOTTrainer
 from trl_ext.trainers.preference.whole_batch import coupled_shares, loss_scale
@@ -84,16 +91,13 @@ def run_on_two(tiny_model_path, tmp_path_factory, coupled):
     short = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2, "max_steps": 2}
     specs["short last window"] = {**with_args(DPO, **short), "pairs": 5}
     specs = {name: {"model": tiny_model_path, **spec} for name, spec in specs.items()}
-    runs = train_in_processes(list(specs.values()), 2, tmp_path_factory.mktemp("two-processes"))
-    return dict(zip(specs, runs, strict=True))
+    return train_under(None, specs, tmp_path_factory.mktemp("two-processes"))
 
 
 @pytest.fixture(scope="module")
 def exact(tiny_model_path):
     """Loss and gradient of the whole batch of 8 pairs by plain autograd in float64, for each coupled loss."""
-    load = lambda: AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.float64).double()  # noqa: E731
-    policy, tokenizer = load(), AutoTokenizer.from_pretrained(tiny_model_path)
-    reference = perturbed(load(), seed=STRONG["reference_seed"], scale=STRONG["reference_scale"]).requires_grad_(False)
+    tokenizer, policy, reference = load_models(tiny_model_path, scale=STRONG["reference_scale"])
     rows = [token_ids(tokenizer, row) for row in pairs(8, seed=STRONG["data_seed"])]
     chosen, rejected, ref_chosen, ref_rejected = (
         torch.stack([response_log_prob(model, row[0], row[side]) for row in rows])

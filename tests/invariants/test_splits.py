@@ -1,25 +1,166 @@
 """The split does not change the result: parameters, what is logged, and a held-out evaluation, for every trainer.
 
-Five optimizer steps on one batch of eight pairs, responses or demonstrations, as 1 process x 8 rows, 1 x 2 x 4
-accumulated, 2 processes x 4 and 2 x 2 x 2. A difference of updates is the norm of the difference over the norm of the
-whole change of the parameters. Everything is in float64, where only a mistake makes a difference of more than 1e-9.
+Five optimizer steps on one batch of eight pairs, responses or demonstrations: whole, accumulated, in passes, and on
+two processes. A difference of updates is the norm of the difference over the norm of the whole change of the
+parameters. Everything is in float64, where only a mistake makes a difference of more than 1e-9.
 """
 
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
-from datasets import Dataset
-from transformers import AutoModelForCausalLM
 
-from tests.support import train_once
-from tests.support.splits_once import CASES, STOCK, metric_differences, run_all, save_models, update_difference
-from tests.support.tiny import independent_scores, pairs, perturbed, response_log_prob, token_ids
-from trl_ext.losses import PreferenceScores
+from tests.support import rollout_once, train_once
+from tests.support.rollout_once import OWN_RECIPES, REPLAY
+from tests.support.tiny import pairs, save_tiny_model
+from tests.support.train_once import Run
 from trl_ext.trainers.metrics import StepMetrics
-from trl_ext.trainers.preference.whole_batch import map_scores
+
+STEPS = 5
+BATCH = 8
+PER_LAUNCH = 20
+# processes, rows of a micro-batch, accumulated micro-batches, tokens of a pass
+SPLITS = {"1 x 8": (1, 8, 1), "1 x 2 x 4": (1, 2, 4), "2 x 2 x 2": (2, 2, 2)}
+SPLITS = {name: (*split, "off") for name, split in SPLITS.items()}
+SPLITS |= {"1 x 2 x 4 in passes": (1, 2, 4, "160"), "2 x 1 x 4 in passes": (2, 1, 4, "110")}
+# A reference so far from the policy that which pairs are sorted together matters.
+REFERENCE = {"reference_seed": 1, "reference_scale": 0.3, "data_seed": 6}
+# Logged values that are of a run's speed, or of the configuration.
+NOT_COMPARED = ("epoch", "step", "step_time", "runtime", "per_second", "learning_rate", "total_flos")
+
+
+def _preference(trainer: str, learning_rate: float = 0.02, **args) -> dict:
+    return {"trainer": trainer, **REFERENCE, "args": {"learning_rate": learning_rate, **args}}
+
+
+def _policy(algorithm: str, learning_rate: float = 0.05, **args) -> dict:
+    return {"trainer": "PolicyTrainer", "args": {"algorithm": algorithm, "learning_rate": learning_rate, **args}}
+
+
+def _ppo(value_model: str) -> dict:
+    args = {"num_generations": 1, "num_iterations": 2, "learning_rate": 0.01, "value_learning_rate": 0.5}
+    args |= {"value_model": value_model, "value_clip": 0.001, "kl_target": 0.5, "kl_horizon": 50}
+    return {"trainer": "PPOTrainer", "args": args}
+
+
+def _online(**args) -> dict:
+    """Pairs made of 16 responses, 4 to a prompt, whose rewards have many ties."""
+    case = {"trainer": "OnlinePreferenceTrainer", "rewards": ["evens"], "scale": 2}
+    return {**case, "args": {"learning_rate": 0.02, **args}}
+
+
+def _on_pairs(trainer: str, **args) -> dict:
+    return {"trainer": trainer, "data_seed": REFERENCE["data_seed"], "args": {"learning_rate": 0.02, **args}}
+
+
+_OFF_POLICY = {"num_iterations": 2, "epsilon": 0.01}
+CASES: dict[str, dict] = {
+    "dpo": {**_preference("DPOTrainer", beta=0.1), "win_rate": True},
+    "dpo, shuffled": _preference("DPOTrainer", beta=0.1, train_sampling_strategy="random"),
+    "dpo, wpo weights": _preference("DPOTrainer", beta=0.1, weighting=["wpo"]),
+    "dpo, confidence": _preference(
+        "DPOTrainer", beta=0.1, weighting=["confidence"], weighting_kwargs={"power": 4.0, "floor": 0.05}
+    ),
+    "ipo": _preference("IPOTrainer", 1e-5, beta=0.1),
+    "ipo, per token": _preference("IPOTrainer", 1e-3, beta=0.5, length_normalized=True),
+    "aot": _preference("AOTTrainer", beta=0.2),
+    "aot_paired": _preference("AOTPairedTrainer", beta=0.2),
+    "simpo": {**_preference("SimPOTrainer"), "reference_seed": None},
+    "orpo": {**_preference("ORPOTrainer"), "reference_seed": None},
+    "reward": _on_pairs("RewardTrainer"),
+    "reward, centred": _on_pairs("RewardTrainer", center_rewards_coefficient=0.01),
+    "reward, margins": _on_pairs("RewardTrainer", margin_column="avg_confidence"),
+    "grpo": _policy("grpo", 0.01, **_OFF_POLICY),
+    "grpo, kl in the loss": _policy("grpo", 0.002, beta=0.1),
+    "dr_grpo": _policy("dr_grpo", 0.2, **_OFF_POLICY),
+    "dapo": _policy("dapo", **_OFF_POLICY, epsilon_high=0.02),
+    "gspo": _policy("gspo", num_iterations=2, epsilon=1e-3, epsilon_high=2e-3),
+    "reinforce++ baseline": _policy("reinforce_plus_plus_baseline", 0.01, **_OFF_POLICY),
+    "rloo, kl in the reward": _policy("rloo", 0.005, beta=0.1),
+    "dr_grpo, kl in the loss": _policy("dr_grpo", 0.1, **_OFF_POLICY, beta=0.1),
+    "grpo, kl over tokens": _policy("grpo", 0.002, **_OFF_POLICY, beta=0.2, kl_aggregation="token_mean"),
+    "opo": _policy("opo", 0.01),
+    "vespo": _policy(f"{OWN_RECIPES}/vespo.py:vespo", 0.01, num_iterations=2),
+    "sapo": _policy("sapo", 0.01, num_iterations=2),
+    "remax": _policy("remax", 0.002, num_generations=2),
+    # With two processes of four, the group of eight straddles them.
+    "grpo, one group": _policy("grpo", 0.01, **_OFF_POLICY, num_generations=8, aggregation="token_mean"),
+    # Three groups, the second of which lies on both processes.
+    "dapo, resampled": {
+        **_policy("dapo", 0.01, beta=0.1, num_iterations=2, overlong_share=0.5, resample_groups=8),
+        "rewards": ["at_odd_rows"],
+        "scale": 2,
+    },
+    # All rewards of row2, in the second rollout, are NaN: its update is skipped.
+    "grpo, a reward not finite": {**_policy("grpo", 0.01, **_OFF_POLICY), "rewards": ["not_a_number"]},
+    "ppo, shared": _ppo("shared"),
+    "ppo, separate": _ppo("separate"),
+    "online": _online(),
+    "online, all pairs": _online(pairs="all", loss="ipo"),
+    "online, aot": _online(pairs="all", loss="aot", beta=0.2),
+    "online, replay": _online(loss="ipo", **REPLAY),
+    "online, replay weights": _online(**REPLAY, replay_weights="sequence", pairs="all"),
+    "online, replay, temperature": _online(**REPLAY, replay_weights="sequence", temperature=0.5),
+    "online, replay, aot": _online(**REPLAY, replay_weights="length_normalized", loss="aot", beta=0.2),
+    "sft": _on_pairs("SFTTrainer"),
+    "sft, whole texts": _on_pairs("SFTTrainer", completion_only_loss=False),
+}
+# TRL's own trainers where what they do depends on the split, by which the measure is seen to measure something.
+STOCK: dict[str, dict] = {
+    "trl: aot_unpaired": _preference("trl.DPOTrainer", beta=0.2, loss_type=["aot_unpaired"]),
+    "trl: grpo, bnpo": {
+        "trainer": "trl.GRPOTrainer",
+        "args": {"loss_type": "bnpo", "learning_rate": 0.05, "num_iterations": 2, "epsilon": 0.01},
+    },
+}
+CASES |= STOCK
+
+
+def specification(name: str, split: str, models: Path) -> dict:
+    """Of a case for `train_once.complete`; `models` holds the tiny model, and the policy made of it."""
+    processes, rows, accumulation, budget = SPLITS[split]
+    case = dict(CASES[name])
+    batch = int(BATCH * case.pop("scale", 1))
+    args = {**case["args"], "optim": "sgd", "max_steps": STEPS, "gradient_accumulation_steps": accumulation}
+    args["per_device_train_batch_size"] = args["per_device_eval_batch_size"] = batch // processes // accumulation
+    if budget != "off":
+        args["tokens_per_pass"] = budget
+    spec = {**case, "model": str(models / "model"), "args": args}
+    if {"GRPOTrainer", "PolicyTrainer", "PPOTrainer", "OnlinePreferenceTrainer"} & {case["trainer"].split(".")[-1]}:
+        # A group must fit into an evaluation batch.
+        args["per_device_eval_batch_size"] = batch // processes
+        if args.get("value_model") == "separate":
+            args["value_model_name_or_path"] = str(models / "policy")
+        # Four prompts or more, of which whole batches are made.
+        groups = batch // args.get("num_generations", 4)
+        held_out = rollout_once.prompts(8)[-math.ceil(4 / groups) * groups :]
+        policy = {"model": str(models / "policy"), "fixed": True, "perturb": 1, "prompts": 16}
+        return {**spec, **policy, "held_out": held_out}
+    return {**spec, "pairs": STEPS * BATCH, "held_out": pairs(BATCH, seed=99)}
+
+
+# ---- What two runs differ by ----
+
+
+def metric_differences(run: Run, expected: Run) -> dict[str, float]:
+    """Largest difference of each logged and each held-out figure, relative to the larger of the two.
+
+    Or to 0.01 where both are smaller: a policy's loss is a sum of much larger terms that cancel.
+    """
+    largest: dict[str, float] = {}
+    for entry, other in zip([*run.logs, run.evaluation], [*expected.logs, expected.evaluation], strict=True):
+        for key in entry.keys() | other.keys():
+            if any(part in key for part in NOT_COMPARED):
+                continue
+            values = entry.get(key), other.get(key)
+            difference = math.inf if None in values else abs(values[0] - values[1])
+            scale = max(1e-2, *(abs(value) for value in values if value is not None))
+            largest[key] = max(largest.get(key, 0.0), difference / scale)
+    return largest
+
 
 OWN = [name for name in CASES if name not in STOCK]
 # Not your own losses, and not sampled pairs.
@@ -31,94 +172,73 @@ pytestmark = pytest.mark.usefixtures("registries_as_before", "own_tables")
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models")
-    save_models(folder)
-    return folder
+def run(tmp_path_factory, request):
+    """A function that trains a case under a split, each only once; those on two processes in launches of many."""
+    models, known = tmp_path_factory.mktemp("models"), {}
+    save_tiny_model(models / "model")
+    rollout_once.save_policy(str(models / "model"), models / "policy")
 
-
-@pytest.fixture(scope="module")
-def alone(models, tmp_path_factory):
-    """A function that trains a case in this process under a split, each only once."""
-    known = {}
-
-    def of(name: str, split: str):
-        if (name, split) not in known:
-            folder = tmp_path_factory.mktemp("alone")
-            (known[name, split],) = run_all([(name, "sgd", split)], folder, models).values()
+    def of(name: str, split: str) -> Run:
+        if (name, split) not in known and SPLITS[split][0] == 1:
+            known[name, split] = train_once.complete(
+                specification(name, split, models), tmp_path_factory.mktemp("run")
+            )
+        elif (name, split) not in known:
+            items = [item for item in request.session.items if item.module is request.module]
+            asked = [item.callspec.params for item in items if hasattr(item, "callspec")]
+            names = [params["name"] for params in asked if params.get("split") == split]
+            for start in range(0, len(names), PER_LAUNCH):
+                part = names[start : start + PER_LAUNCH]
+                specs = {each: specification(each, split, models) for each in part}
+                runs = train_once.train_under(None, specs, tmp_path_factory.mktemp("spread"))
+                known.update({(each, split): one for each, one in runs.items()})
         return known[name, split]
 
     return of
 
 
-def on_two_processes(test, split: str, models, tmp_path_factory, request):
-    """The cases that a test asks for on two processes by name, in few launches."""
-    items = [item for item in request.session.items if item.name.startswith(f"{test.__name__}[")]
-    names = [item.callspec.params["name"] for item in items]
-    runs = run_all([(name, "sgd", split) for name in names], tmp_path_factory.mktemp("spread"), models)
-    return {name: run for (name, *_), run in runs.items()}
+def marked(name: str, split: str):
+    marks = [] if name in FAST and SPLITS[split][0] == 1 else pytest.mark.slow
+    return pytest.param(name, split, marks=marks, id=f"{name}-{split}")
 
 
-@pytest.fixture(scope="module")
-def spread(models, tmp_path_factory, request):
-    return on_two_processes(test_processes_change_nothing, "2 x 2 x 2", models, tmp_path_factory, request)
-
-
-@pytest.fixture(scope="module")
-def spread_in_passes(models, tmp_path_factory, request):
-    test = test_token_budgets_on_processes_change_nothing
-    return on_two_processes(test, "2 x 1 x 4 in passes", models, tmp_path_factory, request)
-
-
-def check(name, run, whole) -> None:
+@pytest.mark.parametrize(
+    ("name", "split"),
+    [
+        marked(name, split)
+        for split, (*_, budget) in SPLITS.items()
+        for name in (OWN if budget == "off" else WITH_BUDGET)
+        if split != "1 x 8"
+    ],
+)
+def test_the_split_changes_nothing(name, split, run):
+    """Accumulated, on two processes, and in passes, of which there are fewer than micro-batches."""
+    split_run, whole = run(name, split), run(name, "1 x 8")
     # A column of the dataset, such as the confidence, reaches the trainer in float32.
-    assert update_difference(run, whole) < (1e-6 if "confidence" in name else 1e-9)
-    different = {name: value for name, value in metric_differences(run, whole).items() if value > 1e-7}
+    assert train_once.relative_difference(split_run.change, whole.change) < (1e-6 if "confidence" in name else 1e-9)
+    different = {name: value for name, value in metric_differences(split_run, whole).items() if value > 1e-7}
     assert not different
-    assert len(whole.logs) == 5 and len(whole.evaluation) > 4
+    assert len(whole.logs) == STEPS and len(whole.evaluation) > 4
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in FAST else pytest.mark.slow) for n in OWN])
-def test_accumulation_changes_nothing(name, alone):
-    check(name, alone(name, "1 x 2 x 4"), alone(name, "1 x 8"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", OWN)
-def test_processes_change_nothing(name, alone, spread):
-    check(name, spread[name], alone(name, "1 x 8"))
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in FAST else pytest.mark.slow) for n in WITH_BUDGET])
-def test_token_budgets_change_nothing(name, alone):
-    """Of four micro-batches, fewer passes are made."""
-    check(name, alone(name, "1 x 2 x 4 in passes"), alone(name, "1 x 8"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", WITH_BUDGET)
-def test_token_budgets_on_processes_change_nothing(name, alone, spread_in_passes):
-    check(name, spread_in_passes[name], alone(name, "1 x 8"))
-
-
-def test_the_cases_can_tell(alone):
+def test_the_cases_can_tell(run):
     """Lengths that differ, a win rate that is not 0, 1/2 or 1, rewards that vary: with less, all splits agree."""
-    logs = alone("dapo", "1 x 8").logs
+    logs = run("dapo", "1 x 8").logs
     assert logs[0]["completions/min_length"] < logs[0]["completions/max_length"]
     assert logs[0]["reward_std"] > 0.05
     assert max(entry["clip_ratio/region_mean"] for entry in logs) > 0.1
-    assert alone("dpo", "1 x 8").evaluation["win_rate"] not in (0.0, 0.5, 1.0)
-    skipped = [entry["skipped_updates"] for entry in alone("grpo, a reward not finite", "1 x 8").logs]
+    assert run("dpo", "1 x 8").evaluation["win_rate"] not in (0.0, 0.5, 1.0)
+    skipped = [entry["skipped_updates"] for entry in run("grpo, a reward not finite", "1 x 8").logs]
     assert skipped == [0, 0, 1, 2, 2]
-    shuffled = alone("dpo, shuffled", "1 x 8").logs
-    assert shuffled[0]["loss"] != pytest.approx(alone("dpo", "1 x 8").logs[0]["loss"], rel=1e-3)
+    shuffled = run("dpo, shuffled", "1 x 8").logs
+    assert shuffled[0]["loss"] != pytest.approx(run("dpo", "1 x 8").logs[0]["loss"], rel=1e-3)
 
 
 @pytest.mark.parametrize("name", ["trl: aot_unpaired", "trl: grpo, bnpo"])
-def test_the_measure_sees_a_dependence(name, alone):
+def test_the_measure_sees_a_dependence(name, run):
     """TRL sorts, and takes means over tokens, within a micro-batch."""
-    whole, split = alone(name, "1 x 8"), alone(name, "1 x 2 x 4")
-    assert update_difference(split, whole) > 0.05
+    whole, split = run(name, "1 x 8"), run(name, "1 x 2 x 4")
+    assert train_once.relative_difference(split.change, whole.change) > 0.05
 
 
 # ---- The pieces ----
@@ -188,52 +308,3 @@ def test_a_step_counts_once_however_many_micro_batches_it_has():
     add_step(trainer, (1.0, 2.0), (1.6, 8.0), name="loss")
     trainer.log({"eval_loss": 0.35, "eval_runtime": 7.0})
     assert trainer.logged[-1] == pytest.approx({"eval_loss": 0.26, "eval_runtime": 7.0})
-
-
-# ---- Held-out losses of objectives that see a whole batch ----
-
-
-@pytest.mark.parametrize(
-    "arguments", [{"loss": "aot"}, {"loss": "aot_paired"}, {"weighting": ["confidence"]}], ids=str
-)
-def test_held_out_loss_is_of_all_pairs_as_one_batch(arguments, tiny_model_path, tmp_path):
-    """Seven pairs in batches of three, of which none is sorted or normalised by itself; and the scores are let go."""
-    rows = pairs(7, seed=6)
-    spec = {"model": tiny_model_path, "reference_seed": 1, "reference_scale": 0.3}
-    spec["args"] = {"beta": 0.2, "per_device_eval_batch_size": 3, **arguments}
-    trainer = train_once.build(spec, str(tmp_path), eval_dataset=Dataset.from_list(rows))
-    models = [AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.float32) for _ in range(2)]
-    perturbed(models[1], seed=1, scale=0.3)
-    scores = independent_scores(trainer.processing_class, *(model.double() for model in models), rows)
-    scores.columns["avg_confidence"] = torch.tensor([row["avg_confidence"] for row in rows])
-    expected = trainer.objective(scores).mean().item()
-    apart = [trainer.objective(take(scores, part)).mean().item() for part in ([0, 1, 2], [3, 4, 5], [6])]
-    assert abs((3 * apart[0] + 3 * apart[1] + apart[2]) / 7 - expected) > 1e-3 * expected
-    for _ in range(2):
-        metrics = trainer.evaluate()
-        assert metrics["eval_loss"] == pytest.approx(expected, rel=1e-4)
-        assert trainer.state.log_history[-1]["eval_loss"] == metrics["eval_loss"]
-    assert trainer._held_out == []
-    # Accuracy is over pairs as well, where the mean of three batches' means would count the last pair three times.
-    accuracy = (scores.margin > 0).double().mean().item()
-    assert metrics["eval_rewards/accuracies"] == pytest.approx(accuracy)
-
-
-def take(scores: PreferenceScores, rows: list[int]) -> PreferenceScores:
-    return map_scores(lambda tensor: tensor[rows], scores)
-
-
-def test_held_out_loss_of_demonstrations_is_the_mean_over_their_tokens(tiny_model_path, tmp_path):
-    """Five completions of different lengths in batches of two, against one unpadded row at a time."""
-    rows = pairs(5, seed=3)
-    spec = {"trainer": "SFTTrainer", "model": tiny_model_path, "dtype": "float32", "rows": rows, "held_out": rows}
-    trainer = train_once.build({**spec, "args": {"per_device_eval_batch_size": 2}}, str(tmp_path))
-    metrics = trainer.evaluate()
-    plain = AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.float32).double()
-    ids = [token_ids(trainer.processing_class, row) for row in rows]
-    with torch.no_grad():
-        sums = [response_log_prob(plain, prompt, chosen).item() for prompt, chosen, _ in ids]
-    lengths = [len(chosen) for _, chosen, _ in ids]
-    assert metrics["eval_loss"] == pytest.approx(-sum(sums) / sum(lengths), rel=1e-5)
-    by_batch = [-sum(sums[i : i + 2]) / sum(lengths[i : i + 2]) for i in (0, 2, 4)]
-    assert (2 * by_batch[0] + 2 * by_batch[1] + by_batch[2]) / 5 != pytest.approx(metrics["eval_loss"], rel=1e-3)

@@ -6,13 +6,13 @@ from functools import partialmethod
 
 import pytest
 import torch
+from peft import LoraConfig
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 from torch.nn.attention import varlen
 
 from tests.support.packing import VOCABULARY, close, tiny_model, values_and_gradient, varlen_by_contract
-from tests.support.reward_once import lora
 from trl_ext import PreferenceConfig, PreferenceTrainer, load_benchmark
 from trl_ext.models import resolve_model_path
 from trl_ext.models.packing import share_prefixes, wrap
@@ -102,6 +102,7 @@ def test_gradients_are_those_of_padded_passes(architecture, checkpointing, kinds
 
 def test_a_trainer_with_adapters_and_a_reference(graphs, tmp_path):
     """The adapters are switched off for the reference: DPO logs what it logs without compiled layers."""
+    adapter = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
     logs = []
     for compiles in (True, False):
         args = {"max_steps": 3, "eval_strategy": "steps", "eval_steps": 3, "logging_steps": 1, "learning_rate": 1e-2}
@@ -110,9 +111,7 @@ def test_a_trainer_with_adapters_and_a_reference(graphs, tmp_path):
         rows = load_benchmark("toy")["train_prefs"].select(range(16))
         torch.manual_seed(0)
         datasets = {"train_dataset": rows, "eval_dataset": rows.select(range(8))}
-        trainer = PreferenceTrainer(
-            resolve_model_path("toy"), args=config, peft_config=lora(task_type="CAUSAL_LM"), **datasets
-        )
+        trainer = PreferenceTrainer(resolve_model_path("toy"), args=config, peft_config=adapter, **datasets)
         trainer.train()
         assert trainer.packing.compiles == compiles
         logs.append([row for row in trainer.state.log_history if "loss" in row or "eval_loss" in row])

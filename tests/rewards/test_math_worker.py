@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import resource
-import signal
 import subprocess
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from tests.support import REPOSITORY
-from trl_ext.rewards import math_worker
 from trl_ext.rewards.math_worker import MathWorker
 
 
@@ -36,7 +33,7 @@ def test_a_question_without_end_ends_at_the_limit(worker):
     """Hours for a computer algebra system; asked past the checks that come before it."""
     assert worker.verify("2/4", r"\frac{1}{2}") is True
     process, start = worker.process, seconds_of_children()
-    assert worker.verify("(x+y+z+w)^{9999}=1", "(x+y+z+w)^{9998}(x+y+z+w+0.5)=1") is False
+    assert worker.verify("9^{9^{9^{9}}}", "9^{9^{9^{9}}}+1") is False
     assert process.poll() is not None and seconds_of_children() - start < 5
     assert worker.verify("2/4", r"\frac{1}{3}") is False and worker.verify("2/4", r"\frac{1}{2}") is True
     assert worker.started == 2
@@ -45,6 +42,7 @@ def test_a_question_without_end_ends_at_the_limit(worker):
 # In place of math-verify: what a question of each kind would do to the process, without the wait for it.
 STUB = """
 import dataclasses
+import sympy
 @dataclasses.dataclass
 class Normalization:
     units: bool = True
@@ -52,18 +50,15 @@ class Normalization:
 class LatexExtractionConfig:
     normalization_config: Normalization = dataclasses.field(default_factory=Normalization)
 def parse(text, **settings):
-    return [text]
-def verify(truth, answer, **settings):
-    (truth,), (answer,) = truth, answer
     print("0")
-    if "memory" in answer:
+    if "memory" in text:
         bytearray(1 << 31)
-    if "C code" in answer:
+    if "C code" in text:
         sum(range(10 ** 12))
-    if "crash" in answer:
+    if "crash" in text:
         import os
         os.abort()
-    return truth == answer
+    return [sympy.Symbol(text)]
 """
 
 
@@ -105,26 +100,6 @@ def test_a_killed_process_is_replaced_and_none_is_left(worker):
     worker.close()
     with pytest.raises(ProcessLookupError):
         os.kill(second, 0)
-
-
-@pytest.mark.parametrize("kills", [1, 2])
-def test_a_question_that_was_killed_from_outside_is_asked_once_more(kills, worker, monkeypatch):
-    """Killed while it answers, as by the out-of-memory killer; the second time there is no verdict to remember."""
-    monkeypatch.setattr(math_worker, "_worker", worker)
-    math_worker._verdict.cache_clear()
-    start = worker._start
-
-    def start_and_kill() -> None:
-        start()
-        if worker.started <= kills:
-            worker.process.send_signal(signal.SIGSTOP)
-            threading.Timer(0.2, worker.process.kill).start()
-
-    monkeypatch.setattr(worker, "_start", start_and_kill)
-    if kills == 2:
-        assert math_worker.verify_in_worker("2/4", "1/2") is False
-    assert math_worker.verify_in_worker("2/4", "1/2") is True
-    assert worker.started == kills + 1
 
 
 SCRIPT = """

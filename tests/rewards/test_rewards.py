@@ -190,13 +190,6 @@ def test_that_ends_do_not_show_is_said_once(folders, tmp_path, caplog):
     assert len(lines()) == 1
 
 
-def test_limits_are_those_of_training(folders, tmp_path):
-    assert RewardModel(folders["full"]).limits == {"max_prompt_tokens": 512, "max_response_tokens": 512}
-    text = '{"max_prompt_tokens": null, "max_response_tokens": 5}'
-    unlimited = with_limits(folders["full"], tmp_path / "unlimited", text)
-    assert RewardModel(unlimited).limits == {"max_prompt_tokens": None, "max_response_tokens": 5}
-
-
 def test_loading_is_lazy_idempotent_and_draws_no_random_numbers(folders):
     for kind in ("adapter", "full"):
         before = torch.get_rng_state()
@@ -223,8 +216,7 @@ def test_scores_in_bfloat16_are_not_rounded_to_it(kind, folders):
 
 def test_what_it_says_of_itself(tiny_model_path, folders, tmp_path):
     adapter, full = RewardModel(folders["adapter"]), RewardModel(folders["full"], name="helpfulness")
-    assert (adapter.is_adapter, adapter.base_name_or_path) == (True, tiny_model_path)
-    assert (full.is_adapter, full.base_name_or_path) == (False, None)
+    assert adapter.adapter.base == tiny_model_path and full.adapter is None
     assert (adapter.name, adapter.__name__) == ("adapter-run", "adapter-run")
     assert (full.name, full.__name__) == ("helpfulness", "helpfulness")
     for inside, name in (("run/best", "run-best"), ("run/checkpoint-50", "run-checkpoint-50"), ("run/rm", "rm")):
@@ -247,7 +239,7 @@ def test_a_base_that_has_moved(tiny_model_path, tmp_path):
     with pytest.raises(FileNotFoundError, match="its base .*base is not on this machine; say with base= where it is"):
         RewardModel(folder)
     moved = RewardModel(folder, base=str(tmp_path / "moved"))
-    assert moved.base_name_or_path == str(tmp_path / "moved")
+    assert moved.adapter.base == str(tmp_path / "moved")
     assert torch.equal(moved.score(PROMPTS, COMPLETIONS), expected)
     policy = load_policy(str(tmp_path / "moved"))
     shared = RewardModel(folder, base=str(tmp_path / "moved")).share(SharedBackbone(policy))
@@ -294,7 +286,7 @@ def no_reward_models(tmp_path: Path, folders: dict[str, str], base: str) -> dict
             "no model folder '.*nowhere': give a folder, .*; recipes/reward_model.py trains a reward model",
         ),
         "no such hub name": (lambda: "nobody/no-such-reward-model", "no reward model 'nobody/no-such-reward-model'"),
-        "empty": (empty, "neither config.json nor adapter_config.json: no saved model$"),
+        "empty": (empty, "holds no config.json: it is not a saved model"),
         "no head": (with_head, "no score head, so the scores would be random"),
         "not LoRA": (lambda: copy("adapter", peft_type="IA3"), "peft_type is IA3; only LoRA"),
         "no base": (
@@ -365,7 +357,7 @@ def test_share_or_load(tiny_model_path, folders, tmp_path):
     assert models[0].backbone is models[2].backbone
     assert copies(models, policy) == 3
     check(models)
-    assert share_or_load(models, policy)[0] == "adapter-run: where it was, on a shared backbone"
+    assert share_or_load(models, policy)[0] == f"adapter-run: on a shared backbone, {tiny_model_path}"
 
     models = [RewardModel(path) for path in paths]
     lines = share_or_load(models, policy, policy_reason="the policy is sharded by an engine")

@@ -97,14 +97,11 @@ def test_box_with_escaped_braces():
     assert last_boxed(r"so \boxed{\left\{ 1 \right.} indeed }") == r"\left\{ 1 \right."
 
 
-@pytest.mark.parametrize("fast", [True, False])
-def test_corpus(fast):
-    """One process serves all of it, without reaching a limit; what is correct in form is correct in any form."""
+def test_corpus():
+    """One process serves all of it, without reaching a limit."""
     started = _worker.started
     for case in CORPUS:
-        expected = case["verdict"] if fast else case.get("with_math_verify", case["verdict"])
-        assert is_correct(case["answer"], case["truth"], fast=fast) is expected, case
-        assert expected or not case["verdict"]
+        assert is_correct(case["answer"], case["truth"]) is case["verdict"], case
     assert _worker.started - started <= 1
 
 
@@ -165,17 +162,15 @@ HOSTILE = {
 def test_hostile_answers_are_refused_quickly(answer):
     """Some milliseconds each in this process; a second leaves room for a machine under load."""
     started, begin = _worker.started, time.process_time()
-    for fast in (True, False):
-        assert not r1_zero_reward(TAGGED.format(answer), "77", fast=fast)["reward"]
-        assert not question_only_reward(f"\\boxed{{{answer}}}", r"\frac{77}{5}", fast=fast)["reward"]
+    assert not r1_zero_reward(TAGGED.format(answer), "77")["reward"]
+    assert not question_only_reward(f"\\boxed{{{answer}}}", r"\frac{77}{5}")["reward"]
     assert time.process_time() - begin < 1
     assert _worker.started - started <= 1
 
 
 def test_as_a_reward_function_of_trl():
     """Correct, wrong, no form: the means of format and answer are 2/3 and 1/3."""
-    reward = VerifiedReward("r1_zero", truth_column="truth", name="math")
-    assert reward.__name__ == "math"
+    reward = VerifiedReward("r1_zero", truth_column="truth")
     texts = [TAGGED.format("5"), TAGGED.format("6"), "5"]
     columns, metrics = {}, {}
     rewards = reward(
@@ -188,13 +183,13 @@ def test_as_a_reward_function_of_trl():
         log_metric=metrics.__setitem__,
     )
     assert rewards == [1.0, 0.0, 0.0]
-    assert columns == {"reward/math/format": [1.0, 1.0, 0.0], "reward/math/answer": [1.0, 0.0, 0.0]}
-    assert metrics == {"rewards/math/format": pytest.approx(2 / 3), "rewards/math/answer": pytest.approx(1 / 3)}
+    assert columns == {"reward/r1_zero/format": [1.0, 1.0, 0.0], "reward/r1_zero/answer": [1.0, 0.0, 0.0]}
+    assert metrics == {f"rewards/r1_zero/{part}": pytest.approx(n / 3) for part, n in (("format", 2), ("answer", 1))}
     messages = [[{"role": "assistant", "content": text}] for text in texts]
     messages[0][0]["content"] = [{"type": "text", "text": texts[0]}]
     copy = pickle.loads(pickle.dumps(reward))
     assert copy(prompts=[[]] * 3, completions=messages, truth=["5"] * 3) == [1.0, 0.0, 0.0]
-    assert copy.__name__ == "math"
+    assert copy.__name__ == "r1_zero"
 
 
 def test_reward_functions_say_where_the_data_is_wrong():
@@ -221,8 +216,8 @@ def test_reward_functions_say_where_the_data_is_wrong():
 def test_countdown(answer, expected):
     assert parts(countdown_reward(TAGGED.format(answer), [25, 5, 3, 1], 80)) == expected
     assert parts(countdown_reward(answer, [25, 5, 3, 1], 80)) == (0, 0, 0)
-    reward = VerifiedReward("countdown", truth_column="target", numbers_column="nums")
-    given = {"target": [80], "nums": [[25, 5, 3, 1]]}
+    reward = VerifiedReward("countdown", truth_column="target")
+    given = {"target": [80], "numbers": [[25, 5, 3, 1]]}
     assert reward(prompts=["p"], completions=[TAGGED.format(answer)], **given) == [expected[2]]
 
 
@@ -350,19 +345,16 @@ def test_the_last_number_is_graded_as_the_labels_say(solutions):
     assert disagreements(solutions, lambda text, truth: gsm8k_reward(text, truth)["reward"]) == []
 
 
-@pytest.mark.parametrize("fast", [True, False])
-def test_answers_in_a_box_and_in_tags_are_graded_as_the_labels_say(solutions, fast):
+def test_answers_in_a_box_and_in_tags_are_graded_as_the_labels_say(solutions):
     """Answers are spelled `18`, `18.0`, `2,125`, `-3`, `1/5`, `-1.8 billion` or `10+John's age`."""
 
     def boxed(text: str, truth: str) -> float:
         reasoning, mark, answer = text.rpartition("A: ")
-        return question_only_reward(rf"{reasoning}\boxed{{{answer}}}" if mark else text, truth, fast=fast)["reward"]
+        return question_only_reward(rf"{reasoning}\boxed{{{answer}}}" if mark else text, truth)["reward"]
 
     def tagged(text: str, truth: str) -> float:
         reasoning, mark, answer = text.rpartition("A: ")
-        return r1_zero_reward(f"{reasoning}</think> <answer>{answer}</answer>" * bool(mark), truth, fast=fast)[
-            "reward"
-        ]
+        return r1_zero_reward(f"{reasoning}</think> <answer>{answer}</answer>" * bool(mark), truth)["reward"]
 
     assert disagreements(solutions, boxed) == []
     assert disagreements(solutions, tagged) == []

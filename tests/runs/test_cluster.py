@@ -25,7 +25,6 @@ STAND_INS = {
 nodes=$(sed -E 's/.*--nodes ([0-9]+).*/\\1/' <<<"$*")
 while [[ $1 == --* ]]; do case $1 in *=*) shift ;; *) shift 2 ;; esac; done
 if [[ $1 == bash ]]; then exec sleep 30; fi
-printf '%s' "${SRUN_CPUS_PER_TASK-unset}" >cores
 SLURM_NODEID=$((nodes - 1)) exec "$@"
 """,
     "scontrol": """if [[ $1 == show ]]; then printf '%s\\n' ${3//,/ }; fi""",
@@ -62,14 +61,6 @@ def values(arguments: list[str], *flags: str) -> tuple[str, ...]:
     return tuple(arguments[arguments.index(f"--{flag}") + 1] for flag in flags)
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_scripts_are_valid_and_jobs_are_told_ahead_and_may_be_requeued(name):
-    assert subprocess.run(["bash", "-n", SLURM / name]).returncode == 0 and os.access(SLURM / name, os.X_OK)
-    options = {line.split()[1] for line in (SLURM / name).read_text().splitlines() if line.startswith("#SBATCH")}
-    wanted = {"--signal=TERM@300", "--requeue", "--open-mode=append", "--ntasks-per-node=1"}
-    assert name == "node.sh" or wanted <= options
-
-
 @pytest.mark.parametrize("engine", ["fsdp2", "zero3", "multi_node"])
 def test_every_node_launches_the_recipe(engine, cluster):
     """3 nodes of 4 GPUs, of which this is the last; the first is named; a port from the job's number."""
@@ -86,14 +77,6 @@ def test_every_node_launches_the_recipe(engine, cluster):
     assert (arguments.num_machines, arguments.num_processes, arguments.machine_rank) == (3, 12, 2)
     assert (arguments.main_process_ip, arguments.main_process_port) == ("a", 21007)
     assert (arguments.use_deepspeed, arguments.use_fsdp) == (engine == "zero3", engine == "fsdp2")
-
-
-@pytest.mark.parametrize("script", SCRIPTS[1:])
-@pytest.mark.parametrize(("given", "taken"), [("32", "32"), ("", "unset")])
-def test_a_task_has_the_cores_of_the_job(script, given, taken, cluster, tmp_path):
-    """srun does not take --cpus-per-task from the job since SLURM 22.05, and refuses an empty number."""
-    cluster(script, "grpo", "runs/x", "org/model", SLURM_CPUS_PER_TASK=given)
-    assert (tmp_path / "cores").read_text() == taken
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,6 @@ from trl_ext.toy import MODEL_DIR
 CONFIGS = sorted((recipes.RECIPES / "configs").glob("**/*.yaml"))
 CONFIGS = [path for path in CONFIGS if path.parent.name != "compare" and not path.name.startswith("_")]
 COMMAND = re.compile(r"^# .*recipes/(\w+)\.py --config (\S+)$", re.MULTILINE)
-ACCELERATE_CONFIGS = sorted((REPOSITORY / "accelerate_configs").glob("*.yaml"))
 
 
 def recipe_of(path: Path) -> str:
@@ -108,21 +107,6 @@ def test_the_course_run_of_the_reward_model(monkeypatch):
     assert (training.load_best_model_at_end, training.metric_for_best_model) == (True, "accuracy")
     assert (training.max_prompt_tokens, training.max_response_tokens) == (700, 512)
     assert arguments.eval_split == "test_prefs" and arguments.selection_split is None
-
-
-@pytest.mark.parametrize("path", ACCELERATE_CONFIGS, ids=lambda path: path.stem)
-def test_accelerate_reads_its_configuration(path: Path):
-    from accelerate.commands.config.config_args import load_config_from_file
-
-    loaded = load_config_from_file(str(path))
-    expected = {"cpu": "NO", "single_gpu": "NO", "multi_gpu": "MULTI_GPU", "multi_node": "MULTI_GPU"}
-    expected |= {"fsdp2": "FSDP", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED"}
-    assert str(loaded.distributed_type).rpartition(".")[2] == expected[path.stem]
-    assert loaded.use_cpu is (path.stem == "cpu")
-    if path.stem.startswith("zero"):
-        assert loaded.deepspeed_config["zero_stage"] == int(path.stem[-1])
-    if path.stem == "fsdp2":
-        assert loaded.fsdp_config["fsdp_version"] == 2
 
 
 def test_the_course_runs_online(monkeypatch):

@@ -156,14 +156,19 @@ def check_against_loops(name, algorithm, options, has_token_advantages, seed):
 
 
 class Steps(TrainerCallback):
-    """Keeps the weights before each update, and its gradient."""
+    """Keeps all weights before each update, and the gradients of those that are trained, by name in float64."""
 
     def __init__(self):
         self.weights, self.gradients = [], []
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        self.weights.append({n: p.detach().clone() for n, p in model.named_parameters()})
-        self.gradients.append(torch.cat([p.grad.flatten() for _, p in model.named_parameters()]).double())
+        named = dict(model.named_parameters())
+        self.weights.append({name: weight.detach().clone().double() for name, weight in named.items()})
+        self.gradients.append({name: w.grad.double() for name, w in named.items() if w.requires_grad})
+
+    def gradient(self, step: int) -> torch.Tensor:
+        """Of all parameters of one update, [P]."""
+        return torch.cat([gradient.flatten() for gradient in self.gradients[step].values()])
 
 
 def model_in_float64(policy_path: str, weights: dict | None = None):

@@ -13,15 +13,11 @@ WORDS = ["axe", "banana", "beach", "black", "blue", "captain", "car", "carrot", 
 ANSWERS = {"win": "{0}, {0}, {0}.", "tie": "{0}, {0}.", "loss": "wrong", "empty": " "}
 
 
-def module_of(command: str) -> str:
-    return "trl_ext.evaluation.stages" if command == "stages" else f"public_eval.{command}"
-
-
 def run_command(capsys, command: str, *arguments) -> tuple[int, str, str]:
     """Run a command; returns its exit code, and what it wrote to standard output and error."""
     code = 0
     try:
-        importlib.import_module(module_of(command)).main([str(argument) for argument in arguments])
+        importlib.import_module(f"public_eval.{command}").main([str(argument) for argument in arguments])
     except SystemExit as end:
         code = end.code
     captured = capsys.readouterr()

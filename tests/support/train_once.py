@@ -218,15 +218,15 @@ def _whole(parameters: list, *, changed: bool = False):
     return deepspeed.zero.GatheredParameters(parameters, modifier_rank=0 if changed else None)
 
 
-def load_models(path: str) -> tuple:
-    """The tokenizer, the policy before training and the reference of `REFERENCE`, in float64."""
+def load_models(path: str, *, scale: float = REFERENCE["reference_scale"]) -> tuple:
+    """The tokenizer, the policy before training and the reference of `REFERENCE`, moved so far, in float64."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from tests.support.tiny import perturbed
 
     load = lambda: AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)  # noqa: E731
-    reference = perturbed(load(), seed=REFERENCE["reference_seed"], scale=REFERENCE["reference_scale"])
+    reference = perturbed(load(), seed=REFERENCE["reference_seed"], scale=scale)
     return AutoTokenizer.from_pretrained(path), load().double(), reference.double()
 
 
@@ -310,7 +310,7 @@ def _facts(trainer) -> dict[str, Any]:
     plugin = accelerator.state.deepspeed_plugin
     facts = {
         "processes": accelerator.num_processes,
-        "engine": engine_in_force(trainer.args).name,
+        "engine": engine_in_force(trainer.args),
         "in_force": accelerator.distributed_type.value,
         "zero_stage": None if plugin is None else plugin.zero_stage,
         "shards": sum(hasattr(parameter, "full_tensor") for parameter in trainer.model.parameters()),
@@ -376,12 +376,6 @@ def train_under(
         runs[name] = Run(**{**parts, "scores": parts["scores"].get("pairs")}, **told, folder=folder / name)
         assert runs[name].facts["processes"] == processes
     return runs
-
-
-def train_in_processes(specs: list[dict], processes: int, folder: Path) -> list[Run]:
-    """Complete each specification in turn in one launch of several processes on the CPU."""
-    named = {str(index): spec for index, spec in enumerate(specs)}
-    return list(train_under(None, named, folder, processes=processes).values())
 
 
 def main() -> None:

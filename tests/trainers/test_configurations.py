@@ -148,18 +148,6 @@ def test_the_table_of_defaults_is_that_of_the_classes(tmp_path):
     assert differing == set(documented)
 
 
-def test_the_defaults_of_ppo_are_the_papers(configure):
-    config = configure("PPOConfig", num_generations=None)
-    settings = config.build_algorithm().to_dict()
-    expected = {"algorithm": "ppo", "advantage": "gae", "ratio": "token", "surrogate": "clip", "epsilon": 0.2}
-    expected |= {"epsilon_high": 0.2, "aggregation": "token_mean", "beta": 0.05, "kl_estimator": "k1"}
-    expected["kl_in"] = "reward"
-    assert {name: settings[name] for name in expected} == expected
-    assert (config.num_generations, config.num_iterations, config.gamma, config.lam) == (1, 4, 1.0, 0.95)
-    assert (config.value_clip, config.value_coefficient, config.value_model) == (0.2, 0.1, "shared")
-    assert config.ddp_find_unused_parameters is False
-
-
 def test_beta_defaults_to_the_losses_own(configure):
     """Which is that of its function, or 0.1."""
     for name, beta in (("SimPOConfig", 2.0), ("AOTConfig", 0.01)):
@@ -167,9 +155,6 @@ def test_beta_defaults_to_the_losses_own(configure):
         assert configure(name, beta=0.7).beta == 0.7
     online = [configure("OnlinePreferenceConfig", loss=loss) for loss in ("ipo", "simpo")]
     assert [config.beta for config in online] == [0.1, 2.0]
-    objective = online[0].build_algorithm()
-    assert objective.describe().startswith("online ipo (beta 0.1, length_normalized False), pairs best_worst")
-    assert objective.to_dict()["loss"] == "ipo"
 
 
 # ---- Device ----
@@ -335,10 +320,8 @@ def test_json_and_objects_are_alike(configure):
             {"column": "avg_confidence", "power": 2, "floor": 0.3},
         ]
         assert objective.columns == ("avg_confidence",)
-    with torch.no_grad():
-        assert configure("SimPOConfig", gamma=1.0, loss_kwargs={"gamma": 1.0}).build_objective().loss_options == {
-            "gamma": 1.0
-        }
+    twice = configure("SimPOConfig", gamma=1.0, loss_kwargs={"gamma": 1.0})
+    assert twice.build_objective().loss_options == {"gamma": 1.0}
 
 
 @pytest.mark.parametrize("parser_class", [HfArgumentParser, TrlParser])

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM
 
 from tests.support import train_once
-from tests.support.tiny import pairs, perturbed, response_log_prob
+from tests.support.tiny import pairs, response_log_prob
 from tests.support.train_once import largest_difference, relative_difference, result
 from trl_ext.losses import kto
 
@@ -32,9 +31,7 @@ def test_loss_and_gradient(tiny_model_path, tmp_path):
     trainer.train()
     run = result(trainer)
 
-    model = AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.float64)
-    reference = perturbed(AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.float64), scale=0.02)
-    reference = reference.double()
+    _, model, reference = train_once.load_models(tiny_model_path, scale=0.02)
 
     def log_ratios(completions: list[list[int]]):
         both = zip(rows, completions, strict=True)

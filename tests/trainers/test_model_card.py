@@ -13,15 +13,13 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-import trl_ext
-import trl_ext.algorithms
 from tests.support import REPOSITORY, recipes
 from tests.support.tiny import save_tiny_model
 from tests.support.trl_private import describe_as
 from trl_ext import AOTTrainer
 from trl_ext.evaluation.reporting.tables import results_section
 from trl_ext.losses import PreferenceObjective  # noqa: F401  the losses register before a test copies their table
-from trl_ext.trainers.model_card import WritesModelCard, paper_of
+from trl_ext.trainers.model_card import WritesModelCard
 
 SECRET = "hf_abcdefghijklmnopqrstuvwxyz"
 
@@ -41,25 +39,6 @@ def stand_in(folder: Path, *, base: str = "org/base", **args) -> WritesModelCard
 
 def head_of(card: str) -> dict:
     return yaml.safe_load(card.split("---\n")[1])
-
-
-@pytest.mark.parametrize(
-    ("trainer", "given", "paper"),
-    [
-        ("AOTTrainer", {"loss": "aot"}, "2406.05882"),
-        ("PreferenceTrainer", {"loss": "simpo"}, "2405.14734"),
-        ("CDPOTrainer", {"loss": "cdpo"}, ""),
-        ("PolicyTrainer", {"algorithm": "dapo"}, "2503.14476"),
-        ("PPOTrainer", {"algorithm": "ppo"}, "1707.06347"),
-        ("KTOTrainer", {}, "2402.01306"),
-        ("ExpertIterationTrainer", {}, "1705.08439"),
-        ("RewardTrainer", {}, ""),
-    ],
-)
-def test_paper_is_the_methods(trainer, given, paper):
-    own = getattr(trl_ext, trainer)
-    found = paper_of(SimpleNamespace(_paper=own._paper, args=SimpleNamespace(**given)))
-    assert found.get("id", "") == paper
 
 
 def test_a_notebooks_card_before_there_are_results(tmp_path):
@@ -102,18 +81,6 @@ def test_figures_have_their_intervals(tmp_path):
     # The recipe knows them better than the trainer.
     assert "org/other" in card and "org/base" not in card and "`toy`, which is embedded in trl_ext, 2000 pairs" in card
     assert f"trl-ext train aot --config {tmp_path.name}/config.yaml --output_dir {tmp_path.name}-again" in card
-
-
-def test_accuracies_of_reasoning_before_and_after():
-    def accuracy(mean: float) -> dict:
-        return {"accuracy": {"mean": mean, "low": mean - 0.1, "high": mean + 0.1, "n": 10}}
-
-    reasoning = {"before": {"greedy": accuracy(0.2)}, "after": {"greedy": accuracy(0.5)}}
-    gain = {"gain": {"mean": 0.3, "low": 0.1, "high": 0.5}}
-    card = results_section({"run": {}, "score": gain, "reasoning": reasoning})
-    assert r"| accuracy before, greedy | 0.200 \[0.100, 0.300\] |" in card
-    assert r"| gain in accuracy, sampled | 0.300 \[0.100, 0.500\] |" in card and "true score" not in card
-    assert r"| accuracy after, greedy | 0.500 \[0.400, 0.600\] |" in card
 
 
 def test_of_a_path_the_last_part_is_told(tmp_path):

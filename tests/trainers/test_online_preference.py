@@ -4,30 +4,26 @@ from __future__ import annotations
 
 import copy
 import itertools
-from types import SimpleNamespace
 
 import pytest
 import torch
-from accelerate import Accelerator
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-from trl.trainer.utils import add_fused_lm_head
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.support.float64 import float32_again
+from tests.support.naive_policy import Steps
 from tests.support.rollout_once import REPLAY, initial_model, online_preference_specification, prompts, thirds, train
 from tests.support.tiny import response_log_prob
 from tests.support.train_once import largest_difference, parameters, relative_difference, result
-from tests.support.trl_private import forget_accelerator, rollout_batches
+from tests.support.trl_private import rollout_batches
 from trl_ext import OnlinePreferenceConfig, OnlinePreferenceTrainer
 from trl_ext.evaluation.judging.protocol import JudgeError
 from trl_ext.losses import PreferenceObjective, PreferenceScores, aot, dpo, ipo, simpo
-from trl_ext.resilience.reward_guard import RewardError, RewardGuard
+from trl_ext.resilience.reward_guard import RewardGuard
 from trl_ext.rollouts.replay import importance_weights
 from trl_ext.trainers.online_preference import trainer as online_preference
 from trl_ext.trainers.online_preference.judge_rewards import JudgeRewards
 from trl_ext.trainers.online_preference.pairs import deal_pairs
 from trl_ext.trainers.online_preference.trainer import _ScoredPairs
-from trl_ext.trainers.policy.scoring import ScoringTemperature
 
 pytestmark = pytest.mark.usefixtures("in_float64")
 
@@ -181,33 +177,6 @@ def test_held_out_loss(loss, batch, temperature, policy_path, tmp_path):
     assert metrics["eval_pairs/count"] == batch // 4
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-@float32_again()
-def test_mixed_precision_is_that_of_the_policy_and_of_the_reference(temperature, policy_path):
-    """Models of equal weights score alike in bfloat16, the reference prepared earlier, as by TRL, the policy later."""
-    forget_accelerator()
-    try:
-        accelerator = Accelerator(cpu=True, mixed_precision="bf16")
-        policy, reference = (AutoModelForCausalLM.from_pretrained(policy_path, dtype=torch.float32) for _ in range(2))
-        for model in (policy, reference):
-            add_fused_lm_head(model, temperature=temperature, outputs=("log_probs",))
-        args = SimpleNamespace(cast_lm_head_to_fp32=False)
-        trainer = SimpleNamespace(temperature=temperature, model=policy, accelerator=accelerator, args=args)
-        trainer.ref_model = accelerator.prepare_model(reference, evaluation_mode=True)
-        ScoringTemperature(trainer)
-        ids = torch.arange(3, 27).view(2, 12)
-        models = (accelerator.prepare_model(policy).eval(), trainer.ref_model.eval())
-        with torch.no_grad():
-            own, other = (model(input_ids=ids, labels=ids, fused_lm_head=True).log_probs for model in models)
-            full = AutoModelForCausalLM.from_pretrained(policy_path, dtype=torch.float32).eval()
-            exact = full(input_ids=ids).logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
-    finally:
-        forget_accelerator()
-    assert own.dtype == other.dtype == torch.float32
-    assert torch.equal(own, other)
-    assert 0 < (own[..., -exact.size(1) :] - exact).abs().max() < 0.1, "bfloat16, at temperature 1"
-
-
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_importance_weights_are_of_the_distributions_that_are_sampled_from(
     accumulation, policy_path, tmp_path, monkeypatch
@@ -215,25 +184,21 @@ def test_importance_weights_are_of_the_distributions_that_are_sampled_from(
     """Responses are sampled at temperature 0.5: each pair's log-ratio is of the present policy at 0.5 to the one that
     sampled it at 0.5, in float64 without padding.
     """
-    seen, weights = [], []
+    seen, steps = [], Steps()
 
     def recording(log_ratio, *args, **kwargs):
         seen.append(log_ratio)
         return importance_weights(log_ratio, *args, **kwargs)
 
-    class Weights(TrainerCallback):
-        def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-            weights.append({name: weight.detach().clone() for name, weight in model.named_parameters()})
-
     monkeypatch.setattr(online_preference, "importance_weights", recording)
     settings = {"max_steps": 2, "learning_rate": 0.02, "temperature": 0.5, "replay_weights": "sequence", **REPLAY}
     split = {"per_device_train_batch_size": 16 // accumulation, "gradient_accumulation_steps": accumulation}
     spec = {**online_preference_specification(policy_path, **settings, **split), "prompts": 16}
-    trainer = train(spec, str(tmp_path), callbacks=[Weights()])
+    trainer = train(spec, str(tmp_path), callbacks=[steps])
     model = AutoModelForCausalLM.from_pretrained(policy_path, dtype=torch.float64)
 
     def log_prob(version: int, prompt: list[int], response: list[int]) -> float:
-        model.load_state_dict(weights[version])
+        model.load_state_dict(steps.weights[version])
         with torch.no_grad():
             logits = model(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1]
         return (logits / 0.5).log_softmax(-1).gather(1, torch.tensor(response)[:, None]).sum().item()
@@ -398,18 +363,6 @@ def guarded(error: Exception, mode: str, completions: list[str], **settings):
     judge, guard = Failing(error), RewardGuard(mode)
     function = guard.wrap(JudgeRewards(judge, lambda: 3, config))
     return function(prompts=["p"] * len(completions), completions=completions), guard, judge
-
-
-@pytest.mark.parametrize(
-    ("error", "message"),
-    [
-        (RuntimeError("HTTP 401"), "'failing' failed on the prompt 'p': RuntimeError: HTTP 401"),
-        (JudgeError("no verdict"), "'failing' failed on the prompt 'p': TooManyErrors: .* of 3 rows .*no verdict"),
-    ],
-)
-def test_a_judge_that_fails_stops_the_run_with_its_own_error(error, message):
-    with pytest.raises(RewardError, match=message):
-        guarded(error, "raise", ["c", "bad", "ab"])
 
 
 def test_a_judge_that_fails_where_errors_are_skipped(caplog):

@@ -152,7 +152,7 @@ def test_equals_plain_arithmetic(name, policy_path, tmp_path):
             total = total + beta * mean_over_tokens(divergences)
         total.backward()
         gradient = torch.cat([p.grad.flatten() for _, p in model.named_parameters()])
-        assert relative_difference(steps.gradients[step], gradient) < 1e-6
+        assert relative_difference(steps.gradient(step), gradient) < 1e-6
         assert trainer.state.log_history[step]["loss"] == pytest.approx(total.item(), rel=1e-6, abs=1e-7)
 
 
@@ -408,7 +408,7 @@ def test_the_last_update_of_an_epoch_is_the_mean_of_what_is_left(name, policy_pa
         sampler = model_in_float64(policy_path, steps.weights[0 if per_rollout == 3 else step])
         model = model_in_float64(policy_path, steps.weights[step])
         expected = sum(clipped_loss(model, sampler, batch, reduce) for batch in batches) / len(batches)
-        assert relative_difference(steps.gradients[step], gradient_of(model, expected)) < 1e-9
+        assert relative_difference(steps.gradient(step), gradient_of(model, expected)) < 1e-9
 
 
 def test_a_held_out_token_mean_is_of_all_tokens(policy_path, tmp_path):

@@ -236,24 +236,6 @@ def test_a_function_without_a_reward_leaves_the_others(policy_path, tmp_path):
     assert list(logged_samples(trainer)["advantages"]) == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
-@pytest.mark.parametrize("is_async", [False, True])
-def test_a_function_that_raises_is_named_with_the_rows_of_its_call(is_async, policy_path, tmp_path):
-    def judge(completion_ids, row_id, **_):
-        if "row1" in row_id:
-            raise KeyError("no answer")
-        return thirds(completion_ids)
-
-    async def judge_later(completion_ids, row_id, **_):
-        return judge(completion_ids, row_id)
-
-    function = judge_later if is_async else judge
-    with pytest.raises(RewardError) as caught:
-        train({"model": policy_path}, str(tmp_path), reward_funcs=[function])
-    expected = "failed on row_id 'row0', row_id 'row1': KeyError: 'no answer' (test_policy_trainer.py, line "
-    assert str(caught.value).startswith(f"the reward function {function.__name__!r} {expected}")
-    assert "--reward_errors skip" in str(caught.value)
-
-
 @pytest.mark.parametrize("returned", [None, ["good"] * 8, [[1.0]] * 8, [1.0] * 7, [float("nan")] * 9], ids=repr)
 def test_what_a_function_must_return(returned):
     """One number or None for each response; whatever else is refused with the function's name."""

@@ -11,8 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM
 
-from tests.support.naive_policy import rows_of
-from tests.support.ppo_once import Steps, move_value_head, of_kind, specification
+from tests.support.naive_policy import Steps, rows_of
 from tests.support.reward_adapters import load_adapter, load_base, plain_scores, save_adapter, save_full_model
 from tests.support.rollout_once import build, prompts, thirds, train
 from tests.support.tiny import build_tokenizer
@@ -20,6 +19,31 @@ from tests.support.train_once import largest_difference, parameters, relative_di
 from tests.support.trl_private import rollout_batches
 
 pytestmark = pytest.mark.usefixtures("in_float64")
+
+
+def specification(policy_path: str, *, args: dict | None = None, **rest) -> dict:
+    """Two updates on one rollout, one response to a prompt."""
+    defaults = {"num_generations": 1, "num_iterations": 2, "max_steps": 2, "learning_rate": 0.2}
+    return {"trainer": "PPOTrainer", "model": policy_path, "perturb": 1, "args": {**defaults, **(args or {})}, **rest}
+
+
+def move_value_head(trainer, scale: float = 0.3):
+    """Off zero, where values and their gradient would say little."""
+    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for name, weight in trainer.value_model.parameters().items():
+            if "value_head.trunk" not in name:
+                weight.copy_(scale * torch.randn(weight.shape, generator=generator, dtype=torch.float32))
+    return trainer
+
+
+def of_kind(kind: str, policy_path: str, args: dict | None = None, **rest) -> dict:
+    """With a value function, shared or separate, an adaptive KL coefficient, and four updates."""
+    args = {"value_model": kind, "kl_target": 0.5, "kl_horizon": 50, "value_learning_rate": 0.5, **(args or {})}
+    if kind == "separate":
+        args["value_model_name_or_path"] = policy_path
+    return specification(policy_path, args={"max_steps": 4, **args}, **rest)
+
 
 # ---- A plain computation: one response at a time, no padding, no adapters, sums by definition ----
 
@@ -243,29 +267,9 @@ def test_what_could_not_be_scored_takes_no_part_in_the_loss(kl_in, policy_path, 
     assert min(map(abs, expected)) > 0.01
 
 
-def some(completion_ids, row_id, **_):
-    return [None if row == "row2" else r for row, r in zip(row_id, thirds(completion_ids), strict=True)]
-
-
 def few(completion_ids, row_id, **_):
     kept = ("row0", "row3", "row4")
     return [r if row in kept else None for row, r in zip(row_id, thirds(completion_ids), strict=True)]
-
-
-def test_what_could_not_be_scored_is_left_out(policy_path, tmp_path):
-    """The responses to one prompt have no reward: they change neither statistics nor the value loss."""
-    spec = specification(policy_path, args={"beta": 0.0, "max_steps": 1}, fixed=True)
-    trainer = build(spec, str(tmp_path), reward_funcs=[some])
-    trainer.train()
-    batch = rollout_batches(trainer)[0]
-    counted, mask = batch["value_mask"].bool(), batch["completion_mask"].bool()
-    left_out = mask.any(1) & ~counted.any(1)
-    assert left_out.sum() == 1 and counted[~left_out].equal(mask[~left_out])
-    assert not batch["advantages"][left_out].any()
-    every = batch["advantages"][counted]
-    assert abs(every.mean().item()) < 1e-6 and every.std().item() == pytest.approx(1.0, abs=1e-5)
-    expected = (batch["returns"][counted] ** 2).sum().item() / 2 / counted.sum().item()
-    assert trainer.state.log_history[0]["value_loss"] == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["shared", "separate"])

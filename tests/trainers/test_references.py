@@ -98,12 +98,15 @@ def test_the_reference_is_a_copy_of_the_model_in_memory(name, change, tiny_model
     assert torch.equal(reference(input_ids=ids).logits, before)
 
 
-def test_a_model_that_earlier_trainers_trained_in_bfloat16(tiny_model_path, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "own"), [("PreferenceTrainer", {}), ("OnlinePreferenceTrainer", {"temperature": 0.7, "packing": "off"})]
+)
+def test_a_model_that_earlier_trainers_trained_in_bfloat16(name, own, tiny_model_path, tmp_path):
     """accelerate wraps its forward pass for each trainer; policy and reference must compute the same."""
-    model = AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.float32)
+    model, settings = AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.float32), TRAINERS[name]
     for number in range(3):
-        settings = {"loss": "dpo", "bf16": True}
-        log = first_log(build("PreferenceTrainer", model, tiny_model_path, tmp_path / str(number), settings))
+        trainer = build(name, model, tiny_model_path, tmp_path / str(number), {**settings, **own, "bf16": True})
+        log = first_log(trainer)
         assert log["loss"] == pytest.approx(math.log(2), abs=1e-6), number
 
 

@@ -10,11 +10,10 @@ from datasets import Dataset, DatasetDict
 from transformers import AutoTokenizer
 
 import trl_ext
-from tests.support.files import write_rows
 from tests.support.refusals import assert_refused
 from tests.support.rollout_once import DEFAULTS, OWN_RECIPES
 from trl_ext.models import resolve_model_path
-from trl_ext.runs.loading import ResponseArguments, load_rows
+from trl_ext.runs.loading import load_rows
 from trl_ext.trainers.context import (
     PAIRS,
     PROMPTS,
@@ -244,43 +243,12 @@ def test_wrong_reward_functions():
     assert as_reward_functions("math:sqrt") == [math.sqrt]
 
 
-def rows_of(path, *, train_split: str = "train_gen", **splits: str) -> SimpleNamespace:
-    """A recipe's arguments as far as `load_rows` reads them."""
-    given = {"dataset_name": str(path), "train_split": train_split, "skip_bad_rows": False, "eval_fraction": None}
-    return SimpleNamespace(**given, **splits)
-
-
 def test_one_file_is_the_split_to_train_on(tmp_path):
     path = tmp_path / "mine.jsonl"
     path.write_text('{"prompt": "p", "chosen": "c", "rejected": "r"}\n')
-    rows = load_rows(rows_of(path), 42)
+    given = SimpleNamespace(dataset_name=str(path), train_split="train_gen", skip_bad_rows=False)
+    rows = load_rows(given)
     assert list(rows) == ["train_gen"] and rows["train_gen"]["prompt"][:] == ["p"]
     path.rename(tmp_path / "test_gen.jsonl")
     with pytest.raises(ValueError, match="only test_gen.*--train_split"):
-        load_rows(rows_of(tmp_path), 42)
-
-
-def test_a_fraction_of_the_prompts_is_held_out(tmp_path, capsys):
-    """Of 20 prompts of two rows, 0.1: two prompts, which no training row has, in both held-out splits."""
-    path = tmp_path / "mine.jsonl"
-    rows = [{"prompt": f"p{n % 20}", "chosen": f"c{n}", "rejected": "r"} for n in range(40)]
-    write_rows(path, rows)
-    given = rows_of(path, train_split="train_prefs", eval_split="test_prefs", prompt_split="test_gen")
-    given.eval_fraction = 0.1
-    loaded = [load_rows(given, seed) for seed in (42, 42, 43)]
-    chosen = [{*splits["test_gen"]["prompt"]} for splits in loaded]
-    assert len(chosen[0]) == 2 and chosen[0] == chosen[1] != chosen[2]
-    assert "held out: 2 of 20 prompts, in 4 rows, as test_prefs and test_gen" in capsys.readouterr().out
-    for splits, prompts in zip(loaded, chosen, strict=True):
-        counts = {name: len(split) for name, split in splits.items()}
-        assert counts == {"train_prefs": 36, "test_prefs": 4, "test_gen": 2}
-        assert {*splits["test_prefs"]["prompt"]} == prompts
-        assert not prompts & {*splits["train_prefs"]["prompt"]}
-    given.eval_fraction = 0.01
-    with pytest.raises(ValueError, match="eval_fraction 0.01 holds out 0 of the 20 prompts"):
-        load_rows(given, 42)
-    given.dataset_name = "toy"
-    with pytest.raises(ValueError, match="eval_fraction makes the held-out rows, and test_prefs is there already"):
-        load_rows(given, 42)
-    with pytest.raises(ValueError, match="eval_fraction must lie between 0 and 1, got 10"):
-        ResponseArguments(eval_fraction=10)
+        load_rows(SimpleNamespace(**{**vars(given), "dataset_name": str(tmp_path)}))

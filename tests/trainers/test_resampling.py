@@ -13,7 +13,6 @@ from tests.support.rollout_once import build, prompts, train
 from tests.support.tiny import token_log_probs
 from tests.support.train_once import largest_difference, parameters, result
 from tests.support.trl_private import logged_metrics, logged_samples, score_rollout
-from trl_ext.rewards import ShapedReward
 from trl_ext.trainers.policy.resampling import fill_places, has_two_rewards
 
 pytestmark = pytest.mark.usefixtures("in_float64")
@@ -227,8 +226,6 @@ def test_the_update_is_that_of_the_kept_groups(policy_path, tmp_path):
 
 
 def test_what_resampling_cannot_use_is_refused(policy_path, tmp_path):
-    with pytest.raises(ValueError, match="resample_groups.*shaping"):
-        built(policy_path, tmp_path, ShapedReward(lengthy, [{"kind": "whiten", "ddof": 1}]))
     stream = IterableDataset.from_generator(lambda: iter(prompts(PROMPTS)))
     images = Dataset.from_list([{**row, "images": []} for row in prompts(PROMPTS)])
     for given in ({"train_dataset": stream}, {"train_dataset": images}, {"environment_factory": object}):

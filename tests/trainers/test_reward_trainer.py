@@ -8,16 +8,58 @@ import math
 import pytest
 import torch
 from datasets import IterableDataset
-from peft import PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from tests.support.reward_once import THREE_STEPS, build, lora, rows_with, scores_one_by_one, train
-from tests.support.tiny import pairs
+from tests.support import train_once
+from tests.support.tiny import pairs, token_ids
 from tests.support.train_once import DEFAULTS, largest_difference, parameters, relative_difference, result
 from trl_ext import RewardConfig, RewardTrainer
 from trl_ext.rewards import RewardModel
 from trl_ext.toy import MODEL_DIR
+
+THREE_STEPS = {"max_steps": 3, "gradient_accumulation_steps": 2, "learning_rate": 0.1}
+
+
+def lora(**options) -> LoraConfig:
+    # B is zero otherwise, and the first gradients of A with it.
+    options = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False, **options}
+    return LoraConfig(**options)
+
+
+def rows_with(count: int, seed: int = 0, **columns) -> list[dict]:
+    """Pairs with further columns, each `f(row) -> value`."""
+    return [{**row, **{name: f(row) for name, f in columns.items()}} for row in pairs(count, seed=seed)]
+
+
+def build(
+    model, folder, rows=None, *, stock=False, peft_config=None, eval_rows=None, processing_class=None, **arguments
+):
+    """A `RewardTrainer` on `rows`, eight pairs by default; TRL's if `stock`. `arguments` are its configuration's."""
+    spec = {"trainer": "trl.RewardTrainer" if stock else "RewardTrainer", "model": model, "dtype": None}
+    spec |= {} if rows is None else {"rows": rows}
+    spec |= {} if eval_rows is None else {"held_out": eval_rows}
+    given = {"peft_config": peft_config, "processing_class": processing_class}
+    return train_once.build({**spec, "args": arguments}, str(folder), **given)
+
+
+def train(*arguments, **keywords):
+    trainer = build(*arguments, **keywords)
+    trainer.train()
+    return trainer
+
+
+def scores_one_by_one(model, tokenizer, rows: list[dict]) -> list[tuple[float, float]]:
+    """Scores of both sides of each row, from the last token of one unpadded sequence at a time, in float64."""
+    model = model.double().eval()
+    scores = []
+    with torch.no_grad():
+        for row in rows:
+            prompt, chosen, rejected = token_ids(tokenizer, row)
+            scores.append(tuple(model(torch.tensor([prompt + side])).logits.item() for side in (chosen, rejected)))
+    return scores
+
 
 # ---- Equal to TRL ----
 
@@ -216,40 +258,6 @@ def test_a_head_on_a_bfloat16_base_is_trained_in_float32(bfloat16_on_the_cpu, ti
     saved = load_file(tmp_path / "adapter_model.safetensors")["base_model.model.score.weight"]
     assert saved.dtype == torch.float32 and torch.equal(saved, parameters(trainer)[head])
     assert not torch.equal(saved, saved.bfloat16().float())
-
-
-# ---- The best checkpoint ----
-
-
-FIGURES = {
-    "accuracy": (lambda margins: sum(m > 0 for m in margins) / 6, 1),
-    "margin": (lambda margins: sum(margins) / 6, 1),
-    "loss": (lambda margins: sum(math.log1p(math.exp(-m)) for m in margins) / 6, -1),
-}
-
-
-@pytest.mark.parametrize("metric", FIGURES)
-def test_the_best_checkpoint_by_scores_taken_singly(metric, tiny_model_path, tmp_path):
-    """Four steps with a checkpoint after each, whose figures on six other pairs follow from its files alone."""
-    rows = pairs(6, seed=8)
-    arguments = {"max_steps": 4, "learning_rate": 0.3, "per_device_train_batch_size": 4}
-    arguments |= {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
-    arguments |= {"load_best_model_at_end": True, "metric_for_best_model": metric}
-    trainer = build(tiny_model_path, tmp_path, eval_rows=rows, **arguments)
-    trainer.train()
-    figure, sign = FIGURES[metric]
-    expected = []
-    for step in (1, 2, 3, 4):
-        model = AutoModelForSequenceClassification.from_pretrained(tmp_path / f"checkpoint-{step}")
-        scores = scores_one_by_one(model, trainer.processing_class, rows)
-        expected.append(figure([chosen - rejected for chosen, rejected in scores]))
-    assert len(set(expected)) > 1, "checkpoints that are all alike show nothing"
-    logged = [entry[f"eval_{metric}"] for entry in trainer.state.log_history if f"eval_{metric}" in entry]
-    assert logged == pytest.approx(expected, rel=1e-4)
-    best = 1 + expected.index(max(expected, key=lambda value: sign * value))
-    assert trainer.state.best_model_checkpoint == str(tmp_path / f"checkpoint-{best}")
-    kept = load_file(tmp_path / f"checkpoint-{best}" / "model.safetensors")
-    assert largest_difference(parameters(trainer), kept) == 0.0
 
 
 # ---- Pairs as token ids ----

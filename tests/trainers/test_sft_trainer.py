@@ -16,10 +16,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.support import recipes
 from tests.support.files import read_rows
 from tests.support.tiny import response_log_prob
-from tests.support.train_once import DEFAULTS, largest_difference, parameters
+from tests.support.train_once import DEFAULTS
 from trl_ext import ExpertIterationConfig, ExpertIterationTrainer, SFTConfig, SFTTrainer
 from trl_ext.data.math import load_math, math_prompt
-from trl_ext.models import packing_of
 from trl_ext.rewards.verified import VerifiedGrader
 from trl_ext.rollouts import SamplingSettings, responses
 from trl_ext.toy import MODEL_DIR
@@ -77,20 +76,6 @@ def test_the_loss_is_the_mean_over_completion_tokens(tiny_model_path, tmp_path):
     trainer = trainer_of(tiny_model_path, tmp_path, ROWS)
     trainer.train()
     assert trainer.state.log_history[0]["loss"] == pytest.approx(total / tokens, rel=1e-4)
-
-
-def test_packed_passes_train_alike(tiny_model_path, tmp_path):
-    trained = {}
-    for share in (True, False):
-        trainer = trainer_of(tiny_model_path, tmp_path, ROWS, share_prefixes=share)
-        assert (packing_of(trainer.model) is not None) is share
-        trainer.train()
-        trained[share] = parameters(trainer)
-        if share:
-            assert trainer.packing.active and trainer.packing.packed_tokens < trainer.packing.padded_tokens
-    assert largest_difference(trained[True], trained[False]) < 1e-5
-    initial = load_file(Path(tiny_model_path) / "model.safetensors")
-    assert largest_difference(trained[True], initial) > 1e-3, "it trains"
 
 
 def test_long_rows_are_counted(tiny_model_path, tmp_path, caplog):
@@ -301,41 +286,19 @@ def check_a_run(run: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_out_of_time_ends_after_its_round(tmp_path, monkeypatch, capsys):
-    """A budget that is spent at once: of two rounds the first is finished, and with more hours the second, too."""
+def test_two_rounds_of_the_recipe(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    short = [*SHORT, "--max_per_question", "1"]
-    recipes.run(monkeypatch, "expert_iteration", *short, "--output_dir", "straight")
+    recipes.run(monkeypatch, "expert_iteration", *SHORT, "--max_per_question", "1", "--output_dir", "straight")
     check_a_run(tmp_path / "straight")
     assert "accuracy, sampled" in capsys.readouterr().out
-    recipes.run(monkeypatch, "expert_iteration", *short, "--output_dir", "broken", "--max_hours", "1e-7")
-    assert "stopped by --max_hours 1e-07 after 1 of 2 rounds" in capsys.readouterr().out
-    results = json.loads((tmp_path / "broken" / "results.json").read_text())["run"]
-    assert results["stopped_by_max_hours"] and results["sampled_responses"] == 80
-    assert results["objective"].startswith("expert iteration (1 round of 40 questions")
-    resume = ["--output_dir", "broken", "--resume_from_checkpoint", "--max_hours"]
-    with pytest.raises(SystemExit):
-        recipes.run(monkeypatch, "expert_iteration", *short, *resume, "1e-7")
-    assert "of its --max_hours 1e-07: give more" in capsys.readouterr().err
-    recipes.run(monkeypatch, "expert_iteration", *short, *resume, "1")
-    runs = [json.loads((tmp_path / name / "results.json").read_text())["run"] for name in ("straight", "broken")]
-    assert [run["sampled_responses"] for run in runs] == [160, 160] and not runs[1]["stopped_by_max_hours"]
-    assert same_weights(tmp_path / "straight", tmp_path / "broken")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (["--generation_temperature", "0"], "generation_temperature 0"),
-        # Answers in a box are asked for, which the embedded model never writes.
-        (["--reward", "question_only"], "none of 80 responses to 40 questions was correct"),
-    ],
-    ids=lambda value: "-".join(value)[-30:] if isinstance(value, list) else "",
-)
-def test_bad_input_is_one_line(arguments, expected, tmp_path, monkeypatch, capsys):
+def test_a_round_without_a_correct_response_is_one_line(tmp_path, monkeypatch, capsys):
+    """Answers in a box are asked for, which the embedded model never writes."""
     monkeypatch.chdir(tmp_path)
-    line = recipes.refused(monkeypatch, capsys, "expert_iteration", *SHORT, "--output_dir", "run", *arguments)
-    assert expected in line
+    arguments = [*SHORT, "--output_dir", "run", "--reward", "question_only"]
+    line = recipes.refused(monkeypatch, capsys, "expert_iteration", *arguments)
+    assert "none of 80 responses to 40 questions was correct" in line
 
 
 @pytest.mark.long

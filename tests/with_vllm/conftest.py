@@ -1,4 +1,4 @@
-"""vLLM's settings on a CPU, and the model that it runs."""
+"""vLLM's settings on a CPU, and the model that it runs. Without vLLM, the tests of this folder are skipped."""
 
 from __future__ import annotations
 
@@ -45,13 +45,18 @@ def engines_are_shut_down(monkeypatch):
         llm.llm_engine.engine_core.shutdown()
 
 
+def keep_weights(layer, remove_weight: bool) -> None:
+    """Replaces `dispatch_cpu_unquantized_gemm` of vLLM, which packs a layer's weights and loads no others later."""
+    from torch.nn.functional import linear
+
+    layer.cpu_linear = linear
+
+
 @pytest.fixture
 def colocated(monkeypatch) -> Callable[[str], None]:
     """Lets TRL load weights into a vLLM of this process; call it to choose the dtype, which TRL leaves to vLLM."""
     from trl.generation import vllm_generation
     from vllm.model_executor.layers import utils
-
-    from tests.with_vllm.weights import keep_weights
 
     monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", keep_weights)
     # TRL sets these. A later trainer in this process would take them for a launcher's.

@@ -8,9 +8,8 @@ __all__, __getattr__, __dir__ = lazy_names(
     __name__,
     {
         ".benchmark": "load_benchmark",
-        ".conversation": "encode_turn truncate_pair",
+        ".conversation": "encode_turn",
         ".math": "load_math load_prompt_template",
         ".packed_sft": "PackedSFTDataset",
-        ".schemas": "PreferenceRow PromptRow UnpairedRow",
     },
 )

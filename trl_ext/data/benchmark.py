@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trl_ext.data.rows import RawSplit, build_split, list_folder, read_jsonl, split_file
-from trl_ext.data.schemas import PromptRow, row_type
+from trl_ext.data.schemas import kind_of
 
 if TYPE_CHECKING:
     import datasets
@@ -37,8 +37,8 @@ def load_benchmark(
 
     Preference splits have the columns `row_id`, `prompt`, `chosen`, `rejected`, or, if their first row has a `label`,
     `row_id`, `prompt`, `completion`, `label`. Prompt splits have `row_id` and `prompt`. Texts are messages, or strings
-    if the source is in TRL's plain format (`PreferenceRow`, `UnpairedRow`, `PromptRow`). Other columns of strings,
-    numbers or booleans are kept if every row has them; others are dropped with a warning.
+    if the source is in TRL's plain format (`trl_ext.data.schemas.convert_row`). Other columns of strings, numbers or
+    booleans are kept if every row has them; others are dropped with a warning.
 
     Args:
         name_or_path: the source.
@@ -50,11 +50,10 @@ def load_benchmark(
         FileNotFoundError: the file, folder, split file or hub data set does not exist.
         ValueError: a split is empty or has bad rows; the message gives file, line, row_id and field of up to five.
     """
-    wanted = None if splits is None else [splits] if isinstance(splits, str) else list(splits)
-    raw = _read(name_or_path, wanted)
-
     from datasets import DatasetDict
 
+    wanted = None if splits is None else [splits] if isinstance(splits, str) else list(splits)
+    raw = _read(name_or_path, wanted)
     return DatasetDict(
         {
             name: build_split(split, pairs=_is_preference_split(name, split), skip_bad_rows=skip_bad_rows)
@@ -85,7 +84,7 @@ def _read(name_or_path: str | os.PathLike, wanted: list[str] | None) -> dict[str
 def _is_preference_split(name: str, split: RawSplit) -> bool:
     if name in KNOWN_SPLITS:
         return name.endswith("_prefs")
-    return split.row_type is not PromptRow
+    return split.kind != "prompt"
 
 
 def _read_folder(folder: Path, wanted: list[str] | None) -> dict[str, RawSplit]:
@@ -119,7 +118,7 @@ def _read_hub(name: str, wanted: list[str] | None) -> dict[str, RawSplit]:
     # `train`, `validation` and `test` are renamed according to their content.
     source_names = {}
     for split in source:
-        renamed = f"{split}_gen" if row_type(source[split].column_names) is PromptRow else f"{split}_prefs"
+        renamed = f"{split}_gen" if kind_of(source[split].column_names) == "prompt" else f"{split}_prefs"
         source_names[renamed if split in GENERIC_SPLITS and renamed not in source else split] = split
     names = [split for split in KNOWN_SPLITS if split in source_names] if wanted is None else wanted
     missing = [split for split in names if split not in source_names and split not in source]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from typing import Any
 
 Messages = list[dict[str, Any]]
@@ -37,6 +36,9 @@ def encode_turn(
         ValueError: the chat template does not render a conversation as its prompt followed by the response, or a limit
             is below 1.
     """
+    for name, limit in (("max_prompt_tokens", max_prompt_tokens), ("max_response_tokens", max_response_tokens)):
+        if limit is not None and limit < 1:
+            raise ValueError(f"{name} must be at least 1, got {limit}; pass None for no limit")
     if not isinstance(response, str) and len(response) != 1:
         raise ValueError(f"a response is one assistant message, got {len(response)} messages")
     text = response if isinstance(response, str) else response[0]["content"]
@@ -55,9 +57,9 @@ def encode_turn(
             turn = turn.removesuffix(_end_of_turn(tokenizer, prompt, template_kwargs or {}))
         prompt_ids = tokenizer(rendered, add_special_tokens=False, **warn_of_prompts)["input_ids"]
         response_ids = tokenizer(turn, add_special_tokens=False, **warn_of_responses)["input_ids"]
-    limits = {"max_prompt_tokens": max_prompt_tokens, "max_response_tokens": max_response_tokens}
-    prompt_ids, response_ids, _ = truncate_pair(prompt_ids, response_ids, [], **limits)
-    return prompt_ids, response_ids
+    # The end of a prompt holds the question that the response answers. A truncated response loses its end token, so it
+    # does not teach the model to stop there.
+    return prompt_ids[-(max_prompt_tokens or 0) :], response_ids[:max_response_tokens]
 
 
 def _render(tokenizer, prompt: Messages, response: Messages | str, text: str, options: dict) -> tuple[str, str]:
@@ -77,33 +79,6 @@ def _end_of_turn(tokenizer, prompt: Messages, options: dict) -> str:
     """What the chat template puts after a response: the common end of two responses without a common letter."""
     turns = [_render(tokenizer, prompt, text, text, options)[1] for text in ("a", "b")]
     return os.path.commonprefix([turn[::-1] for turn in turns])[::-1]
-
-
-def truncate_pair(
-    prompt_ids: Sequence[int],
-    chosen_ids: Sequence[int],
-    rejected_ids: Sequence[int],
-    *,
-    max_prompt_tokens: int | None = None,
-    max_response_tokens: int | None = None,
-) -> tuple[list[int], list[int], list[int]]:
-    """Keep the end of the prompt and the start of each response.
-
-    The end of a prompt holds the question that the response answers. A response that is cut loses its
-    end-of-sequence token, so it does not teach the model to stop there. Both responses share one limit.
-
-    A limit of None keeps all tokens. Returns the three lists of token ids, copied.
-
-    Raises:
-        ValueError: a limit is below 1.
-    """
-    for name, limit in (("max_prompt_tokens", max_prompt_tokens), ("max_response_tokens", max_response_tokens)):
-        if limit is not None and limit < 1:
-            raise ValueError(f"{name} must be at least 1, got {limit}; pass None for no limit")
-    prompt = list(prompt_ids)
-    if max_prompt_tokens is not None:
-        prompt = prompt[-max_prompt_tokens:]
-    return prompt, list(chosen_ids[:max_response_tokens]), list(rejected_ids[:max_response_tokens])
 
 
 def text_ids(tokenizer, text: str, **options: Any) -> list[int]:

@@ -1,9 +1,8 @@
 """Public data sets in this library's rows: `python -m trl_ext.data.formats IN OUT --format hh_rlhf`.
 
-Turns Dolly's records (instruction, context, response, category), HH-RLHF's pairs of transcripts and TRL's rows of
-prompt and completion, as `recipes/best_of_n.py --keep` writes them, into JSON lines that `load_benchmark` reads. With
-`--plain`, prompts are text in HH-RLHF's turns, for models such as GPT-2 that have no chat template; otherwise they are
-messages.
+Turns Dolly's records (instruction, context, response, category) and HH-RLHF's pairs of transcripts into JSON lines
+that `load_benchmark` reads. With `--plain`, prompts are text in HH-RLHF's turns, for models such as GPT-2 that have no
+chat template; otherwise they are messages.
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ def convert_file(
 
     Args:
         path: the file.
-        form: `dolly`, `hh_rlhf` or `prompt_completion`.
-        plain: prompts as text rather than messages; `prompt_completion` leaves them as they are.
+        form: `dolly` or `hh_rlhf`.
+        plain: prompts as text rather than messages.
         prompts: turn pairs into prompts, each once, with the chosen response as `reference_response_text`.
         skip_bad_rows: leave bad records out instead of raising ValueError.
     """
@@ -55,15 +54,6 @@ def convert_file(
             split.problems.append((line, str(error)))
     rows = list(build_split(split, pairs=form == "hh_rlhf", skip_bad_rows=skip_bad_rows))
     return _only_prompts(rows) if prompts and form == "hh_rlhf" else rows
-
-
-def _prompt_completion_row(record: Mapping[str, Any], plain: bool) -> Row:
-    """TRL's row of prompt and completion as a prompt with its response."""
-    row = dict(record)
-    completion = row.pop("completion", None)
-    if isinstance(completion, list) and len(completion) == 1:
-        (completion,) = (message.get("content") for message in completion)
-    return {**row, "reference_response_text": text_field({"completion": completion}, "completion")}
 
 
 def _dolly_row(record: Mapping[str, Any], plain: bool) -> Row:
@@ -117,7 +107,6 @@ def _only_prompts(rows: Sequence[Row]) -> list[Row]:
 FORMATS: dict[str, Callable[[Mapping[str, Any], bool], Row]] = {
     "dolly": _dolly_row,
     "hh_rlhf": _hh_rlhf_row,
-    "prompt_completion": _prompt_completion_row,
 }
 
 
@@ -126,20 +115,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m trl_ext.data.formats", description=__doc__)
     parser.add_argument("source", metavar="IN", help="JSON lines as the data set has them; .gz is decompressed")
     parser.add_argument("out", metavar="OUT", help="such as my_benchmark/train_prefs.jsonl; replaced")
-    parser.add_argument("--format", required=True, choices=sorted(FORMATS), help="of IN")
+    parser.add_argument("--format", dest="form", required=True, choices=sorted(FORMATS), help="of IN")
     parser.add_argument("--plain", action="store_true", help="prompts as text, for models without a chat template")
     parser.add_argument("--prompts", action="store_true", help="of pairs, the prompts alone, each once")
     parser.add_argument("--skip_bad_rows", action="store_true", help="leave bad rows out, and say how many and why")
-    given = parser.parse_args(arguments)
+    options = vars(parser.parse_args(arguments))
+    out = options.pop("out")
     try:
-        rows = convert_file(
-            given.source, given.format, plain=given.plain, prompts=given.prompts, skip_bad_rows=given.skip_bad_rows
-        )
-        write_json_lines(given.out, rows)
+        rows = convert_file(options.pop("source"), options.pop("form"), **options)
+        write_json_lines(out, rows)
     except (ValueError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         raise SystemExit(2) from None
-    print(f"{given.out}: {len(rows)} rows")
+    print(f"{out}: {len(rows)} rows")
 
 
 if __name__ == "__main__":

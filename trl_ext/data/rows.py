@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from trl_ext.data.schemas import PreferenceRow, PromptRow, UnpairedRow, row_type
+from trl_ext.data.schemas import COLUMNS, convert_row, kind_of
 from trl_ext.files import brief, existing_file, parse_json, read_json
 
 if TYPE_CHECKING:
@@ -22,9 +22,6 @@ logger = logging.getLogger(__name__)
 SHOWN_PROBLEMS = 5
 # Keeps messages readable: the content of a row cannot flood the screen.
 SHOWN_CHARACTERS = 320
-PROMPT_COLUMNS = ("row_id", "prompt")
-PREFERENCE_COLUMNS = ("row_id", "prompt", "chosen", "rejected")
-UNPAIRED_COLUMNS = ("row_id", "prompt", "completion", "label")
 # TRL infers the format of a data set from these columns, so a leftover column could mislead it.
 TRL_FORMAT_COLUMNS = {"prompt", "chosen", "rejected", "completion", "messages"}
 
@@ -40,9 +37,9 @@ class RawSplit:
     problems: list[tuple[int, str]] = field(default_factory=list)
 
     @property
-    def row_type(self) -> type[PreferenceRow] | type[UnpairedRow] | type[PromptRow]:
-        """The schema of the first row; that of prompts if there is no row."""
-        return row_type(self.rows[0][1] if self.rows else ())
+    def kind(self) -> str:
+        """The kind of the first row; that of prompts if there is no row."""
+        return kind_of(self.rows[0][1] if self.rows else ())
 
     def check(self, convert: Callable[[dict[str, Any]], dict[str, Any]]) -> list[dict[str, Any]]:
         """The rows as `convert` returns them, each with a `row_id`, by default `stem:position`.
@@ -58,9 +55,8 @@ class RawSplit:
                 if position_of_row_id.setdefault(row_id, position) != position:
                     raise ValueError(f"row_id: already used on {self.unit} {position_of_row_id[row_id]}")
             except ValueError as error:
-                message = first_error(error) if isinstance(error, ValidationError) else str(error)
                 given = "" if raw.get("row_id") is None else f"row_id {brief(row_id)}: "
-                self.problems.append((position, f"{given}{message}"))
+                self.problems.append((position, f"{given}{error}"))
             else:
                 checked.append({**row, "row_id": row_id})
         return checked
@@ -174,10 +170,8 @@ def build_split(split: RawSplit, *, pairs: bool, skip_bad_rows: bool) -> dataset
     total = len(split.rows) + len(split.problems)
     if total == 0:
         raise ValueError(f"{split.source}: empty; expected at least one row")
-    model, columns = (PreferenceRow, PREFERENCE_COLUMNS) if pairs else (PromptRow, PROMPT_COLUMNS)
-    if pairs and split.row_type is UnpairedRow:
-        model, columns = UnpairedRow, UNPAIRED_COLUMNS
-    rows = split.check(lambda raw: model.model_validate(raw).model_dump(exclude_none=True))
+    kind = "prompt" if not pairs else "labelled" if split.kind == "labelled" else "pair"
+    rows = split.check(lambda raw: convert_row(kind, raw))
     if split.problems and not (rows and skip_bad_rows):
         advice = "fix the data" if skip_bad_rows else "fix the data, or drop such rows with skip_bad_rows"
         raise ValueError(f"{split.describe()} ({advice})")
@@ -185,7 +179,7 @@ def build_split(split: RawSplit, *, pairs: bool, skip_bad_rows: bool) -> dataset
         logger.warning("%s (dropped of %d)", split.describe(), total)
     if len({type(row["prompt"]) for row in rows}) > 1:
         raise ValueError(f"{split.source}: some prompts are plain strings and others messages; give one kind")
-    return _to_dataset(split.source, rows, columns)
+    return _to_dataset(split.source, rows, COLUMNS[kind])
 
 
 def first_error(error: ValidationError) -> str:

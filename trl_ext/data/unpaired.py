@@ -25,10 +25,7 @@ def pairs_to_unpaired(dataset: Dataset, *, seed: int = 0) -> Dataset:
 
     for column in ("prompt", "chosen", "rejected"):
         if column not in dataset.column_names:
-            raise ValueError(
-                f"pairs have the columns prompt, chosen and rejected, and {column!r} is missing: the data has "
-                f"{', '.join(dataset.column_names)}"
-            )
+            raise ValueError(f"pairs: {column!r} is missing, and there are {', '.join(dataset.column_names)}")
     count = len(dataset)
     if not count:
         raise ValueError("the data holds no pairs to take apart")
@@ -37,11 +34,7 @@ def pairs_to_unpaired(dataset: Dataset, *, seed: int = 0) -> Dataset:
     half = count // 2
     rows = []
     for position, index in enumerate(order):
-        rows.append(_half(dataset[index], "chosen", label=True))
-        rows.append(_half(dataset[order[(position + half) % count]], "rejected", label=False))
+        for side, pair in (("chosen", dataset[index]), ("rejected", dataset[order[(position + half) % count]])):
+            kept = {name: value for name, value in pair.items() if name not in ("chosen", "rejected")}
+            rows.append({**kept, "completion": pair[side], "label": side == "chosen"})
     return Dataset.from_list(rows)
-
-
-def _half(row: dict, side: str, *, label: bool) -> dict:
-    kept = {name: value for name, value in row.items() if name not in ("chosen", "rejected")}
-    return {**kept, "completion": row[side], "label": label}

@@ -17,7 +17,6 @@ _NAMES_BY_MODULE = {
     ".comparing.tournament": "run_tournament",
     ".report": "write_report",
     ".reporting.plots": "plot_run",
-    ".stages": "compare_stages",
     ".statistics.human_labels": "prediction_powered",
     ".statistics.intervals": "mean_with_interval wilson_interval",
     ".statistics.length_control": "length_controlled_win_rate",

@@ -6,7 +6,7 @@ responses side by side. It also writes the tables as Markdown. It only reads fil
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ def write_report(
     *,
     max_prompts: int = MAX_PROMPTS,
     stages: Sequence[Table] = (),
-    pictures: Mapping[str, bytes] | None = None,
 ) -> dict[str, list[dict[str, Any]]]:
     """Write the report on runs as HTML, and its tables as Markdown.
 
@@ -35,7 +34,6 @@ def write_report(
         out: the HTML file; the Markdown file has the same name with `.md`. Both are replaced atomically.
         max_prompts: maximum number of prompts in the browser of generations; the page says how many are left out.
         stages: additional tables, which come first in both files.
-        pictures: PNG pictures by title, which follow these tables in the HTML.
 
     Returns:
         Rows of `policies` and `reward_models`, whose `figures` by title and `tasks` hold an `Estimate` each; of
@@ -49,7 +47,7 @@ def write_report(
     if out.suffix != ".html":
         raise ValueError(f"--out {out}: must end in .html, so that the Markdown beside it has a name of its own")
     runs, incomplete = find_runs([run_folders] if isinstance(run_folders, (str, Path)) else run_folders)
-    page = render_page(runs, incomplete, max_prompts=max_prompts, stages=stages, pictures=pictures)
+    page = render_page(runs, incomplete, max_prompts=max_prompts, stages=stages)
     write_text(out, page)
     write_text(out.with_suffix(".md"), render_markdown(runs, incomplete, stages))
     return summarize(runs, incomplete)

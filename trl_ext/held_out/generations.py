@@ -113,18 +113,18 @@ class GenerationEvaluation:
             samples = self._generate(policy, of_kl, 1.0, "policy samples", progress)
             policy_log_probs = recorded_log_probs(samples)
             if policy_log_probs is None:
-                policy_log_probs = self._score(policy, samples, "scoring under the policy", progress)
+                policy_log_probs = self._score(policy, samples)
         with base_policy(self.trainer) as base:
-            base_log_probs = self._score(base, samples, "scoring under the base", progress)
+            base_log_probs = self._score(base, samples)
         return own, approximate_kl(policy_log_probs, base_log_probs)
 
     def _is_base(self) -> bool:
         """Whether the policy gives the base's token log-probabilities to a response of the base, to the last bit."""
         first = self._base_generations[:1]
         with base_policy(self.trainer) as base:
-            [expected] = self._score(base, first, "", False)
+            [expected] = self._score(base, first)
         with trained_policy(self.trainer) as policy:
-            [found] = self._score(policy, first, "", False)
+            [found] = self._score(policy, first)
         # Last bits may differ between processes: all follow the first.
         return broadcast_object_list([torch.equal(expected, found)])[0]
 
@@ -135,17 +135,16 @@ class GenerationEvaluation:
         rows = self.prompts[:count]
         if count not in self._fixed_rewards:
             fixed = {"base": self._reward(rows, self._base_generations[:count])}
-            references = [row.get("reference_response_text") for row in rows]
-            if all(references):
-                fixed["reference"] = self._reward(rows, [self._as_generation(text) for text in references])
+            texts = [row.get("reference_response_text") for row in rows]
+            if all(texts):
+                tokenizer = self.trainer.processing_class
+                ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
+                ended = [[*own, tokenizer.eos_token_id] for own in ids]
+                references = [Generation([], own, text, finished=True) for own, text in zip(ended, texts, strict=True)]
+                fixed["reference"] = self._reward(rows, references)
             self._fixed_rewards[count] = fixed
         by_source = {"policy": self._reward(rows, own), **self._fixed_rewards[count]}
         return {name: {source: columns[name] for source, columns in by_source.items()} for name in by_source["policy"]}
-
-    def _as_generation(self, text: str) -> Generation:
-        tokenizer = self.trainer.processing_class
-        ids = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
-        return Generation([], ids, text, finished=True)
 
     def _reward(self, rows: list[dict], responses: list[Generation]) -> dict[str, list[float | None]]:
         def score(items: list[tuple[dict, Generation]]) -> list[dict[str, float | None]]:
@@ -177,28 +176,27 @@ class GenerationEvaluation:
 
         return map_over_ranks(generate, prompts, accelerator)
 
-    def _score(self, model, generations: list[Generation], label: str, progress: bool) -> list:
+    def _score(self, model, generations: list[Generation]) -> list:
         rows = [(generation.prompt_ids, generation.response_ids) for generation in generations]
-        return score_rows(self.trainer, model, rows, self.settings.batch_size, label if progress else None)
+        return score_rows(self.trainer, model, rows, self.settings.batch_size)
 
 
-def score_pairs(trainer, dataset, *, batch_size: int = 16, progress: bool = False) -> PreferenceScores:
+def score_pairs(trainer, dataset, *, batch_size: int = 16) -> PreferenceScores:
     """Scores of a tokenized preference dataset under the trained policy, with its base as the reference.
 
     Args:
         trainer: a `PreferenceTrainer`.
         dataset: the dataset prepared by the trainer, with `prompt_ids`, `chosen_ids` and `rejected_ids`.
         batch_size: rows per forward pass.
-        progress: whether to show a progress bar.
 
     Every process must call this; all return the same result.
     """
     prompts = dataset["prompt_ids"]
     rows = [*zip(prompts, dataset["chosen_ids"], strict=True), *zip(prompts, dataset["rejected_ids"], strict=True)]
     with trained_policy(trainer) as policy:
-        own = score_rows(trainer, policy, rows, batch_size, "pairs under the policy" if progress else None)
+        own = score_rows(trainer, policy, rows, batch_size)
     with base_policy(trainer) as base:
-        other = score_rows(trainer, base, rows, batch_size, "pairs under the base" if progress else None)
+        other = score_rows(trainer, base, rows, batch_size)
     half = len(prompts)
     return join_pair_scores(own[:half], own[half:], other[:half], other[half:])
 
@@ -209,7 +207,7 @@ def pair_metrics(scores: PreferenceScores) -> dict[str, Any]:
     return {"before": preference_metrics(base), "after": preference_metrics(scores)}
 
 
-def score_rows(trainer, model, rows: list[tuple[list[int], list[int]]], batch_size: int, progress: str | None) -> list:
+def score_rows(trainer, model, rows: list[tuple[list[int], list[int]]], batch_size: int) -> list:
     """Token log-probabilities of (prompt, response) rows, computed across the ranks; one tensor per row."""
 
     def score(own_rows: list) -> list:
@@ -219,7 +217,6 @@ def score_rows(trainer, model, rows: list[tuple[list[int], list[int]]], batch_si
             [response for _, response in own_rows],
             batch_size=batch_size,
             pad_token_id=trainer.processing_class.pad_token_id,
-            progress=progress if trainer.accelerator.is_main_process else None,
         )
 
     return map_over_ranks(score, rows, trainer.accelerator)

@@ -91,9 +91,9 @@ class ReasoningEvaluation:
             for name in DECODINGS
         }
 
-    def require_base(self) -> None:
-        """Check that a resumed run has the base's responses to all problems, whose weights are no longer there."""
-        for path in map(self._base_path, DECODINGS):
+    def require_base(self, checkpoint: str | None) -> None:
+        """Check that a run resumed from a checkpoint has the base's responses to all problems."""
+        for path in map(self._base_path, DECODINGS) if checkpoint else ():
             if not path.is_file() or path.read_bytes().count(b"\n") != len(self.rows):
                 raise ValueError(
                     f"{path} does not hold the base's responses to the {len(self.rows)} held-out problems: begin anew "
@@ -107,7 +107,7 @@ class ReasoningEvaluation:
 class ReasoningCallback(TrainerCallback):
     """Grades the policy's answers before the first step, every `every` steps and after the last.
 
-    The values of `held_out_metrics` are logged with the trainer's metrics. Each problem is a row of
+    The metrics of `log_reasoning` are logged with the trainer's metrics. Each problem is a row of
     `{output_dir}/samples/step_{step}.jsonl`, with its response, answer, rewards and entropy. The base's responses to
     the problems of the final comparison are sampled before the first step and kept.
 
@@ -145,18 +145,11 @@ class ReasoningCallback(TrainerCallback):
 def log_reasoning(evaluation: ReasoningEvaluation, rows: list[dict[str, Any]] | None = None) -> None:
     """Log the metrics of graded responses (None to sample now), and write the responses to the run folder.
 
-    Every process must call this.
+    The metrics have TRL's names, and one that the rows do not have is omitted. `eval_n` is the number of problems,
+    `eval_score` the accuracy with its 95% interval from `eval_score_low` to `eval_score_high`, and
+    `eval_categories/correct`, `/wrong_answer` and `/wrong_format` count responses. Every process must call this.
     """
     rows = rows or evaluation.evaluate()
-    log_held_out(evaluation.trainer, held_out_metrics(rows), rows)
-
-
-def held_out_metrics(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Metrics of graded rows, under TRL's names. A metric that the rows do not have is omitted.
-
-    `eval_n` is the number of problems, `eval_score` the accuracy with its 95% interval from `eval_score_low` to
-    `eval_score_high`, and `eval_categories/correct`, `/wrong_answer` and `/wrong_format` count responses.
-    """
     summary = summarize_reasoning(rows)
     accuracy = summary["accuracy"]
     metrics = {
@@ -171,4 +164,5 @@ def held_out_metrics(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         "eval_completions/clipped_ratio": summary["truncated_fraction"],
         **{f"eval_categories/{name}": count for name, count in summary["categories"].items()},
     }
-    return {name: value for name, value in metrics.items() if value is not None}
+    known = {name: value for name, value in metrics.items() if value is not None}
+    log_held_out(evaluation.trainer, known, rows)

@@ -61,6 +61,8 @@ class UpdateGuard(TrainerCallback):
         # Training may continue after a stop, with other settings.
         self.failure, self.in_a_row = None, 0
         self._faults.clear()
+        # transformers has reset its counters, and no epoch has begun.
+        self.trainer.restore_progress()
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
         cause = self._cause()

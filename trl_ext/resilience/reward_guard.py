@@ -55,13 +55,14 @@ class RewardGuard:
 
     def wrap(self, function: Callable) -> Callable:
         """The function with faults handled; asynchronous if the function is."""
+        name = getattr(function, "__name__", type(function).__name__)
 
         def scored(**arguments: Any) -> list[float | None]:
             try:
                 rewards = _call(function, arguments, self.limit)
             except Exception as error:
-                return self._failed(function, arguments, error)
-            return self._checked(function, arguments, rewards)
+                return self._failed(function, name, arguments, error)
+            return self._checked(name, arguments, rewards)
 
         async def scored_later(**arguments: Any) -> list[float | None]:
             clock = asyncio.timeout(self.limit)
@@ -69,34 +70,31 @@ class RewardGuard:
                 async with clock:
                     rewards = await function(**arguments)
             except Exception as error:
-                return self._failed(function, arguments, TimedOut() if clock.expired() else error)
-            return self._checked(function, arguments, rewards)
+                return self._failed(function, name, arguments, TimedOut() if clock.expired() else error)
+            return self._checked(name, arguments, rewards)
 
         is_coroutine = inspect.iscoroutinefunction
         guarded = scored_later if is_coroutine(function) or is_coroutine(type(function).__call__) else scored
-        guarded.__name__ = function_name(function)
+        guarded.__name__ = name
         return guarded
 
-    def _failed(self, function: Callable, arguments: dict[str, Any], error: Exception) -> list[None]:
+    def _failed(self, function: Callable, name: str, arguments: dict[str, Any], error: Exception) -> list[None]:
         rows = _described(arguments)
         told = brief(", ".join(dict.fromkeys(rows)), 300)
         if isinstance(error, TimedOut):
             what = f"did not come back within {self.limit:g} seconds (reward_timeout), given {told}"
         else:
             what = f"failed on {told}: {type(error).__name__}: {error}{_place(function, error)}"
-        message = f"the reward function {function_name(function)!r} {what}"
+        message = f"the reward function {name!r} {what}"
         if self.on_error == "raise":
             raise RewardError(f"{message} (--reward_errors skip trains on without these rewards)") from error
-        logger.warning(
-            f"{message}; all {len(rows)} responses of the call are without a reward (a function may return None for "
-            "the responses that it cannot score)"
-        )
+        logger.warning(f"{message}; all {len(rows)} responses of the call are without a reward")
         self.failed.update(range(len(rows)))
         return [None] * len(rows)
 
-    def _checked(self, function: Callable, arguments: dict[str, Any], rewards: Sequence) -> list[float | None]:
+    def _checked(self, name: str, arguments: dict[str, Any], rewards: Sequence) -> list[float | None]:
         """The rewards of a call, one finite number or None for each row."""
-        name, rows = function_name(function), _described(arguments)
+        rows = _described(arguments)
         try:
             values = [None if reward is None else float(reward) for reward in rewards]
         except (TypeError, ValueError):
@@ -112,11 +110,6 @@ class RewardGuard:
                 values[index] = None
                 self.not_finite.add(index)
         return values
-
-
-def function_name(function: Callable) -> str:
-    """A reward function's name in metrics."""
-    return getattr(function, "__name__", type(function).__name__)
 
 
 def _call(function: Callable, arguments: dict[str, Any], limit: float | None) -> Any:

@@ -43,20 +43,15 @@ def arguments_without_secrets(arguments: Sequence[str]) -> list[str]:
 class KeepsSecrets:
     """Mixin before TRL's configurations, whose `hub_token` and `model_init_kwargs` may hold credentials.
 
-    Credentials are left out of training_args.bin, which transformers pickles with every saved model, and out of the
-    settings that it sends to trackers. Copies keep them, to load a private model.
+    They are left out of training_args.bin, which transformers pickles with every saved model, and of the settings
+    that it sends to trackers. A deep copy keeps them, to load a private model.
     """
 
     def __getstate__(self) -> dict[str, Any]:
         return without_secrets(self.__dict__)
 
-    def __copy__(self):
-        made = object.__new__(type(self))
-        made.__dict__.update(self.__dict__)
-        return made
-
     def __deepcopy__(self, memo: dict[int, Any]):
-        made = copy.copy(self)
+        made = object.__new__(type(self))
         made.__dict__ = copy.deepcopy(self.__dict__, memo)
         return made
 

@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from accelerate.utils import broadcast_object_list, set_seed
+from accelerate.utils import broadcast_object_list
 from accelerate.utils.memory import should_reduce_batch_size
 from httpx import HTTPError
 from safetensors import SafetensorError
-from transformers import TrainerCallback
 
 from trl_ext.models.batches import temporarily
 from trl_ext.models.loading import check_vocabulary
@@ -25,16 +24,6 @@ from trl_ext.processes import begin_warnings
 from trl_ext.resilience import checkpoints
 from trl_ext.resilience.faults import TrainingFault, not_written, out_of_memory
 from trl_ext.resilience.guards import UpdateGuard
-from trl_ext.resilience.progress import (
-    Progress,
-    generators_of,
-    load_reference,
-    read_progress,
-    restore_progress,
-    save_reference,
-    states_of,
-    write_progress,
-)
 
 
 class ResilientTraining:
@@ -43,8 +32,7 @@ class ResilientTraining:
     Updates that are not finite are skipped on all processes and counted (`skipped_updates`).
 
     A checkpoint is complete once it holds a marker, which is written when every process has written its part.
-    `save_total_limit` deletes older ones after that, but never the best one nor the one that the run was resumed from.
-    `train(resume_from_checkpoint=True)` uses the last complete one.
+    `save_total_limit` deletes older ones after that. `train(resume_from_checkpoint=True)` uses the last complete one.
 
     Attributes:
         update_guard: counts the skipped updates.
@@ -61,8 +49,7 @@ class ResilientTraining:
     saves_within_training: ClassVar[bool] = True
     _resumed_from: Path | None = None
     # Of the checkpoint, until the run's first epoch has restored it.
-    _progress: Progress | None = None
-    _reseeds: bool = False
+    _progress: checkpoints.Progress | None = None
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -78,7 +65,6 @@ class ResilientTraining:
             self.args._setup_devices = torch.device("cpu")
         self.update_guard = UpdateGuard(self, self.args.max_skipped_updates)
         self.add_callback(self.update_guard)
-        self.add_callback(_RestoreProgress(self))
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any):
         """Train as TRL does, optionally from a checkpoint: its folder, or True for the last complete one.
@@ -95,13 +81,9 @@ class ResilientTraining:
         if checkpoint is not None:
             self.check_optimizer_batch(checkpoint)
             self._resumed_from = Path(checkpoint)
-            self._progress = read_progress(self, self._resumed_from)
-            random_state = f"rng_state_{self.args.process_index}.pth" if self.args.world_size > 1 else "rng_state.pth"
-            self._reseeds = not (self._resumed_from / random_state).is_file()
-        limit = self._save_total_limit = self.args.save_total_limit
+            self._progress = checkpoints.read_progress(self, self._resumed_from)
         try:
-            # transformers would delete old checkpoints before the new one is complete.
-            with temporarily(self.args, save_total_limit=None), self._recomputation():
+            with self._recomputation():
                 result = super().train(checkpoint, *args, **kwargs)
         except Exception as error:
             if should_reduce_batch_size(error):
@@ -109,11 +91,6 @@ class ResilientTraining:
             raise
         if self.update_guard.failure is not None:
             raise FloatingPointError(self.update_guard.failure)
-        best, ended = self.state.best_model_checkpoint, self.state.global_step >= self.state.max_steps
-        own = best and Path(best).resolve().parent == Path(self.args.output_dir).resolve()
-        if own and ended and limit == 1 and self.args.should_save:
-            # As transformers does: a run that has ended needs its best checkpoint alone.
-            checkpoints.delete_old(Path(best), limit)
         return result
 
     @contextmanager
@@ -168,6 +145,11 @@ class ResilientTraining:
 
     # ---- Epochs and updates ----
 
+    def restore_progress(self) -> None:
+        """Continue counts and metrics where the checkpoint ended, if the run resumes from one."""
+        if self._progress is not None:
+            checkpoints.restore_progress(self, self._progress, self._resumed_from)
+
     def _run_epoch(self, **kwargs: Any) -> None:
         begun, self._progress = self._progress, None
         if self.state.global_step >= self.state.max_steps:
@@ -175,7 +157,7 @@ class ResilientTraining:
             self._load_rng_state(kwargs["resume_from_checkpoint"])
             self.control.should_training_stop = True
             return
-        self.generators = generators_of(kwargs["train_dataloader"])
+        self.generators = checkpoints.generators_of(kwargs["train_dataloader"])
         if begun is not None:
             # transformers makes the batches of a begun epoch again, skips those of earlier steps, and only then loads
             # the checkpoint's random state.
@@ -183,14 +165,10 @@ class ResilientTraining:
             states = begun["epoch_start" if in_the_middle else "generators"]
             for name in self.generators.keys() & states.keys():
                 self.generators[name].set_state(states[name])
-        self.epoch_start = states_of(self.generators)
+        self.epoch_start = {name: generator.get_state() for name, generator in self.generators.items()}
         super()._run_epoch(**kwargs)
 
     def training_step(self, *args: Any, **kwargs: Any):
-        if self._reseeds:
-            # Processes that were not there before would all draw the first one's numbers.
-            self._reseeds = False
-            set_seed(self.args.seed + self.state.global_step, device_specific=True)
         loss = super().training_step(*args, **kwargs)
         self.update_guard.observe_loss(loss)
         # transformers adds it up for the log, where a NaN would stay.
@@ -217,9 +195,10 @@ class ResilientTraining:
             checkpoints.delete(folder)
         self.accelerator.wait_for_everyone()
         try:
-            super()._save_checkpoint(model, trial)
-            write_progress(self, folder)
-            save_reference(self, folder)
+            # transformers would delete old checkpoints before the new one is complete.
+            with temporarily(self.args, save_total_limit=None):
+                super()._save_checkpoint(model, trial)
+            checkpoints.write_progress(self, folder)
         # Each writer has an error of its own for a full disk, and most of them keep no error number.
         except (OSError, RuntimeError) as error:
             if should_reduce_batch_size(error) or isinstance(error, (HTTPError, torch.distributed.DistError)):
@@ -234,19 +213,4 @@ class ResilientTraining:
         if self.args.should_save:
             if not self.args.save_only_model:
                 checkpoints.mark_complete(folder, self.get_total_train_batch_size(self.args))
-            # The user may repeat the same command until the run has ended.
-            in_use = self._resumed_from if self.state.global_step < self.state.max_steps else None
-            best = self.state.best_model_checkpoint
-            checkpoints.delete_old(folder, self._save_total_limit, best=best, in_use=in_use)
-
-
-class _RestoreProgress(TrainerCallback):
-    """Acts when transformers has reset its counters, and before the first epoch, if one is left."""
-
-    def __init__(self, trainer: ResilientTraining):
-        self.trainer = trainer
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        if self.trainer._progress is not None:
-            restore_progress(self.trainer, self.trainer._progress)
-            load_reference(self.trainer, self.trainer._resumed_from)
+            checkpoints.delete_old(folder, self.args.save_total_limit, self.state.best_model_checkpoint)

@@ -1,4 +1,4 @@
-"""Compare a mathematical answer with the truth: as text, part by part, as rational numbers, and with math-verify."""
+"""Compare a mathematical answer with the truth: as text, part by part, as rational numbers, and as formulas."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from numbers import Real
 
 from trl_ext.data.math import last_boxed
 from trl_ext.rewards.formulas import depths, formulas_agree, nesting
-from trl_ext.rewards.normalization import FRACTION, INTEGER, Answer, canonical, clean, rational
+from trl_ext.rewards.normalization import FRACTION, INTEGER, canonical, clean, rational
 
 MAX_CHARACTERS = 1000
 MAX_NESTING = 30
@@ -19,26 +19,23 @@ NUMBERS = re.compile(r"[+-]?[0-9]+(?:,\s*[+-]?[0-9]+)+")
 PAIRS = {"(": ")", "[": "]", "⦃": "⦄"}
 
 
-def is_correct(answer: str, truth: str | float | Iterable[str | float], *, fast: bool = True) -> bool:
+def is_correct(answer: str, truth: str | float | Iterable[str | float]) -> bool:
     """Whether an answer is correct: equal to the truth, or to one of several truths.
 
     Notation is normalised, and answers are first compared as text. Lists, tuples and intervals are compared part by
     part in order, explicit sets in any order. Parts whose texts differ are compared as rational numbers, `1/2` and
-    `0.5`; other formulas, such as `2\\sqrt{2}` and `\\sqrt{8}`, by math-verify, in a process with a time and a memory
-    limit. An integer must be written as an integer and a fraction in the truth's terms: `14/2` is not `7`, and
-    `2/4` is not `1/2`. A unit may be omitted, but a different unit is wrong.
+    `0.5`; other formulas, such as `2\\sqrt{2}` and `\\sqrt{8}`, by value, in a process with a time and a memory limit.
+    An integer must be written as an integer and a fraction in the truth's terms: `14/2` is not `7`, and `2/4` is not
+    `1/2`. A unit may be omitted, but a different unit is wrong.
 
     Args:
         answer: at most 1,000 characters, unless it matches the truth letter for letter.
         truth: text, a number, `\\boxed{...}`, or a list of alternatives.
-        fast: False to give math-verify the whole answers as well. It accepts unreduced fractions, lists in any order,
-            equivalent equations and matrices. It also accepts expressions that evaluate to the truth, such as
-            `\\int_0^1 x dx` for `1/2`, and rounded decimals, such as `1.41421356` for `\\sqrt2`.
 
     Raises:
         ValueError: the truth is not an answer.
     """
-    return any(_matches(answer, text, fast) for text in truth_texts(truth))
+    return any(_matches(answer, text) for text in truth_texts(truth))
 
 
 def truth_texts(truth: str | float | Iterable[str | float]) -> list[str]:
@@ -68,7 +65,7 @@ def _readable(text: str) -> bool:
     return 0 < len(text) <= MAX_CHARACTERS and nesting(text) <= MAX_NESTING
 
 
-def _matches(answer: str, truth: str, fast: bool) -> bool:
+def _matches(answer: str, truth: str) -> bool:
     answer = answer.strip()
     if answer == truth:
         return True
@@ -77,9 +74,7 @@ def _matches(answer: str, truth: str, fast: bool) -> bool:
     given, true = clean(answer), clean(truth)
     if given.contradicts(true):
         return False
-    if _bodies_match(given.body, true.body) or _same_numbers(answer, truth):
-        return True
-    return not fast and _equivalent(given, true, written=answer + truth)
+    return _bodies_match(given.body, true.body) or _same_numbers(answer, truth)
 
 
 def _same_numbers(answer: str, truth: str) -> bool:
@@ -88,23 +83,6 @@ def _same_numbers(answer: str, truth: str) -> bool:
     if not (NUMBERS.fullmatch(answer) and NUMBERS.fullmatch(truth)):
         return False
     return "".join(answer.split()) == "".join(truth.split())
-
-
-def _equivalent(given: Answer, true: Answer, written: str) -> bool:
-    """Whether math-verify accepts the whole answer; about whole numbers, bases and names it is too lenient."""
-    bodies = given.body, true.body
-    one, other = (re.findall(r"[0-9]\s*_\s*\{?\s*([0-9]+)", body) for body in bodies)
-    if one != other or _are_names(*bodies, written):
-        return False
-    whole = [bool(INTEGER.fullmatch(body)) for body in bodies]
-    if any(whole) and all(is_whole or NUMBERS.fullmatch(body) for is_whole, body in zip(whole, bodies, strict=True)):
-        return False
-    if "percent" not in (given.unit, true.unit):
-        one, other = (rational(canonical(body)) for body in bodies)
-        if None not in (one, other) and abs(one - other) > max(abs(one), abs(other)) / 1_000_000:
-            return False
-    equations = "=" in given.body + true.body
-    return formulas_agree(*(one.formula(with_variable=equations) for one in (given, true)), by_value=False)
 
 
 def _bodies_match(answer: str, truth: str) -> bool:
@@ -162,7 +140,7 @@ def _elements_match(answer: str, truth: str) -> bool:
     numbers = rational(given), rational(true)
     if None not in numbers:
         return numbers[0] == numbers[1]
-    return formulas_agree(given, true, by_value=True)
+    return formulas_agree(given, true)
 
 
 def _are_names(given: str, true: str, written: str) -> bool:

@@ -18,10 +18,9 @@ LONE = r"\((?=[^()]*\))[+-]?(?:[0-9.]+|[A-Za-z])(?:,[+-]?(?:[0-9.]+|[A-Za-z]))*\
 # A letter before a bracket, with its power: a function or a factor.
 CALL = re.compile(rf"((?<![\\A-Za-z])[A-Za-z]{{1,2}}|{GREEK}|\\pi)(\^(?:\{{[^{{}}]*\}}|[0-9]))?({LONE}|\()")
 # Derivatives, inverse functions and functions of sums, which math-verify reads as products and quotients.
-DERIVATIVE = r"(?<![A-Za-z])(?:d|\\partial) ?(?:\^\{?[0-9]\}? ?)?[A-Za-z]?"
 UNREAD = re.compile(
-    rf"'|\\partial|\\frac\{{{DERIVATIVE}\}}\{{(?:(?:d|\\partial) ?[A-Za-z](?:\^\{{?[0-9]\}}?)?)+\}}|{GREEK}{LONE}"
-    rf"|(?<![A-Za-z\\])[eE]{LONE}|(?:[fg](?=\^\{{-1\}}\()|\\?(?:log|ln|lg)\^\{{-1\}})|(?<!log)_(?:\w|\{{\w+\}})\("
+    r"\\frac\{d ?(?:\^\{?[0-9]\}? ?)?[A-Za-z]?\}\{(?:d ?[A-Za-z](?:\^\{?[0-9]\}?)?)+\}"
+    rf"|{GREEK}{LONE}|(?<![A-Za-z\\])[eE]{LONE}|(?:[fg](?=\^\{{-1\}}\()|\\?(?:log|ln|lg)\^\{{-1\}})"
 )
 CALL_OF_FORMULA = re.compile(rf"(?<![A-Za-z\\])[fg](?!{LONE})\(")
 # Towers of powers and of exponentials, long exponents, and factorials of large numbers, of powers or of factorials
@@ -34,14 +33,11 @@ FUNCTIONS = "sin|cos|tan|exp|log|ln|arcsin|arccos|arctan"
 FUNCTION = re.compile(rf"(?<![\\A-Za-z])({FUNCTIONS})(?![A-Za-z])")
 # A formula that has a value: no relations, integrals, accents or subscripts, which are compared as text.
 COMMANDS = rf"\\(?:frac|sqrt|binom|pi|cdot|times|div|ast|{FUNCTIONS})(?![A-Za-z])"
-VALUE = re.compile(rf"(?:[A-Za-z0-9.+\-*/^!(){{}}\[\]\s×·÷]|(?<=log)\s*_|{COMMANDS}|{GREEK}(?![A-Za-z]))+")
+VALUE = re.compile(rf"(?:[A-Za-z0-9.+\-*/^!(){{}}\[\]\s]|(?<=log)\s*_|{COMMANDS}|{GREEK}(?![A-Za-z]))+")
 APPLIED = rf"\\(?:{FUNCTIONS})(?![A-Za-z])(?:[_^](?:\{{[^{{}}]*\}}|[0-9]))?(?![({{])"
 # Signs, names of functions and logarithms. From left to right, `\ln x/2` is half of `\ln x`, and `x/2y` half of `xy`.
 LATEX_RULES = [
     (re.compile(r"\*\*"), "^"),
-    (re.compile("×"), r"\\times "),
-    (re.compile("·"), r"\\cdot "),
-    (re.compile("÷"), r"\\div "),
     (FUNCTION, r"\\\1 "),
     (re.compile(r"\\log(?!\s*_|[A-Za-z])"), r"\\ln "),
     (re.compile(r"(\\log\s*_)\s*([0-9]+|[A-Za-z])"), r"\1{\2}"),
@@ -51,19 +47,14 @@ LATEX_RULES = [
 ]
 
 
-def formulas_agree(answer: str, truth: str, *, by_value: bool) -> bool:
-    """Ask math-verify, but only about formulas of bounded size without words, which it reads as products of letters.
-
-    Args:
-        by_value: whether both must have a value, with decimals taken as exact.
-    """
+def formulas_agree(answer: str, truth: str) -> bool:
+    """Whether two formulas that have a value agree, as the math worker says; decimals are taken as exact."""
     formulas = tuple(re.sub(r"\s+(?![A-Za-z0-9])|(?<![A-Za-z0-9])\s+", "", text) for text in (answer, truth))
     if any(map(UNREAD.search, formulas)) or all(map(CALL_OF_FORMULA.search, formulas)):
         return False
-    if by_value:
-        if not all(map(VALUE.fullmatch, formulas)):
-            return False
-        formulas = tuple(re.sub(r"[0-9]*\.[0-9]+", _as_fraction, text) for text in formulas)
+    if not all(map(VALUE.fullmatch, formulas)):
+        return False
+    formulas = tuple(re.sub(r"[0-9]*\.[0-9]+", _as_fraction, text) for text in formulas)
     formulas = _latex(formulas[0], formulas[1]), _latex(formulas[1], formulas[0])
     return all(map(_is_formula, formulas)) and verify_in_worker(*formulas)
 

@@ -12,8 +12,8 @@ import resource
 import signal
 import sys
 
-from math_verify import LatexExtractionConfig, parse, verify
-from sympy import Derivative, Expr, Float, I, Integral, Limit, Product, Sum, Symbol, preorder_traversal
+from math_verify import LatexExtractionConfig, parse
+from sympy import Expr, FiniteSet, Float, I, Symbol, preorder_traversal
 from sympy.core.function import AppliedUndef
 
 MEMORY_LIMIT_BYTES = 1 << 30
@@ -48,27 +48,12 @@ def main(seconds: float) -> None:
 
 
 def are_equal(answer: str, truth: str) -> bool:
-    """Whether the answer equals the truth, both in LaTeX.
+    """Whether the answer equals the truth, both formulas in LaTeX that have a value.
 
-    math-verify rounds values, so formulas that have values are also compared by those; where a decimal stands for a
-    number that it rounds, both must agree. Lists, sets, relations and matrices are left to math-verify.
+    math-verify reads them. It would round values, so they are compared with many digits.
     """
-    given, true = _parsed(answer), _parsed(truth)
-    formulas = [*given[:1], *true[:1]]
-    if len(formulas) == 2 and all(isinstance(one, Expr) and not one.has(*UNEVALUATED) for one in formulas):
-        is_rounded = any(one.has(Float) for one in formulas)
-        try:
-            agree = _values_agree(*formulas, tolerance=1e-6 if is_rounded else 10.0 ** (20 - DIGITS))
-        except (TypeError, ValueError, NotImplementedError):
-            # A maximum or a remainder has no value at complex points.
-            is_rounded = agree = True
-        if not agree or not is_rounded:
-            return agree
-    return verify(true, given, numeric_precision=DIGITS, timeout_seconds=None, raise_on_error=False)
-
-
-# Numbers in place of the variables would not give the value of these.
-UNEVALUATED = (Derivative, Integral, Limit, Product, Sum)
+    formulas = _parsed(answer) + _parsed(truth)
+    return len(formulas) == 2 and _values_agree(*formulas)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -76,22 +61,24 @@ def _parsed(text: str) -> list:
     # Only LaTeX is parsed, because math-verify evaluates plain formulas as Python.
     settings = {"extraction_config": [EXTRACTION], "fallback_mode": "no_fallback"}
     found = parse(f"\\boxed{{{text}}}", parsing_timeout=None, raise_on_error=False, **settings)
+    # A fraction in braces is read as a set of one.
+    formulas = [next(iter(one)) if isinstance(one, FiniteSet) and len(one) == 1 else one for one in found[:1]]
     # The value of an unknown function, such as `f(0)`, is one more variable.
-    return [one if isinstance(one, str) else one.replace(_is_call, lambda call: Symbol(str(call))) for one in found]
+    return [one.replace(_is_call, lambda f: Symbol(str(f))) for one in formulas if isinstance(one, Expr)]
 
 
 def _is_call(expression) -> bool:
     return isinstance(expression, AppliedUndef)
 
 
-def _values_agree(one, other, tolerance: float) -> bool:
+def _values_agree(one, other) -> bool:
     """Whether two expressions agree at complex points or, since roots and logarithms have branches, at real points.
 
     At real points they must agree wherever every part of both is real, at a positive point and at least twice:
     `\\sqrt{x}\\sqrt{y}` and `\\sqrt{xy}` agree; `\\sqrt{x^2}` and `x` do not, since they differ for negative x.
     """
     both, points = (one, other), COMPLEX_POINTS if one.free_symbols | other.free_symbols else COMPLEX_POINTS[:1]
-    if all(_close(*(_value(formula, point) for formula in both), tolerance) for point in points):
+    if all(_close(*(_value(formula, point) for formula in both)) for point in points):
         # `1/\\ln 0` is no number, though 1/oo is 0.
         return all(value.is_finite for formula in both for value in _parts(formula, points[0]))
     agreed = 0
@@ -99,7 +86,7 @@ def _values_agree(one, other, tolerance: float) -> bool:
         if not agreed and point not in POSITIVE_POINTS:
             break
         if all(value.is_real for formula in both for value in _parts(formula, point)):
-            if not _close(*(_value(formula, point) for formula in both), tolerance):
+            if not _close(*(_value(formula, point) for formula in both)):
                 return False
             agreed += 1
     return agreed >= 2
@@ -126,13 +113,13 @@ def _parts(expression, point: int) -> list:
     return [_value(part, point) for part in preorder_traversal(expression)]
 
 
-def _close(one, other, tolerance: float) -> bool:
+def _close(one, other) -> bool:
     """Whether two values are finite and equal up to rounding."""
     if not (one.is_number and other.is_number and one.is_finite and other.is_finite):
         return False
     if one.is_Rational and other.is_Rational:
         return one == other
-    return bool(abs(one - other) <= tolerance * max(abs(one), abs(other)) + 10.0 ** (40 - 2 * DIGITS))
+    return bool(abs(one - other) <= 10.0 ** (20 - DIGITS) * max(abs(one), abs(other)) + 10.0 ** (40 - 2 * DIGITS))
 
 
 if __name__ == "__main__":

@@ -1,45 +1,27 @@
-"""math-verify in a separate process, with a limit on time and memory.
+"""Formulas are compared in a separate process, with a limit on time and memory.
 
 math-verify's own time limit uses `signal.alarm`, which works only in the main thread. This module starts one process
-at the first question, communicates over pipes, and replaces the process after a question that reaches a limit. A
-question whose process was killed from outside, as when the machine is out of memory, is asked once more. The process
-runs `math_judge.py` by path, so that it imports nothing but math-verify.
+at the first question, communicates over pipes, and replaces the process after a question that reaches a limit. The
+process runs `math_judge.py` by path, so that it imports nothing but math-verify.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-import logging
 import os
-import signal
 import subprocess
 import sys
 import threading
 from pathlib import Path
 
-logger = logging.getLogger(__name__)
-
 TIME_LIMIT_SECONDS = 3.0
 JUDGE = Path(__file__).with_name("math_judge.py")
 
 
-class QuestionLost(RuntimeError):
-    """The process was killed from outside twice, so that there is no verdict."""
-
-
-def verify_in_worker(answer: str, truth: str) -> bool:
-    """Whether math-verify accepts the answer as the truth, both in LaTeX. Also False if it reaches a limit."""
-    try:
-        return _verdict(answer, truth)
-    except QuestionLost:
-        logger.warning(f"math-verify's process was killed twice over {answer!r}, which is graded as wrong")
-        return False
-
-
-# It remembers no question that was lost.
 @functools.lru_cache(maxsize=10_000)
-def _verdict(answer: str, truth: str) -> bool:
+def verify_in_worker(answer: str, truth: str) -> bool:
+    """Whether the answer equals the truth, both formulas in LaTeX. Also False if the question reaches a limit."""
     return _worker.verify(answer, truth)
 
 
@@ -64,43 +46,32 @@ class MathWorker:
         self._lock = threading.Lock()
 
     def verify(self, answer: str, truth: str) -> bool:
-        """Whether math-verify accepts the answer as the truth. Also False if it reaches a limit.
+        """Whether the answer equals the truth. Also False if the process ends without a reply.
 
         Raises:
-            QuestionLost: the process was killed from outside, and so was the one that replaced it.
             RuntimeError: the process does not start.
         """
         with self._lock:
-            for _ in range(2):
-                reply, status = self._ask(json.dumps([answer, truth]).encode() + b"\n")
-                if status not in (-signal.SIGKILL, -signal.SIGTERM):
-                    return reply == b"1\n"
-        raise QuestionLost("math-verify's process was killed twice")
+            reply = b""
+            try:
+                if self.process is None or self.process.poll() is not None:
+                    self._start()
+                self.process.stdin.write(json.dumps([answer, truth]).encode() + b"\n")
+                reply = self.process.stdout.readline()
+            except BrokenPipeError:
+                pass
+            finally:
+                # A late reply to an interrupted question must not answer the next one.
+                if not reply:
+                    self.close()
+            return reply == b"1\n"
 
-    def _ask(self, question: bytes) -> tuple[bytes, int | None]:
-        """The reply, and the status with which the process ended without one."""
-        reply, status = b"", None
-        try:
-            if self.process is None or self.process.poll() is not None:
-                self._start()
-            self.process.stdin.write(question)
-            reply = self.process.stdout.readline()
-        except BrokenPipeError:
-            pass
-        finally:
-            # A late reply to an interrupted question must not answer the next one.
-            if not reply:
-                status = self.close()
-        return reply, status
-
-    def close(self) -> int | None:
-        """End the process, if there is one, and return its status."""
+    def close(self) -> None:
+        """End the process, if there is one."""
         process, self.process = self.process, None
-        if process is None:
-            return None
-        process.kill()
-        process.communicate()
-        return process.returncode
+        if process is not None:
+            process.kill()
+            process.communicate()
 
     def _start(self) -> None:
         # -P keeps this folder off the import path: its file names could shadow other modules.

@@ -129,11 +129,6 @@ class Answer:
     unit: str = ""
     variable: str = ""
 
-    def formula(self, *, with_variable: bool) -> str:
-        """The answer for math-verify, including the percent sign, which is part of the value."""
-        formula = self.body + (r"\%" if self.unit == "percent" else "")
-        return f"{self.variable}={formula}" if with_variable and self.variable else formula
-
     def contradicts(self, other: Answer) -> bool:
         """Whether both name a unit, or both a variable, and the names differ."""
         pairs = (self.unit, other.unit), (self.variable.lower(), other.variable.lower())

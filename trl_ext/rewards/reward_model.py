@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -29,8 +29,7 @@ from trl_ext.models.shared_backbone import (
     tensor_shapes,
 )
 from trl_ext.names import check_choice
-
-logger = logging.getLogger(__name__)
+from trl_ext.processes import warn_once_per_run
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -77,22 +76,15 @@ class RewardModel:
             dtype = "bfloat16" if has_bfloat16 else "float32"
         check_choice("dtype", dtype, DTYPES)
         self.folder, self.adapter = find_reward_model(folder_or_hub_name, base=base)
-        self.name = self.__name__ = name or telling_name(str(folder_or_hub_name))
+        *_, parent, last = Path(folder_or_hub_name).absolute().parts
+        says_little = last in ("best", "last", "final", "model", "adapter") or last.startswith("checkpoint-")
+        self.name = self.__name__ = name or (f"{parent}-{last}" if says_little else last)
         limits = self.folder / LIMITS_FILE
         saved = json.loads(limits.read_text(encoding="utf-8")) if limits.is_file() else {}
         self.limits = {name: saved.get(name, 512) for name in ("max_prompt_tokens", "max_response_tokens")}
         self.batch_size, self.dtype, self.packing = batch_size, DTYPES[dtype], packing
         self.model = None
         self.backbone: SharedBackbone | None = None
-        self._warned = False
-
-    @property
-    def is_adapter(self) -> bool:
-        return self.adapter is not None
-
-    @property
-    def base_name_or_path(self) -> str | None:
-        return self.adapter.base if self.adapter else None
 
     @cached_property
     def tokenizer(self):
@@ -126,8 +118,8 @@ class RewardModel:
         if self.backbone is not None:
             return self
         if self.model is None:
-            source = self.base_name_or_path or str(self.folder)
-            model = load_classifier(source, dtype=self.dtype, device=device, has_head=not self.is_adapter)
+            source = self.adapter.base if self.adapter else str(self.folder)
+            model = load_classifier(source, dtype=self.dtype, device=device, has_head=self.adapter is None)
             check_vocabulary(model, self.tokenizer)
             model.config.get_text_config().pad_token_id = self.pad_token_id
             if self.adapter:
@@ -151,8 +143,6 @@ class RewardModel:
         Raises:
             ValueError: the model cannot run on this backbone.
         """
-        if self.adapter is None:
-            raise ValueError(f"{self.folder}: it is a full model, not an adapter")
         if self.backbone is not backbone:
             self._shared_name = backbone.add_reward_adapter(self.folder, base=self.adapter.base)
             packing = None if self.model is None else packing_of(self.model)
@@ -184,10 +174,9 @@ class RewardModel:
         Raises:
             ValueError: the lengths differ, or a completion cannot be encoded.
         """
-        if not all(finished or ()) and not self._warned and self.pad_token_id == self.tokenizer.eos_token_id:
-            self._warned = True
+        if not all(finished or ()) and self.pad_token_id == self.tokenizer.eos_token_id:
             pads = f"reward model {self.name} pads with its end-of-turn token"
-            logger.warning(f"{pads}, so a truncated completion scores as a complete one: use missing_eos_penalty")
+            warn_once_per_run(f"{pads}, so a truncated completion scores as a complete one: use missing_eos_penalty")
         sequences = self._encode(prompts, completions, finished)
         options = {"batch_size": self.batch_size, "pad_token_id": self.pad_token_id, "progress": progress}
         if self.backbone is not None:
@@ -212,13 +201,6 @@ class RewardModel:
         return sequences
 
 
-def telling_name(path: str) -> str:
-    """The last part of a path, preceded by its parent's name if the last part is generic, such as `best`."""
-    *_, parent, last = Path(path).absolute().parts
-    says_little = last in ("best", "last", "final", "model", "adapter") or last.startswith("checkpoint-")
-    return f"{parent}-{last}" if says_little else last
-
-
 def find_reward_model(folder_or_hub_name: str | Path, *, base: str | None = None) -> tuple[Path, RewardAdapter | None]:
     """The folder of a reward model, and its adapter; None for a full model.
 
@@ -228,11 +210,24 @@ def find_reward_model(folder_or_hub_name: str | Path, *, base: str | None = None
         FileNotFoundError: the folder does not exist or holds no model.
         ValueError: the model is not a reward model with one label.
     """
-    folder = _local_folder(str(folder_or_hub_name))
+    try:
+        folder = Path(resolve_model_path(str(folder_or_hub_name)))
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{error}; recipes/reward_model.py trains a reward model") from None
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        try:
+            # Pickled weights are not downloaded.
+            files = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+            folder = Path(snapshot_download(str(folder_or_hub_name), allow_patterns=files))
+        except (OSError, ValueError) as error:
+            raise FileNotFoundError(
+                f"no reward model {str(folder)!r}: there is no such folder, and the hub has none of that name within "
+                "reach"
+            ) from error
     if (folder / "adapter_config.json").is_file():
         return folder, read_reward_adapter(folder, base=base)
-    if not (folder / "config.json").is_file():
-        raise FileNotFoundError(f"{folder}: neither config.json nor adapter_config.json: no saved model")
     if base is not None:
         raise ValueError(f"{folder}: base={base} is for adapters, and this is a full model")
     shapes = {}
@@ -242,27 +237,6 @@ def find_reward_model(folder_or_hub_name: str | Path, *, base: str | None = None
         raise FileNotFoundError(f"{folder}: no *.safetensors with weights; save the model again (save_pretrained)")
     head_of(folder, shapes)
     return folder, None
-
-
-def _local_folder(name: str) -> Path:
-    if Path(name).is_dir():
-        return Path(name)
-    try:
-        name = resolve_model_path(name)
-    except FileNotFoundError as error:
-        raise FileNotFoundError(f"{error}; recipes/reward_model.py trains a reward model") from None
-    if Path(name).is_dir():
-        return Path(name)
-    from huggingface_hub import snapshot_download
-
-    try:
-        # Pickled weights are not downloaded.
-        files = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
-        return Path(snapshot_download(name, allow_patterns=files))
-    except (OSError, ValueError) as error:
-        raise FileNotFoundError(
-            f"no reward model {name!r}: there is no such folder, and the hub has none of that name within reach"
-        ) from error
 
 
 def share_or_load(
@@ -292,41 +266,37 @@ def share_or_load(
     Raises:
         ValueError: `mode` is `always` and a model cannot use the policy's backbone.
     """
-    placed = {model: "where it was, on a shared backbone" for model in models if model.backbone is not None}
-    others = [model for model in dict.fromkeys(models) if model not in placed]
-    general = "sharing is switched off" if mode == "never" else policy_reason
+    lines: dict[RewardModel, str] = {}
+    alone: dict[RewardModel, str] = {}
+    reason = "sharing is switched off" if mode == "never" else policy_reason
     backbone = None
-    # Why a model is not on the policy's backbone.
-    reasons: dict[RewardModel, str] = {}
-    for model in others:
+    for model in models:
         try:
-            if mode != "never" and model.adapter is None:
-                raise ValueError("it is a full model, not an adapter")
-            if general is not None or policy is None:
-                raise ValueError(general or "there is no policy")
-            backbone = backbone or SharedBackbone(policy)
-            model.share(backbone)
-            placed[model] = f"on the policy's backbone, {model.base_name_or_path}"
+            if model.backbone is None:
+                if model.adapter is None or reason or policy is None:
+                    full = model.adapter is None and mode != "never" and "it is a full model, not an adapter"
+                    raise ValueError(full or reason or "there is no policy")
+                backbone = backbone or SharedBackbone(policy)
+                model.share(backbone)
+            where = "the policy's" if model.backbone is backbone else "a shared"
+            lines[model] = f"on {where} backbone, {model.adapter.base}"
         except ValueError as error:
-            reasons[model] = str(error)
+            alone[model] = str(error)
             if mode == "always":
                 raise ValueError(f"reward model {model.name} cannot sit on the policy's backbone: {error}") from None
     groups = defaultdict(list)
-    for model in reasons:
+    for model in alone:
         if mode == "auto" and model.adapter is not None and model.adapter.obstacle is None:
-            groups[model.base_name_or_path, model.dtype].append(model)
-    for (base, dtype), group in groups.items():
+            groups[model.adapter.base, model.dtype, model.packing].append(model)
+    for (base, dtype, packing), group in groups.items():
         if len(group) > 1:
-            packed = all(model.packing == "auto" for model in group)
-            frozen = SharedBackbone.load(base, dtype=dtype, device=device, packed=packed)
+            frozen = SharedBackbone.load(base, dtype=dtype, device=device, packed=packing == "auto")
             for model in group:
-                try:
+                with suppress(ValueError):
                     model.share(frozen)
-                    placed[model] = f"on one frozen copy of {base} with others: {reasons[model]}"
-                except ValueError as error:
-                    reasons[model] += f"; and {error}"
-    for model in others:
-        if model not in placed:
+                    lines[model] = f"on one frozen copy of {base} with others: {alone[model]}"
+    for model, why in alone.items():
+        if model.backbone is None:
             model.load(device)
-            placed[model] = f"a copy of its own: {reasons[model]}"
-    return [f"{model.name}: {placed[model]}" for model in models]
+            lines[model] = f"a copy of its own: {why}"
+    return [f"{model.name}: {lines[model]}" for model in models]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +13,7 @@ from trl_ext.rewards.parsers import countdown_is_solved, parse_gsm8k_response
 Truth = str | float | Iterable[str | float]
 
 
-def r1_zero_reward(response: str, ground_truth: Truth, fast: bool = True) -> dict[str, float]:
+def r1_zero_reward(response: str, ground_truth: Truth) -> dict[str, float]:
     """The reward of a response that thinks and then answers in tags: `... </think> <answer> 5 </answer>`.
 
     The form is strict: `</think> <answer>` with one space between, and `</answer>`. The answer is the text after the
@@ -23,7 +22,6 @@ def r1_zero_reward(response: str, ground_truth: Truth, fast: bool = True) -> dic
     Args:
         response: the text after the prompt, which ends with `<think>`.
         ground_truth: text, a number, `\\boxed{...}`, or a list of alternatives.
-        fast: False to give math-verify whole answers as well, as for `is_correct`.
 
     Returns:
         `format_reward`, `answer_reward` and `reward`, each 0 or 1. The reward is that of the answer: 0 in the
@@ -33,27 +31,27 @@ def r1_zero_reward(response: str, ground_truth: Truth, fast: bool = True) -> dic
         ValueError: the truth is not an answer.
     """
     answer = _tagged_answer(response)
-    return _graded(answer is not None, _unboxed(answer), ground_truth, fast)
+    return _graded(answer is not None, _unboxed(answer), ground_truth)
 
 
-def question_only_reward(response: str, ground_truth: Truth, fast: bool = True) -> dict[str, float]:
+def question_only_reward(response: str, ground_truth: Truth) -> dict[str, float]:
     """The reward of a response whose answer is in its last `\\boxed{...}`.
 
     The form is correct if that box is closed. `\\fbox{}` and `\\boxed 5` do not count as boxes. Arguments and result
     are those of `r1_zero_reward`.
     """
     answer = last_boxed(response)
-    return _graded(answer is not None, answer, ground_truth, fast)
+    return _graded(answer is not None, answer, ground_truth)
 
 
-def gsm8k_reward(response: str, ground_truth: Truth, fast: bool = True) -> dict[str, float]:
+def gsm8k_reward(response: str, ground_truth: Truth) -> dict[str, float]:
     """The reward of a response whose answer is its last number.
 
     The form is correct if there is a number. This is the grading of GSM8K (https://arxiv.org/abs/2110.14168).
     Arguments and result are those of `r1_zero_reward`.
     """
     answer = parse_gsm8k_response(response)
-    return _graded(answer is not None, answer, ground_truth, fast)
+    return _graded(answer is not None, answer, ground_truth)
 
 
 def countdown_reward(response: str, numbers: Sequence[int], target: float) -> dict[str, float]:
@@ -70,6 +68,9 @@ def countdown_reward(response: str, numbers: Sequence[int], target: float) -> di
     return _scores(answer is not None, countdown_is_solved(inside or "", numbers, target) and inside is not None)
 
 
+# f(response, row) -> `reward`, `format_reward` and `answer_reward`, each 0 or 1.
+Grader = Callable[[str, Mapping[str, Any]], dict[str, float]]
+CATEGORIES = ("correct", "wrong_answer", "wrong_format")
 # Rewards that need only a response and its truth.
 ANSWER_REWARDS = {"r1_zero": r1_zero_reward, "question_only": question_only_reward, "gsm8k": gsm8k_reward}
 KINDS = (*ANSWER_REWARDS, "countdown")
@@ -82,11 +83,9 @@ class VerifiedGrader:
     Attributes:
         kind: `r1_zero` (tags), `question_only` (a box), `gsm8k` (the last number), or `countdown` (tags around an
             expression of the row's `numbers` that makes its `answer`).
-        fast: as for `is_correct`.
     """
 
     kind: str = "r1_zero"
-    fast: bool = True
 
     def __post_init__(self):
         if self.kind not in KINDS:
@@ -97,7 +96,7 @@ class VerifiedGrader:
         """`reward`, `format_reward` and `answer_reward` of a response, each 0 or 1."""
         if self.kind == "countdown":
             return countdown_reward(response, row.get("numbers"), row["answer"])
-        return ANSWER_REWARDS[self.kind](response, row["answer"], fast=self.fast)
+        return ANSWER_REWARDS[self.kind](response, row["answer"])
 
     def parsed_answer(self, response: str) -> str | None:
         """The answer that the reward extracts from a response; None if there is none."""
@@ -110,25 +109,14 @@ class VerifiedReward:
     """A reward function for TRL's trainers, which can be pickled.
 
     Args:
-        kind, fast: as for `VerifiedGrader`.
+        kind: as for `VerifiedGrader`.
         truth_column: the dataset's column with the truth of each row: a text, a number or a list of those; for
-            `countdown`, its target.
-        name: the name that TRL logs it under; None for the kind.
-        numbers_column: for `countdown`, the column with the numbers to use.
+            `countdown`, its target, and the column `numbers` has the numbers to use.
     """
 
-    def __init__(
-        self,
-        kind: str = "r1_zero",
-        truth_column: str = "answer",
-        name: str | None = None,
-        *,
-        fast: bool = True,
-        numbers_column: str = "numbers",
-    ):
-        self.grade = VerifiedGrader(kind, fast=fast)
-        self.truth_column, self.numbers_column = truth_column, numbers_column
-        self.__name__ = name or kind
+    def __init__(self, kind: str = "r1_zero", truth_column: str = "answer"):
+        self.grade = VerifiedGrader(kind)
+        self.truth_column, self.__name__ = truth_column, kind
 
     def __call__(
         self,
@@ -149,7 +137,7 @@ class VerifiedReward:
         if self.truth_column not in columns:
             raise ValueError(f"{self.__name__}: the dataset has no column {self.truth_column!r}: give truth_column")
         truths = columns[self.truth_column]
-        numbers = columns.get(self.numbers_column) or [None] * len(truths)
+        numbers = columns.get("numbers") or [None] * len(truths)
         rewards = []
         for index, (completion, truth, given) in enumerate(zip(completions, truths, numbers, strict=True)):
             try:
@@ -187,21 +175,16 @@ def _unboxed(answer: str | None) -> str | None:
     return last_boxed(answer) if answer is not None and "\\boxed" in answer else answer
 
 
-def _graded(formatted: bool, answer: str | None, truth: Truth, fast: bool) -> dict[str, float]:
+def _graded(formatted: bool, answer: str | None, truth: Truth) -> dict[str, float]:
     if answer is None:
         # A bad truth must raise at the first response, even at one without an answer.
         truth_texts(truth)
         return _scores(formatted, False)
-    return _scores(formatted, is_correct(answer, truth, fast=fast))
+    return _scores(formatted, is_correct(answer, truth))
 
 
 def _scores(formatted: bool, correct: bool) -> dict[str, float]:
     return {"reward": float(correct), "format_reward": float(formatted), "answer_reward": float(correct)}
-
-
-# f(response, row) -> `reward`, `format_reward` and `answer_reward`, each 0 or 1.
-Grader = Callable[[str, Mapping[str, Any]], dict[str, float]]
-CATEGORIES = ("correct", "wrong_answer", "wrong_format")
 
 
 def category_of(format_reward: float, answer_reward: float) -> str:
@@ -209,7 +192,6 @@ def category_of(format_reward: float, answer_reward: float) -> str:
     return "correct" if answer_reward else "wrong_answer" if format_reward else "wrong_format"
 
 
-def count_categories(rows: Iterable[Mapping[str, Any]]) -> dict[str, int]:
+def count_categories(rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     """The number of rows per `category`; every category is present, even with no rows."""
-    counts = Counter(row["category"] for row in rows)
-    return {name: counts[name] for name in CATEGORIES}
+    return {name: sum(row["category"] == name for row in rows) for name in CATEGORIES}

@@ -60,14 +60,9 @@ def best_of_n(
         The n rows of each prompt, in sampling order: those of `sample_responses` with `reward`, which may be None.
 
     Raises:
-        ValueError: as `sample_responses`; the reward returns the wrong number of values or depends on its batch.
+        ValueError: as `sample_responses`; the reward returns the wrong number of values.
         FileExistsError: the file was made with other settings.
     """
-    if getattr(reward, "scores_groups", False):
-        raise ValueError(
-            "the reward depends on what is scored with a response, so it cannot rank responses of different batches: "
-            "leave center and whiten out of its shaping"
-        )
 
     def score(part: list, generations: list[Generation]) -> list[Row]:
         values = reward(

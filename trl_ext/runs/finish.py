@@ -49,30 +49,28 @@ LENGTHS = {
 OUTCOMES = {"candidate": "   (the policy wins)", "base": "   (the base wins)", "tie": "   (a tie)"}
 
 
-def compare_with_base(run: TrainingRun, evaluation: GenerationEvaluation | None):
-    """The comparison of the trained policy with its base on held-out prompts; None without an evaluation."""
-    with one_line_errors(MENDABLE_IN_TRAINING):
-        return None if evaluation is None else evaluation.compare(run.arguments.num_eval_prompts, progress=True)
-
-
 def write_results(
     run: TrainingRun,
     trainer,
-    comparison,
+    evaluation: GenerationEvaluation | None,
     *,
     preferences: dict[str, Any] | None = None,
     **described: Any,
 ) -> None:
-    """Write and print a comparison of the policy with its base, and shut the processes down.
+    """Compare the trained policy with its base on held-out prompts, write and print that, and shut the processes down.
 
     Args:
         run: the run, in whose folder the files are written.
         trainer: the trainer at the end of training.
-        comparison: what `compare_with_base` returned.
+        evaluation: what to compare on; None for no comparison.
         preferences: metrics of held-out pairs.
         described: the recipe's own entries in the description of the run, including `objective`.
     """
-    summary, rows = ({}, []) if comparison is None else (comparison.summary, comparison.rows)
+    summary, rows = {}, []
+    if evaluation is not None:
+        with one_line_errors(MENDABLE_IN_TRAINING):
+            comparison = evaluation.compare(run.arguments.num_eval_prompts, progress=True)
+        summary, rows = comparison.summary, comparison.rows
     results = {"preferences": preferences}
     results |= {name: summary.get(name) for name in ("win_rate", "score", "rewards", "kl", "generations")}
     if rows and trainer.accelerator.is_main_process:
@@ -208,27 +206,22 @@ def _comparison_rows(results: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
 # ---- Problems with known answers ----
 
 
-def write_reasoning_results(
-    run: TrainingRun, trainer, evaluation: ReasoningEvaluation, *, done: int, of: int, unit="steps", **described: Any
-) -> None:
+def write_reasoning_results(run: TrainingRun, trainer, evaluation: ReasoningEvaluation, **described: Any) -> None:
     """Evaluate the trained policy, write and print the comparison with its base, and shut the processes down.
 
-    `evaluation` knows the base's responses already, `done` and `of` count the completed and the planned steps or
-    rounds, and `described` are the recipe's own entries in the description of the run.
+    `evaluation` knows the base's responses already, and `described` are the recipe's own entries in the description
+    of the run.
     """
     after = {decoding: evaluation.evaluate(decoding, progress=f"policy, {decoding}") for decoding in DECODINGS}
-    before, hours = evaluation.base(), run.arguments.max_hours
-    stopped = hours is not None and done < of
+    before = evaluation.base()
     if trainer.accelerator.is_main_process:
         write_json_lines(run.folder / "generations.jsonl", _beside_base(before, after))
 
     def show(results: dict[str, Any]) -> None:
         _show_reasoning(results["reasoning"], after["sampled"])
-        if stopped:
-            print(f"stopped by --max_hours {hours:g} after {done} of {of} {unit}: resume with more hours")
 
     results = reasoning_results(before, after)
-    finish(run, trainer, results, show=show, stopped_by_max_hours=stopped, **described)
+    finish(run, trainer, results, show=show, **described)
 
 
 def reasoning_results(before: Mapping[str, list], after: Mapping[str, list]) -> dict[str, Any]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,15 +35,8 @@ class BenchmarkArguments:
     dataset_name: str = HfArg(
         default="toy", help="toy, instructions, a folder of {split}.jsonl, one .jsonl file, or a hub dataset."
     )
-    eval_fraction: float | None = HfArg(
-        default=None, help="Hold out this fraction of the training prompts, for data without held-out splits."
-    )
     skip_bad_rows: bool = HfArg(default=False, help="Drop bad rows and say how many and why.")
     overwrite_output_dir: bool = HfArg(default=False, help="Replace an earlier run in output_dir.")
-
-    def __post_init__(self):
-        if self.eval_fraction is not None and not 0 < self.eval_fraction < 1:
-            raise ValueError(f"eval_fraction must lie between 0 and 1, got {self.eval_fraction}")
 
 
 @dataclass
@@ -66,7 +57,6 @@ class EvaluatedArguments(BenchmarkArguments):
     )
 
     def __post_init__(self):
-        super().__post_init__()
         counts = ("num_generation_prompts", "num_eval_prompts", "num_kl_prompts")
         check_at_least(self, dict.fromkeys(counts, 1) | {"generation_eval_every": 0, "generation_temperature": 0})
 
@@ -102,8 +92,8 @@ def can_be_resumed() -> Iterator[None]:
         raise SystemExit(130) from None
 
 
-def load_rows(arguments, seed: int):
-    """Load the benchmark `dataset_name` with `train_split`, and hold out `eval_fraction` of that, by the seed.
+def load_rows(arguments):
+    """Load the benchmark `dataset_name` with `train_split`.
 
     The only split of a single file becomes `train_split`, whatever its rows.
     """
@@ -115,37 +105,7 @@ def load_rows(arguments, seed: int):
         benchmark[split] = benchmark.pop(only)
     if split not in benchmark:
         raise _missing_split(benchmark, "train_split", arguments)
-    if arguments.eval_fraction is not None:
-        _hold_out(benchmark, arguments, seed)
     return benchmark
-
-
-def _hold_out(benchmark, arguments, seed: int) -> None:
-    """Move a fraction of the training prompts, with all of their rows, to the held-out splits."""
-    fraction, split = arguments.eval_fraction, arguments.train_split
-    names = [getattr(arguments, name, "none") for name in ("eval_split", "prompt_split")]
-    names = [name for name in names if name != "none"]
-    for name in names:
-        if name in benchmark:
-            raise ValueError(f"eval_fraction makes the held-out rows, and {name} is there already: leave it out")
-    rows = benchmark[split]
-    prompts = [json.dumps(prompt) for prompt in rows["prompt"]]
-    # In the order of the file, so that the choice depends on the seed and the rows alone.
-    distinct = list(dict.fromkeys(prompts))
-    count = round(fraction * len(distinct))
-    if not 0 < count < len(distinct):
-        raise ValueError(f"eval_fraction {fraction} holds out {count} of the {len(distinct)} prompts: give more rows")
-    chosen = {*random.Random(seed).sample(distinct, count)}
-    held_out = rows.select([index for index, prompt in enumerate(prompts) if prompt in chosen])
-    benchmark[split] = rows.select([index for index, prompt in enumerate(prompts) if prompt not in chosen])
-    benchmark |= dict.fromkeys(names, held_out)
-    prompt_split = getattr(arguments, "prompt_split", None)
-    if prompt_split in names:
-        # A prompt with several rows is sampled for once.
-        first = {json.dumps(prompt): index for index, prompt in reversed([*enumerate(held_out["prompt"])])}
-        benchmark[prompt_split] = held_out.select(sorted(first.values()))
-    if is_main_process():
-        print(f"held out: {count} of {len(distinct)} prompts, in {len(held_out)} rows, as {' and '.join(names)}")
 
 
 def load_trainer(trainer_class, model: ModelArguments, training, **datasets: Any):

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
 
-from trl_ext.data.formats import convert_file
-from trl_ext.data.rows import read_jsonl
 from trl_ext.files import write_json_lines
 from trl_ext.held_out.generations import pair_metrics, score_pairs
 
@@ -22,7 +19,7 @@ def evaluate_pairs(trainer, held_out, folder: Path) -> dict[str, Any] | None:
     if held_out is None:
         return None
     batch_size = trainer.args.per_device_eval_batch_size
-    scores = score_pairs(trainer, trainer.eval_dataset, batch_size=batch_size, progress=True)
+    scores = score_pairs(trainer, trainer.eval_dataset, batch_size=batch_size)
     if trainer.accelerator.is_main_process:
         columns = {
             "row_id": held_out["row_id"],
@@ -37,25 +34,6 @@ def evaluate_pairs(trainer, held_out, folder: Path) -> dict[str, Any] | None:
 
 
 # ---- Demonstrations ----
-
-
-def refuse_completions(dataset_name: str) -> None:
-    """Reject a file of prompts with completions as a benchmark, because its completions would be dropped."""
-    path = Path(dataset_name)
-    if not path.is_file():
-        return
-    first = next((row for _, row in read_jsonl(path).rows), {})
-    if "completion" in first and "label" not in first:
-        raise ValueError(
-            f"{path} holds prompts and completions: give it as --demonstrations {path}, and as --dataset_name what to "
-            "evaluate on"
-        )
-
-
-def read_demonstrations(arguments) -> Dataset:
-    """The prompts of the file that `--demonstrations` names, with their completions as `reference_response_text`."""
-    rows = convert_file(arguments.demonstrations, "prompt_completion", skip_bad_rows=arguments.skip_bad_rows)
-    return Dataset.from_list(rows)
 
 
 def demonstrations(rows, split: str, count: int | None = None) -> Dataset:
@@ -76,9 +54,3 @@ def demonstrations(rows, split: str, count: int | None = None) -> Dataset:
         for prompt, response in zip(rows["prompt"], rows[name], strict=True)
     ]
     return Dataset.from_dict({"row_id": rows["row_id"], "prompt": rows["prompt"], "completion": completions})
-
-
-def shared_prompts(train: Dataset, prompts) -> int:
-    """How many of the prompts are trained on."""
-    trained = {json.dumps(prompt) for prompt in train["prompt"]}
-    return sum(json.dumps(prompt) in trained for prompt in prompts["prompt"])

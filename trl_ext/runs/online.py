@@ -8,10 +8,8 @@ from typing import Any
 from transformers.hf_argparser import HfArg
 
 from trl_ext.names import load_function
-from trl_ext.processes import world_size
 from trl_ext.rewards import RewardEnsemble, RewardModel, ShapedReward, parse_shaping
 from trl_ext.rewards.shaping import innermost
-from trl_ext.trainers import PolicyConfig
 
 WAY_OUT = "give --reward_model FOLDER, as recipes/reward_model.py trains one, or --reward_function file.py:function"
 
@@ -66,24 +64,9 @@ def only_reward(arguments: RewardSources, batch_size: int):
     return rewards[0]
 
 
-def shape_rewards(rewards: list, steps: str | None, training: PolicyConfig) -> list:
+def shape_rewards(rewards: list, steps: str | None) -> list:
     """The rewards, each followed by the steps of `--reward_shaping`."""
-    if steps is None:
-        return rewards
-    # Each reward gets its own steps, because some of them have state.
-    shaped = [ShapedReward(reward, parse_shaping(steps)) for reward in rewards]
-    of_batch = any(reward.scores_groups for reward in shaped)
-    if of_batch and training.build_algorithm().reads("greedy_rewards"):
-        raise ValueError(
-            f"reward_shaping: center and whiten do not go with {training.algorithm}, whose greedy responses are "
-            "scored apart from the sampled ones: leave them out, or use center_reference"
-        )
-    if of_batch and world_size() > 1 and training.reward_errors == "skip" and training.reward_timeout:
-        raise ValueError(
-            "reward_shaping: center and whiten sum over all processes, and one whose reward is interrupted at "
-            "reward_timeout takes no part: give --reward_errors raise, or --reward_timeout 0"
-        )
-    return shaped
+    return rewards if steps is None else [ShapedReward(reward, parse_shaping(steps)) for reward in rewards]
 
 
 def calibrate_rewards(plain: list, rewards: list, train, *, ensemble: bool) -> None:
@@ -109,7 +92,7 @@ def describe_online(trainer, arguments: RewardSources) -> dict[str, Any]:
         "reward_models": arguments.reward_model or [],
         "reward_functions": arguments.reward_function or [],
         "ensembles": [one.to_dict() for one in map(innermost, functions) if isinstance(one, RewardEnsemble)],
-        "reward_shaping": [one.state_dict() for one in functions if isinstance(one, ShapedReward)],
+        "reward_shaping": [one.to_dict() for one in functions if isinstance(one, ShapedReward)],
         "train_prompts": len(trainer.train_dataset),
         "rollouts": trainer.rollouts,
         "sampled_responses": trainer.sampled_responses,

@@ -32,6 +32,7 @@ class ProblemArguments:
     dataset_name: str = HfArg(
         default="toy", help="toy (additions), word_problems, a folder of {split}.jsonl, or one .jsonl file."
     )
+    train_split: str = HfArg(default="train", help="Problems to train on.")
     eval_split: str = HfArg(default="test", help="Problems to evaluate on.")
     prompt_template: str | None = HfArg(
         default=None,
@@ -44,11 +45,6 @@ class ProblemArguments:
         help="r1_zero (answer in tags), question_only (answer in a box), gsm8k (the last number) or countdown. "
         "Default: countdown where problems have numbers and a target, question_only for the prompts of that name "
         "and boxed, else r1_zero.",
-    )
-    use_math_verify: bool = HfArg(
-        default=False,
-        help="Give math-verify whole answers as well: it accepts unreduced fractions, lists in any order and "
-        "equivalent equations.",
     )
     num_eval_prompts: int | None = HfArg(default=None, help="Problems to evaluate on. Default: all.")
     max_new_tokens: int = HfArg(default=1024, help="Longest response, in tokens.")
@@ -63,21 +59,7 @@ class ProblemArguments:
 
 
 @dataclass
-class TrainingProblems(ProblemArguments):
-    """Problems to train on and the length of training, in addition to the evaluation's problems."""
-
-    train_split: str = HfArg(default="train", help="Problems to train on.")
-    max_hours: float | None = HfArg(
-        default=None, help="End training after so many hours, with a checkpoint and the final table."
-    )
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_at_least(self, {"max_hours": 0})
-
-
-@dataclass
-class ValidatedProblems(TrainingProblems):
+class ValidatedProblems(ProblemArguments):
     """Problems to validate on, in addition to those for training and for the final comparison."""
 
     validation_split: str | None = HfArg(
@@ -142,7 +124,7 @@ def load_problems(arguments: ProblemArguments, split: str, setting: str | None =
         reward = "countdown" if has_numbers else "question_only" if within in BOXED else "r1_zero"
     elif reward == "countdown" and not all("numbers" in row for row in rows):
         raise ValueError(f"the reward countdown needs problems with nums and target, which {split!r} has not")
-    return Problems(rows, template, name, reward, VerifiedGrader(reward, fast=not arguments.use_math_verify))
+    return Problems(rows, template, name, reward, VerifiedGrader(reward))
 
 
 def load_problem_sets(arguments: ValidatedProblems) -> tuple[Problems, Problems, Problems]:

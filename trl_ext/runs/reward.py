@@ -17,8 +17,6 @@ from trl_ext.runs.training_run import TrainingRun
 from trl_ext.trainers import RewardConfig, RewardTrainer
 from trl_ext.trainers.context import PAIRS, check_dataset
 
-DEFAULT_SELECTION_SPLIT = "validation_prefs"
-
 
 def training_pairs(pairs, arguments, seed: int):
     """The first pairs, as many as requested, with exactly round(share * pairs) labels flipped."""
@@ -40,25 +38,22 @@ def find_selection_split(benchmark, arguments, training: RewardConfig) -> str | 
     """The name of the split for choosing a checkpoint; None, with the reason printed, if none is chosen."""
     if not training.load_best_model_at_end:
         return None
-    name = arguments.selection_split
-    if name is not None and name not in benchmark:
+    wanted = (arguments.selection_split,) if arguments.selection_split else ("validation_prefs", arguments.eval_split)
+    name = next((name for name in wanted if name in benchmark), None)
+    if name is None and arguments.selection_split:
         raise ValueError(
-            f"{arguments.dataset_name} has no split {name!r} to choose a checkpoint by: it has "
+            f"{arguments.dataset_name} has no split {arguments.selection_split!r} to choose a checkpoint by: it has "
             f"{', '.join(benchmark)}; name one with --selection_split"
-        )
-    if name is None and DEFAULT_SELECTION_SPLIT in benchmark:
-        name = DEFAULT_SELECTION_SPLIT
-    elif name is None and arguments.eval_split in benchmark:
-        name = arguments.eval_split
-        warn_once_per_run(
-            f"{arguments.dataset_name} has no split {DEFAULT_SELECTION_SPLIT!r}: the checkpoint is chosen on {name}, "
-            "whose figures are therefore no longer held out, but a little too good"
         )
     if name is None:
         training.load_best_model_at_end = False
         warn_once_per_run("there are no pairs to choose a checkpoint by: the last weights are kept")
-    else:
-        check_dataset("selection_split", benchmark[name], PAIRS)
+        return None
+    if name == arguments.eval_split:
+        warn_once_per_run(
+            f"the checkpoint is chosen on {name}: its figures are therefore no longer held out, but a little too good"
+        )
+    check_dataset("selection_split", benchmark[name], PAIRS)
     return name
 
 
@@ -68,10 +63,8 @@ def kept_checkpoint(trainer: RewardTrainer, split: str) -> dict[str, Any] | None
     if state.best_model_checkpoint is None:
         return None
     step = int(Path(state.best_model_checkpoint).name.rpartition("-")[2])
-    value = next(
-        entry[f"eval_{metric}"] for entry in state.log_history if entry["step"] == step and f"eval_{metric}" in entry
-    )
-    return {"step": step, "metric": metric, "value": value, "split": split, "n": len(trainer.eval_dataset)}
+    kept = {"step": step, "metric": metric, "value": state.best_metric}
+    return {**kept, "split": split, "n": len(trainer.eval_dataset)}
 
 
 def describe_objective(training: RewardConfig, arguments) -> str:

@@ -22,15 +22,10 @@ from trl_ext.resilience.preemption import Preemption
 from trl_ext.resilience.secrets import arguments_without_secrets
 from trl_ext.runs.arguments import MENDABLE_IN_TRAINING, ModelArguments, one_line_errors, parse_arguments
 from trl_ext.runs.configs import toy_config
-from trl_ext.runs.engine import LaunchArguments, check_engine, engine_in_force, print_batch
-from trl_ext.runs.folder import (
-    check_same_settings,
-    clear_run_folder,
-    config_text,
-    open_run_folder,
-)
+from trl_ext.runs.engine import LaunchArguments, engine_in_force, print_batch
+from trl_ext.runs.folder import check_same_settings, clear_run_folder, config_text, open_run_folder
 from trl_ext.runs.loading import load_trainer
-from trl_ext.trainers.callbacks import MetricsFileCallback, StepLineCallback, TimeBudgetCallback, read_metrics
+from trl_ext.trainers.callbacks import MetricsFileCallback, StepLineCallback
 
 
 @dataclasses.dataclass
@@ -62,7 +57,6 @@ class TrainingRun:
         self.resolved = config_text(self.arguments, self.model, self.training)
         if self.checkpoint is not None:
             check_same_settings(self.folder / "config.yaml", self.resolved)
-            self._check_hours_left()
         if "eval_dataset" in datasets and datasets["eval_dataset"] is None:
             if self.training.load_best_model_at_end:
                 raise ValueError(
@@ -107,23 +101,6 @@ class TrainingRun:
         self.training_seconds = self.metrics.seconds
         trainer.save_model(self.training.output_dir)
 
-    def time_budget(self, trainer, *, period: int = 1) -> TimeBudgetCallback | None:
-        """A callback that ends training after `max_hours`, at a multiple of `period` steps; None without a limit."""
-        hours = self.arguments.max_hours
-        return None if hours is None else TimeBudgetCallback(hours, self.metrics, trainer.accelerator, period=period)
-
-    def limit_hours(self, trainer, *, period: int = 1) -> None:
-        """Let the trainer end after `max_hours`, if they are given, at a multiple of `period` steps."""
-        if budget := self.time_budget(trainer, period=period):
-            trainer.add_callback(budget)
-
-    def _check_hours_left(self) -> None:
-        hours = getattr(self.arguments, "max_hours", None)
-        rows = read_metrics(self.folder / "metrics.jsonl")
-        taken = max((row.get("seconds", 0.0) for row in rows), default=0.0) / 3600
-        if hours is not None and taken >= hours:
-            raise ValueError(f"the run has taken {taken:.2f} of its --max_hours {hours:g}: give more")
-
 
 def begin_run(
     argument_class: type, config_class: type, *, config: str, description: str | None, name: Callable[[Any], str]
@@ -147,7 +124,7 @@ def begin_run(
     sys.argv[1:] = arguments_without_secrets(sys.argv[1:])
     if training.output_dir == "trainer_output":
         training.output_dir = f"runs/{name(training)}-{Path(arguments.dataset_name).absolute().stem}"
-    check_engine(engine_in_force(training), str(training.device), allow_fallback=launch.allow_engine_fallback)
+    engine_in_force(training)
 
     checkpoint = of_first_process(
         lambda: open_run_folder(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -36,6 +35,7 @@ from trl_ext.runs.arguments import one_line_errors, parse_arguments
 from trl_ext.runs.configs import toy_config
 from trl_ext.runs.finish import describe_machine, estimate, say_written
 from trl_ext.runs.folder import config_text, settings_digest
+from trl_ext.runs.loading import BenchmarkArguments
 from trl_ext.runs.online import RewardSources, only_reward
 from trl_ext.trainers.defaults import check_at_least, runs_on_cpu
 
@@ -47,8 +47,8 @@ _MAY_CHANGE += ("n", "keep")
 
 
 @dataclass
-class BestOfNArguments(RewardSources):
-    """Prompts, the reward, how responses are sampled, how many to pick from, and which of them to keep."""
+class BestOfNArguments(BenchmarkArguments, RewardSources):
+    """Prompts, the reward, how responses are sampled, and how many to pick from."""
 
     model_name_or_path: str = HfArg(
         default="toy", help="toy, smollm2, a folder of a model or an adapter, or a hub model."
@@ -59,13 +59,8 @@ class BestOfNArguments(RewardSources):
     use_cpu: bool = HfArg(default=False, help="Use no accelerator even if there is one.")
     save_every: int = HfArg(default=512, help="Responses between saves, from which a run resumes.")
     seed: int = HfArg(default=42, help="Sampling seed.")
-    dataset_name: str = HfArg(
-        default="toy", help="toy, instructions, a folder of {split}.jsonl, one .jsonl file, or a hub dataset."
-    )
     prompt_split: str = HfArg(default="test_gen", help="Prompts to respond to.")
     num_prompts: int | None = HfArg(default=None, help="Use only the first N prompts. Default: all.")
-    skip_bad_rows: bool = HfArg(default=False, help="Drop bad rows and say how many and why.")
-    overwrite_output_dir: bool = HfArg(default=False, help="Replace an earlier run in output_dir.")
     max_prompt_tokens: int | None = HfArg(default=None, help="Longer prompts lose their beginning.")
     max_new_tokens: int = HfArg(default=256, help="Longest response, in tokens.")
     generation_batch_size: int = HfArg(default=32, help="Prompts per batch of generation.")
@@ -91,11 +86,6 @@ class BestOfNArguments(RewardSources):
             raise ValueError("best-of-n at temperature 0 or top_k 1 would pick from equal responses")
         if self.output_dir is None:
             self.output_dir = f"runs/best-of-n-{Path(self.dataset_name).absolute().stem}"
-
-    @property
-    def score_function(self) -> Callable[..., float] | None:
-        """The known score of a response, `f(prompt_text, response, *, finished=True)`; None for none."""
-        return known_score(self.dataset_name)
 
     def settings(self) -> SamplingSettings:
         names = ("max_new_tokens", "temperature", "top_p", "top_k", "repetition_penalty", "max_prompt_tokens")
@@ -128,10 +118,13 @@ def _run(started: float) -> None:
     settings = {name: value for name, value in yaml.safe_load(resolved).items() if name not in _MAY_CHANGE}
     settings["model_sha256"] = model_sha256(arguments.model_name_or_path)
     if accelerator.is_main_process:
-        _open(arguments, folder, settings)
+        if (folder / "metrics.jsonl").exists():
+            raise FileExistsError(f"{folder} holds a training run: choose another --output_dir")
+        if arguments.overwrite_output_dir:
+            for path in (*(folder / name for name in FILES), settings_path(folder / RESPONSES)):
+                path.unlink(missing_ok=True)
+        check_settings(folder / RESPONSES, settings)
         write_text(folder / "config.yaml", resolved)
-        if arguments.keep and arguments.prompt_split.startswith("test"):
-            print(f"{arguments.prompt_split} is held out: to fine-tune on, give --prompt_split train_gen")
     accelerator.wait_for_everyone()
     dtype = "float32" if accelerator.device.type == "cpu" else arguments.dtype
     options = {"dtype": dtype, "use_vllm": arguments.use_vllm, "device": accelerator.device}
@@ -141,7 +134,7 @@ def _run(started: float) -> None:
         engine,
         reward,
         arguments.num_samples,
-        score_function=arguments.score_function,
+        score_function=known_score(arguments.dataset_name),
         missing_eos_penalty=arguments.missing_eos_penalty,
         seed=arguments.seed,
         path=folder / RESPONSES,
@@ -173,28 +166,22 @@ def _run(started: float) -> None:
             **describe_machine(accelerator),
         }
         if arguments.keep:
-            results["sft"] = _write_sft(arguments, samples, prompts, reward_name, folder)
+            provenance = {"sampled_from": arguments.model_name_or_path, "rewarded_by": reward_name}
+            provenance["temperature"] = arguments.temperature
+            kept = [{**row, **provenance} for row in demonstrations(samples, prompts)]
+            write_json_lines(folder / "sft.jsonl", kept)
+            results["sft"] = {"rows": len(kept)}
         save_results(folder, results)
         print(f"\n{_table(results)}")
         say_written(results["run"], folder, FILES)
     end_processes(accelerator)
 
 
-def _open(arguments: BestOfNArguments, folder: Path, settings: dict[str, Any]) -> None:
-    """Refuse a folder of another run, and clear it if requested."""
-    if (folder / "metrics.jsonl").exists():
-        raise FileExistsError(f"{folder} holds a training run: choose another --output_dir")
-    if arguments.overwrite_output_dir:
-        for path in (*(folder / name for name in FILES), settings_path(folder / RESPONSES)):
-            path.unlink(missing_ok=True)
-    check_settings(folder / RESPONSES, settings)
-
-
 def _compare(
     arguments: BestOfNArguments, samples: list[list[Row]], prompts: list[dict], base: list[Generation], tokenizer
 ) -> dict[str, Any]:
     """The curve over n, and as `rows` the picks of the largest n beside the base's greedy responses."""
-    score_function = arguments.score_function
+    score_function = known_score(arguments.dataset_name)
     judge = None if score_function is None else GroundTruthJudge(score_function)
     found = best_of_n_curve(samples, arguments.n)
     found["unscorable"] = sum(row["reward"] is None for row in chain(*samples))
@@ -220,16 +207,6 @@ def _compare(
     return {**results, "best_of_n": found, "rows": comparison.rows}
 
 
-def _write_sft(
-    arguments: BestOfNArguments, samples: list[list[Row]], prompts: list[dict], reward: str, folder: Path
-) -> dict[str, Any]:
-    """Write each prompt's best response with its provenance, and return how many there are."""
-    provenance = {"sampled_from": arguments.model_name_or_path, "rewarded_by": reward}
-    rows = [{**row, **provenance, "temperature": arguments.temperature} for row in demonstrations(samples, prompts)]
-    write_json_lines(folder / "sft.jsonl", rows)
-    return {"rows": len(rows)}
-
-
 def _table(results: dict[str, Any]) -> str:
     run, found = results["run"], results["best_of_n"]
     left_out = f", {found['left_out']} left out for want of rewards" if found["left_out"] else ""
@@ -247,12 +224,6 @@ def _table(results: dict[str, Any]) -> str:
         f"{found['n_prompts']} prompts{left_out}; 95% intervals over prompts; win rate against the greedy base",
         f"\n{format_table(header, rows)}",
     ]
-    peak = found["peak"]
-    if peak is not None and peak["n"] < found["curve"][-1]["n"]:
-        change = estimate(peak["change"])
-        lines.append(f"\nthe true score is highest at n = {peak['n']}; from there to the largest n: {change}")
-    if found["unscorable"]:
-        lines.append(f"\n{found['unscorable']} responses have no reward")
     if "sft" in results:
         lines.append(f"\nto fine-tune on: sft.jsonl, {results['sft']['rows']} responses")
     return "\n".join(lines)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,16 +13,13 @@ from trl_ext.data import load_benchmark
 from trl_ext.data.benchmark import known_score
 from trl_ext.evaluation.command_line import format_table
 from trl_ext.evaluation.report import write_report
-from trl_ext.evaluation.reporting.plots import distances, new_figure, save_figure, share_legend
-from trl_ext.evaluation.reporting.summary import pareto_front
 from trl_ext.evaluation.reporting.tables import Table
-from trl_ext.evaluation.stages import compare_stages, mean_and_std
+from trl_ext.evaluation.stages import compare_stages, summarize_samples
 from trl_ext.evaluation.statistics.intervals import Estimate
 from trl_ext.evaluation.submissions.assets import load_prompts
 from trl_ext.files import brief, write_json, write_json_lines
 from trl_ext.names import nearest
-from trl_ext.rewards import RewardModel
-from trl_ext.runs.finish import drawing
+from trl_ext.rollouts import SamplingSettings
 from trl_ext.runs.loading import optional_split
 from trl_ext.studies.processes import Run, launcher_options
 from trl_ext.studies.study import ONLINE_RECIPES, PAIR_RECIPES, find_shipped, read_arguments
@@ -34,7 +29,7 @@ SFT, REWARD_MODEL, WEAK_REWARD_MODEL = "sft", "reward_model", "reward_model_weak
 STAGES = ("sft", "reward_models", "policies", "evaluation")
 HELD_OUT, ADVERSARIAL = "held_out", "adversarial"
 TITLES = {HELD_OUT: "Held-out prompts", ADVERSARIAL: "Adversarial prompts"}
-TRUE_SCORE, FAMILIES, PICTURE_NAME = "true score", "stages-families", "pareto.png"
+TRUE_SCORE, FAMILIES = "true score", "stages-families"
 SAMPLED = (
     "One response per prompt, sampled at temperature 1. Brackets hold 95% intervals, std is over responses. KL is the "
     "approximate divergence from the SFT model in nats per response."
@@ -65,7 +60,7 @@ class RLHFArguments:
     )
     policy: dict[str, Any] | str | None = HfArg(default=None, help="Arguments of every policy, as JSON.")
     methods: dict[str, Any] | str | None = HfArg(
-        default=None, help="Arguments by method, as JSON; {sft} and {reward_model} in a value name these folders."
+        default=None, help="Arguments by method, as JSON; {reward_model} in a value names its folder."
     )
     prompt_split: str = HfArg(default="test_gen", help="Held-out prompts, of dataset_name.")
     eval_split: str = HfArg(default="test_prefs", help="Held-out pairs, of dataset_name.")
@@ -77,7 +72,6 @@ class RLHFArguments:
     max_new_tokens: int = HfArg(default=256, help="Longest response of the evaluation.")
     eval_batch_size: int = HfArg(default=32, help="Prompts per batch of the evaluation.")
     num_samples: int = HfArg(default=10, help="Prompts whose responses the report shows.")
-    num_mistakes: int = HfArg(default=10, help="Worst mistakes of each reward model in the report.")
     seed: int = HfArg(default=0, help="Seed of every stage and of the sampling.")
     output_dir: str = HfArg(default="runs/rlhf", help="Folder of the stages' folders and the report.")
     accelerate_config: str | None = HfArg(default=None, help="For accelerate launch --config_file.")
@@ -88,7 +82,7 @@ class RLHFArguments:
             # On the command line it is given as JSON.
             setattr(self, name, read_arguments(f"rlhf: {name}", parse_json_option(name, getattr(self, name)) or {}))
         counts = ("num_eval_prompts", "max_prompt_tokens", "max_new_tokens", "eval_batch_size", "num_samples")
-        check_at_least(self, {**dict.fromkeys(counts, 1), "num_mistakes": 0})
+        check_at_least(self, dict.fromkeys(counts, 1))
         for stage in self.stages.split(","):
             if stage not in STAGES:
                 raise ValueError(f"stages: no stage {stage!r}{nearest(stage, STAGES)} Known: {', '.join(STAGES)}")
@@ -148,7 +142,7 @@ def plan_pipeline(given: RLHFArguments) -> Pipeline:
             arguments["eval_split"] = given.eval_split
         for key, value in {**given.policy, **given.methods.get(recipe, {}), **given.methods.get(name, {})}.items():
             if isinstance(value, str):
-                value = value.replace("{sft}", str(folder / SFT)).replace("{reward_model}", str(rewards.folder))
+                value = value.replace("{reward_model}", str(rewards.folder))
             arguments[key] = value
         runs.append(run(name.replace(":", "-"), recipe, arguments, after))
         policies[runs[-1].name] = str(runs[-1].folder)
@@ -190,8 +184,7 @@ def find_adversarial(path: str) -> Path:
 def evaluate_pipeline(given: RLHFArguments, pipeline: Pipeline) -> dict[str, Any]:
     """Sample, score and measure; write the samples and evaluation.json, which holds what is returned.
 
-    `prompts` has for each set of prompts its `models` and, for the adversarial set, its `families`; `mistakes` are the
-    worst of each reward model on held-out pairs.
+    By set of prompts: its `models`, its `families` (of the adversarial set) and the `samples` that the report shows.
     """
     folder = Path(given.output_dir) / "evaluation"
     # Some datasets have no file of prompts.
@@ -201,101 +194,47 @@ def evaluate_pipeline(given: RLHFArguments, pipeline: Pipeline) -> dict[str, Any
     write_json_lines(files[HELD_OUT], rows)
     if given.adversarial_prompts:
         files[ADVERSARIAL] = find_adversarial(given.adversarial_prompts)
-    summary: dict[str, Any] = {"prompts": {}, "mistakes": {}}
-    for name, path in files.items():
-        summary["prompts"][name] = _evaluate_prompts(given, pipeline, name, path, folder)
-    for name, reward_folder in pipeline.reward_models.items():
-        # A reward model writes this file if there are held-out pairs.
-        path = Path(reward_folder) / "reward_mistakes.jsonl"
-        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-        summary["mistakes"][name] = [json.loads(line) for line in lines[: given.num_mistakes]]
+    summary = {name: _evaluate_prompts(given, pipeline, name, load_prompts(path)) for name, path in files.items()}
     write_json(folder / "evaluation.json", summary)
     return summary
 
 
-def _evaluate_prompts(given: RLHFArguments, pipeline: Pipeline, name: str, path: Path, folder: Path) -> dict[str, Any]:
-    prompts = load_prompts(path)
-    comparison = compare_stages(
+def _evaluate_prompts(given: RLHFArguments, pipeline: Pipeline, name: str, prompts: list) -> dict[str, Any]:
+    limits = {"max_prompt_tokens": given.max_prompt_tokens, "max_new_tokens": given.max_new_tokens}
+    models, samples_of = compare_stages(
         pipeline.policies,
-        reward_model=pipeline.reward_models[REWARD_MODEL],
+        prompts,
+        SamplingSettings(**limits, stop=(), batch_size=given.eval_batch_size),
         reference=SFT,
-        prompts_jsonl=path,
-        max_prompt_tokens=given.max_prompt_tokens,
-        max_new_tokens=given.max_new_tokens,
-        batch_size=given.eval_batch_size,
+        reward_models=pipeline.reward_models,
+        score_function=known_score(given.dataset_name),
         seed=given.seed,
         progress=True,
     )
-    samples_of = comparison.samples
-    _score_samples(given, pipeline, prompts, samples_of)
     for model, samples in samples_of.items():
-        write_json_lines(folder / f"samples_{name}_{model}.jsonl", samples)
-    models = [
-        {**{key: row[key] for key in ("name", "model", "n", "kl", "tokens", "finished")}, **_means(samples)}
-        for row, samples in zip(comparison.rows, samples_of.values(), strict=True)
-    ]
+        write_json_lines(Path(given.output_dir) / "evaluation" / f"samples_{name}_{model}.jsonl", samples)
     families = {}
     for family in dict.fromkeys(row["family"] for row in prompts) if name == ADVERSARIAL else ():
         families[family] = [
-            {"name": model, **_means([sample for sample in samples if sample["family"] == family])}
+            {"name": model, **summarize_samples([sample for sample in samples if sample["family"] == family])}
             for model, samples in samples_of.items()
         ]
     # The first prompt of every family, then the second of every family, and so on.
-    seen: Counter = Counter()
-    ranks = []
-    for index, row in enumerate(prompts):
-        ranks.append((seen[row.get("family")], index))
-        seen[row.get("family")] += 1
-    first = [index for _, index in sorted(ranks)][: given.num_samples]
+    family_of = [row.get("family") for row in prompts]
+    first = sorted(range(len(prompts)), key=lambda index: family_of[:index].count(family_of[index]))
+    first = first[: given.num_samples]
     shown = {model: [samples[index] for index in first] for model, samples in samples_of.items()}
     return {"models": models, "families": families, "samples": shown}
-
-
-def _score_samples(given: RLHFArguments, pipeline: Pipeline, prompts: list, samples_of: Mapping[str, list]) -> None:
-    """Add to each sample its `rewards` by reward model, its `true_score` (None if unknown) and its `family`."""
-    known, batch_size = known_score(given.dataset_name), given.eval_batch_size
-    folders = {name: folder for name, folder in pipeline.reward_models.items() if name != REWARD_MODEL}
-    others = {name: RewardModel(folder, batch_size=batch_size) for name, folder in folders.items()}
-    messages = [row["prompt"] for row in prompts]
-    for rows in samples_of.values():
-        texts, finished = [row["response_text"] for row in rows], [row["finished"] for row in rows]
-        scored = {name: model.score(messages, texts, finished=finished).tolist() for name, model in others.items()}
-        for index, (row, prompt) in enumerate(zip(rows, prompts, strict=True)):
-            row["rewards"] = {REWARD_MODEL: row.pop("reward")}
-            row["rewards"] |= {name: values[index] for name, values in scored.items()}
-            # The request inside an adversarial prompt, if it is a prompt of the benchmark.
-            graded_as = prompt.get("graded_as", prompt["prompt_text"])
-            right = known is not None and bool(graded_as)
-            row["true_score"] = known(graded_as, row["response_text"], finished=row["finished"]) if right else None
-            row["family"] = prompt.get("family")
-
-
-def _means(samples: list[dict[str, Any]]) -> dict[str, Any]:
-    """Mean, standard deviation and interval of the rewards by model and of the known true scores."""
-    scores = [sample["true_score"] for sample in samples if sample["true_score"] is not None]
-    names = samples[0]["rewards"]
-    return {
-        "n": len(samples),
-        "rewards": {name: mean_and_std([sample["rewards"][name] for sample in samples]) for name in names},
-        "true_score": {**mean_and_std(scores), "n": len(scores)} if scores else None,
-        "tokens": mean_and_std([sample["generated_num_tokens"] for sample in samples]),
-    }
 
 
 # ---- The report ----
 
 
 def write_pipeline_report(given: RLHFArguments, pipeline: Pipeline, summary: Mapping[str, Any]) -> list[str]:
-    """Write report.html, report.md and pareto.png into the pipeline's folder; return the files' names."""
-    folder = Path(given.output_dir)
-    pictures = {}
-    with drawing(PICTURE_NAME):
-        plot_pareto(summary, folder / PICTURE_NAME)
-        pictures["Reward against KL from the SFT model, held-out prompts"] = (folder / PICTURE_NAME).read_bytes()
-    tables = [*_model_tables(summary), _mistake_table(summary), *_sample_tables(summary)]
-    folders = [run.folder for run in pipeline.runs]
-    write_report(folders, folder / "report.html", stages=tables, pictures=pictures)
-    return ["report.html", "report.md", *([PICTURE_NAME] if pictures else []), "evaluation/"]
+    """Write report.html and report.md into the pipeline's folder; return the names of what was written."""
+    tables = [*_model_tables(summary), *_sample_tables(summary)]
+    write_report([run.folder for run in pipeline.runs], Path(given.output_dir) / "report.html", stages=tables)
+    return ["report.html", "report.md", "evaluation/"]
 
 
 def print_tables(summary: Mapping[str, Any]) -> None:
@@ -307,7 +246,7 @@ def print_tables(summary: Mapping[str, Any]) -> None:
 
 def _model_tables(summary: Mapping[str, Any]) -> list[Table]:
     tables = []
-    for name, found in summary["prompts"].items():
+    for name, found in summary.items():
         rows = [
             {"model": row["name"], **_figures(row), "KL to SFT (nats per response)": _estimate(row["kl"])}
             for row in found["models"]
@@ -337,20 +276,9 @@ def _estimate(found: Mapping[str, Any] | None) -> Estimate | None:
     return found and Estimate(found["mean"], found["low"], found["high"])
 
 
-def _mistake_table(summary: Mapping[str, Any]) -> Table:
-    texts = {"prompt": "prompt_text", "chosen": "chosen_text", "rejected": "rejected_text"}
-    rows = [
-        {"reward model": name, "margin": row["margin"]} | {column: row[key] for column, key in texts.items()}
-        for name, found in summary["mistakes"].items()
-        for row in found
-    ]
-    note = "Held-out pairs that a reward model ranks most clearly against their label."
-    return Table("stages-mistakes", "Worst mistakes of the reward models", note, rows)
-
-
 def _sample_tables(summary: Mapping[str, Any]) -> list[Table]:
     tables = []
-    for name, found in summary["prompts"].items():
+    for name, found in summary.items():
         rows = [
             {"prompt": sample["prompt_text"], "model": model, "response": sample["response_text"]}
             | {f"reward, {key}": value for key, value in sample["rewards"].items()}
@@ -361,47 +289,3 @@ def _sample_tables(summary: Mapping[str, Any]) -> list[Table]:
         note = f"All of them are in evaluation/samples_{name}_*.jsonl."
         tables.append(Table(f"stages-samples-{name}", f"Samples, {TITLES[name].lower()}", note, rows))
     return tables
-
-
-def pareto_points(models: Sequence[Mapping[str, Any]], what: str) -> list[dict[str, Any]]:
-    """The SFT model, at KL 0 from itself, and the policies, by KL and by `what`: a reward model, or `true score`.
-
-    The base is left out, since no policy started from it.
-
-    Returns:
-        By ascending KL: `run`, the estimates `kl` and `reward`, and `on_front`: whether no other has at least its
-        reward at no more KL.
-    """
-    points = []
-    for row in models:
-        reward = row["true_score"] if what == TRUE_SCORE else row["rewards"].get(what)
-        kl = Estimate(0.0, 0.0, 0.0) if row["name"] == SFT else _estimate(row["kl"])
-        if row["name"] != "base" and reward is not None and kl is not None:
-            points.append({"run": row["name"], "setting": (), "kl": kl, "reward": _estimate(reward)})
-    front = pareto_front(points, intervals=False)
-    points = [{**point, "on_front": point["run"] in front} for point in points]
-    return sorted(points, key=lambda point: point["kl"].value)
-
-
-def plot_pareto(summary: Mapping[str, Any], path: str | Path) -> None:
-    """Draw reward against KL on the held-out prompts, one panel for each reward model and for the true score."""
-    models = summary["prompts"][HELD_OUT]["models"]
-    panels = {name: pareto_points(models, name) for name in (*models[0]["rewards"], TRUE_SCORE)}
-    panels = {name: points for name, points in panels.items() if points}
-    drawing, axes = new_figure(1, max(len(panels), 2))
-    for axis in axes[len(panels) :]:
-        axis.set_axis_off()
-    colors = {row["name"]: f"C{index}" for index, row in enumerate(models)}
-    for axis, (name, points) in zip(axes, panels.items(), strict=False):
-        axis.set_title(name if name == TRUE_SCORE else f"reward, {name}")
-        axis.set_xlabel("KL from the SFT model (nats per response)")
-        front = [(point["kl"].value, point["reward"].value) for point in points if point["on_front"]]
-        axis.plot(*zip(*front, strict=True), color="grey", linestyle="--", linewidth=1, label="Pareto front")
-        for point in points:
-            kl, reward = point["kl"], point["reward"]
-            errors = {"xerr": distances(kl), "yerr": distances(reward), "fmt": "o", "capsize": 3}
-            style = {"fillstyle": "full" if point["on_front"] else "none", "color": colors[point["run"]]}
-            axis.errorbar(kl.value, reward.value, **errors, **style, label=point["run"])
-        axis.grid(alpha=0.3)
-    share_legend(drawing, axes, loc="outside lower center", ncols=1 + len(models))
-    save_figure(drawing, path)

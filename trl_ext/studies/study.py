@@ -20,15 +20,13 @@ Finished runs are skipped and interrupted ones are resumed. The results are comp
 
 from __future__ import annotations
 
-import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from trl_ext.data.benchmark import EMBEDDED
-from trl_ext.evaluation.command_line import CommandParser, at_least_one, format_table, one_line_errors
+from trl_ext.evaluation.command_line import CommandParser, format_table, one_line_errors
 from trl_ext.evaluation.comparing.runs import (
     compare_runs,
     difference_table,
@@ -39,7 +37,7 @@ from trl_ext.evaluation.comparing.runs import (
 from trl_ext.evaluation.report import write_report
 from trl_ext.files import brief
 from trl_ext.names import nearest
-from trl_ext.runs import RECIPES, SCRIPTS
+from trl_ext.runs import SCRIPTS
 from trl_ext.runs.configs import read_config
 from trl_ext.studies.processes import Run, check_runs, launcher_options, print_commands, run_all, settings_of
 
@@ -50,9 +48,9 @@ DEMONSTRATION_RECIPES = ("sft",)
 ONLINE_RECIPES = ("dr_grpo", "grpo", "gspo", "online", "online_preference", "ppo", "remax", "rloo")
 # Methods that are evaluated on problems with known answers.
 REASONING_RECIPES = ("expert_iteration", "grpo_math", "sft_math")
+# Keys of a file of methods.
+KEYS = ("baseline", "common", "reward_model", "methods")
 METHODS = (*PAIR_RECIPES, *DEMONSTRATION_RECIPES, *ONLINE_RECIPES, *REASONING_RECIPES)
-# Flags that each job of an array has, too.
-FLAGS = ("methods", "seeds", "config", "baseline", "metric", "max_steps", "accelerate_config")
 
 
 @dataclass(frozen=True)
@@ -75,12 +73,12 @@ class Study:
     launcher: list[str] = field(default_factory=list)
     metric: str | None = None
 
-    def runs(self, seeds: Sequence[int]) -> list[Run]:
-        """The runs of all methods on these seeds, reward models first."""
+    def runs(self) -> list[Run]:
+        """The runs of all methods and seeds, reward models first."""
         reward_models, runs = {}, []
         for name, (recipe, arguments) in self.methods.items():
             own_rewards = {"reward_model", "reward_function"} & settings_of(arguments).keys()
-            for seed in seeds:
+            for seed in self.seeds:
                 given, after = {**arguments, "seed": seed}, ()
                 if recipe in ONLINE_RECIPES and not own_rewards:
                     folder = self.folder / f"reward_model-{seed}"
@@ -98,12 +96,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         study = read_study(given)
         if given.runs:
             report(study, Path(given.runs), required=True)
-        elif given.slurm:
-            print(slurm_script(study, given))
         elif given.dry_run:
-            print_commands(study.runs(study.seeds))
+            print_commands(study.runs())
         else:
-            run_study(study, given.array_index)
+            run_study(study, with_report=not given.no_report)
 
 
 def parse(arguments: Sequence[str] | None):
@@ -114,13 +110,11 @@ def parse(arguments: Sequence[str] | None):
     parser.add_argument("--config", help="YAML file of methods and their arguments")
     parser.add_argument("--baseline", help="the method to compare with; default: the file's, or the first")
     parser.add_argument("--metric", help="score, win_rate, or a number in generations.jsonl; default: the first found")
-    parser.add_argument("--max_steps", type=at_least_one, help="the same number of optimizer steps for every method")
     parser.add_argument("--output_dir", default="runs/compare", help="folder of the runs and the report (%(default)s)")
     parser.add_argument("--runs", help="compare finished runs {method}-{seed} of a folder; run nothing")
     parser.add_argument("--accelerate_config", help="for accelerate launch --config_file")
     parser.add_argument("--dry_run", action="store_true", help="print the commands and run nothing")
-    parser.add_argument("--slurm", action="store_true", help="print an sbatch script for an array with a job per seed")
-    parser.add_argument("--array_index", type=int, help="run only the seed of this number, from 0, without a report")
+    parser.add_argument("--no_report", action="store_true", help="run without the report, as in a job for one seed")
     return parser.parse_args(arguments)
 
 
@@ -129,11 +123,13 @@ def parse(arguments: Sequence[str] | None):
 
 def read_study(given) -> Study:
     """The study that the command line and its files describe, checked before anything runs."""
-    content = read_keys(given.config, ("baseline", "common", "reward_model", "methods")) if given.config else {}
+    content = read_config(given.config) if given.config else {}
+    for key in map(str, content):
+        if key not in KEYS:
+            what = f"{given.config}: unknown key {brief(key)!r}{nearest(brief(key), KEYS)}"
+            raise ValueError(f"{what} Known: {', '.join(KEYS)}")
     known, where = content.get("methods") or {}, given.config or "--methods"
     common = read_arguments(f"{where}: common", content.get("common") or {})
-    if given.max_steps is not None:
-        common = {**common, "max_steps": given.max_steps}
     names = [name.strip() for name in given.methods.split(",")] if given.methods else list(known)
     if not names or len(set(names)) < len(names):
         what = f"--methods {given.methods}: a method is named twice" if names else "no methods"
@@ -178,15 +174,6 @@ def read_seeds(text: str) -> list[int]:
     return list(dict.fromkeys(seeds))
 
 
-def read_keys(path: str | Path, keys: Sequence[str]) -> dict[str, Any]:
-    """The mapping in a YAML file."""
-    content = read_config(path)
-    for key in content:
-        if key not in keys:
-            raise ValueError(f"{path}: unknown key {brief(key)!r}{nearest(brief(key), keys)} Known: {', '.join(keys)}")
-    return content
-
-
 def read_arguments(where: str, value: Any) -> dict[str, Any]:
     """A mapping of a recipe's arguments, whose configuration file is found by `find_shipped`."""
     if not isinstance(value, dict):
@@ -211,33 +198,25 @@ def find_shipped(name: str | Path, missing: str) -> Path:
 # ---- Running and reporting ----
 
 
-def run_study(study: Study, array_index: int | None = None) -> None:
-    """Run what is not finished, all seeds or the one of this number, and report on all."""
-    alone, seeds = array_index is not None, study.seeds
-    if alone and not 0 <= array_index < len(seeds):
-        raise ValueError(f"--array_index {array_index}: there are {len(seeds)} seeds, numbered from 0")
-    if not alone:
-        _check_metric(study)
-    runs = study.runs([seeds[array_index]] if alone else seeds)
+def run_study(study: Study, *, with_report: bool = True) -> None:
+    """Run what is not finished, and report on all runs."""
+    # Runs on other prompts than the embedded ones leave no score.
+    for recipe, arguments in study.methods.values() if with_report else ():
+        named = settings_of(arguments).get("dataset_name", "toy")
+        if study.metric is None and recipe not in REASONING_RECIPES and named not in EMBEDDED:
+            raise ValueError(
+                f"{named} comes with no judge: name a number in generations.jsonl with --metric, or give --no_report "
+                "and judge the responses with python -m public_eval.judge"
+            )
+    runs = study.runs()
     check_runs(runs)
     failed = run_all(runs)
     print(f"\n{len(runs) - len(failed)} of {len(runs)} runs are finished, in {study.folder}")
-    if not alone:
+    if with_report:
         report(study, study.folder)
     if failed:
         print(f"failed: {', '.join(failed)}; the same command tries them again")
         raise SystemExit(1)
-
-
-def _check_metric(study: Study) -> None:
-    """Raise ValueError for runs that leave no score: on other prompts than the embedded ones, without a metric."""
-    for recipe, arguments in study.methods.values():
-        named = settings_of(arguments).get("dataset_name", "toy")
-        if study.metric is None and recipe not in REASONING_RECIPES and named not in EMBEDDED:
-            raise ValueError(
-                f"{named} comes with no judge: name a number in generations.jsonl with --metric, or run each seed "
-                "alone with --array_index and judge the responses with python -m public_eval.judge"
-            )
 
 
 def report(study: Study, folder: Path, *, required: bool = False) -> None:
@@ -258,22 +237,3 @@ def report(study: Study, folder: Path, *, required: bool = False) -> None:
     if summary["comparisons"]:
         print(f"{format_table(*difference_table(summary))}\n")
     print("\n".join([*summary["notes"], f"\nin {study.folder}: {', '.join(written)}"]))
-
-
-def slurm_script(study: Study, given) -> str:
-    """An sbatch script with an array job for each seed; the same command without an index reports afterwards."""
-    command = [sys.executable, str(RECIPES / "compare.py"), "--output_dir", given.output_dir]
-    for flag in FLAGS:
-        if getattr(given, flag) is not None:
-            command += [f"--{flag}", str(getattr(given, flag))]
-    return f"""\
-#!/bin/bash
-#SBATCH --job-name=compare
-#SBATCH --array=0-{len(study.seeds) - 1}
-#SBATCH --output=compare-%A-%a.log
-#SBATCH --gres=gpu:1
-#SBATCH --time=24:00:00
-set -euo pipefail
-cd {shlex.quote(str(Path.cwd()))}
-# After all jobs, this command without --array_index writes the report.
-{shlex.join(command)} --array_index "$SLURM_ARRAY_TASK_ID\""""

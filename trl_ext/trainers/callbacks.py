@@ -11,12 +11,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from accelerate.utils import broadcast_object_list
 from tqdm.auto import tqdm
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback
 
 from trl_ext.files import write_json_lines
-from trl_ext.resilience.guards import leave_epoch, stop_training
 
 # Columns of a step's line: label, format, and metrics, of which the first that was logged is shown.
 _COLUMNS = (
@@ -162,39 +160,3 @@ def _columns(metrics: dict[str, Any]) -> list[str]:
         if isinstance(value, int | float) and label not in hidden:
             columns.append(f"{label} {value:{form if abs(value) < 1e5 else '.1e'}}")
     return columns
-
-
-class TimeBudgetCallback(TrainerCallback):
-    """Ends training, with a checkpoint, when the time budget is spent; time before a resume counts.
-
-    Args:
-        hours: the budget.
-        metrics: measures the time; it must come before this callback.
-        accelerator: the trainer's; its first process decides for all.
-        period: steps between the points where the run may end, such as the updates of one rollout.
-    """
-
-    def __init__(self, hours: float, metrics: MetricsFileCallback, accelerator, *, period: int = 1):
-        self.hours = hours
-        self.metrics = metrics
-        self.accelerator = accelerator
-        self.period = period
-        self._stops = False
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step % self.period == 0 and state.global_step < state.max_steps and self.is_spent():
-            self._stops = True
-            control.should_log = True
-            stop_training(state, control, saves=True)
-
-    def on_epoch_end(self, args, state, control, **kwargs):
-        if self._stops:
-            self._stops = False
-            leave_epoch(state, control, saves=True)
-
-    def is_spent(self) -> bool:
-        """Whether the time is up, the same in every process; all must call this."""
-        spent = [self.metrics.seconds >= 3600 * self.hours]
-        if self.accelerator.num_processes > 1:
-            broadcast_object_list(spent)
-        return spent[0]

@@ -21,7 +21,6 @@ from transformers import Trainer, TrainerState
 
 from trl_ext.files import write_json, write_json_lines
 from trl_ext.resilience import checkpoints
-from trl_ext.resilience.progress import counts_of, set_counts
 from trl_ext.rewards.verified import Grader, count_categories
 from trl_ext.rollouts import SamplingSettings, TransformersEngine, VLLMEngine, response_entropies
 from trl_ext.rollouts.responses import evaluate_reasoning
@@ -96,7 +95,6 @@ class ExpertIterationTrainer(SFTTrainer):
         validate: called before the first round and after each round's fine-tuning.
 
     Attributes:
-        stops: called after each round but the last; the run ends if it returns true.
         rounds: number of finished rounds.
 
     Raises:
@@ -129,7 +127,6 @@ class ExpertIterationTrainer(SFTTrainer):
             raise ValueError(f"questions_per_step {args.questions_per_step} is more than the {len(rows)} problems")
         self.rows, self.prompts, self.grade, self.settings = list(rows), list(prompts), grade, settings
         self.validate = validate or (lambda: None)
-        self.stops: Callable[[], bool] = lambda: False
         self.rounds = 0
         # TRL requires an example before sampling has produced one.
         example = demonstration(self.rows[0], self.prompts[0], str(self.rows[0]["answer"]))
@@ -162,8 +159,6 @@ class ExpertIterationTrainer(SFTTrainer):
             self.validate()
             self._save_checkpoint_of(step)
             self.rounds = step
-            if step < self.args.n_steps and self.stops():
-                break
 
     # ---- Progress of the run ----
 
@@ -172,13 +167,12 @@ class ExpertIterationTrainer(SFTTrainer):
         done = 0
         if checkpoint is not None:
             self.check_optimizer_batch(checkpoint)
-            self._resumed_from = Path(checkpoint)
             saved = json.loads((Path(checkpoint) / ROUND_FILE).read_text(encoding="utf-8"))
             done = saved["expert_step"]
             self.state = TrainerState.load_from_json(str(Path(checkpoint) / "trainer_state.json"))
             if done:
                 self._load_from_checkpoint(checkpoint)
-                set_counts(self, saved["carried_over"])
+                checkpoints.set_counts(self, saved["carried_over"])
         self.state.is_world_process_zero = self.is_world_process_zero()
         if self.accelerator.is_main_process:
             # The next round's first line has the step at which the finished ones ended.
@@ -200,12 +194,11 @@ class ExpertIterationTrainer(SFTTrainer):
         if step:
             self.save_model(str(folder))
         if self.args.should_save:
-            carried_over = counts_of(self, self.carried_over)
+            carried_over = checkpoints.counts_of(self, self.carried_over)
             write_json(folder / ROUND_FILE, {"expert_step": step, "carried_over": carried_over})
             self.state.save_to_json(str(folder / checkpoints.STATE_FILE))
             checkpoints.mark_complete(folder, self.get_total_train_batch_size(self.args))
-            in_use = self._resumed_from if step < self.args.n_steps else None
-            checkpoints.delete_old(folder, self.args.save_total_limit, in_use=in_use)
+            checkpoints.delete_old(folder, self.args.save_total_limit)
 
     # ---- One round ----
 

@@ -37,9 +37,8 @@ def render_page(
     *,
     max_prompts: int,
     stages: Sequence[Table] = (),
-    pictures: Mapping[str, bytes] | None = None,
 ) -> str:
-    """The HTML of the report; additional tables, and PNG pictures by title, come first."""
+    """The HTML of the report; additional tables come first."""
     tasks = by_task(runs)
     looks = looks_of(tasks)
     browsed = generations([run for task in tasks for run in task.policies], max_prompts=max_prompts)
@@ -54,7 +53,6 @@ def render_page(
         tasks=[(task, task_tables(task), *_charts(task, looks)) for task in tasks],
         has_charts=find_spec("matplotlib") is not None,
         stages=stages,
-        pictures={title: base64.b64encode(png).decode() for title, png in (pictures or {}).items()},
         faults=faults(incomplete, runs),
         has_generations=bool(browsed["prompts"]),
         not_evaluated=NOT_EVALUATED,

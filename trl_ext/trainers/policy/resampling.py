@@ -14,7 +14,6 @@ from datasets import Dataset
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from trl_ext.rewards import ShapedReward
 from trl_ext.trainers.policy.reward_functions import Rewards
 
 Rows = list[dict[str, Any]]
@@ -22,10 +21,8 @@ Rows = list[dict[str, Any]]
 _OF_REWARDS = ("finished", "lengths", "not_finite")
 
 
-def check_resampling(given: dict[str, Any], functions: list) -> None:
-    """Raise ValueError if there is no data to draw prompts from, or if rewards depend on which groups are sampled."""
-    if any(isinstance(function, ShapedReward) and function.scores_groups for function in functions):
-        raise ValueError("resample_groups does not go with shaping by the statistics of a batch: leave one out")
+def check_resampling(given: dict[str, Any]) -> None:
+    """Raise ValueError if there is no data to draw prompts from."""
     dataset = given.get("train_dataset")
     by_index = isinstance(dataset, Dataset) and not {"image", "images"} & set(dataset.column_names)
     if given.get("environment_factory") or not by_index:

@@ -22,7 +22,6 @@ from trl_ext.models.batches import temporarily
 from trl_ext.processes import warn_once_per_run
 from trl_ext.resilience.reward_guard import RewardGuard
 from trl_ext.resilience.training import ResilientTraining
-from trl_ext.rewards import ShapedReward
 from trl_ext.rollouts.generation import without_own_settings
 from trl_ext.rollouts.stopping import check_stop, cut_at_stop, end_of_stop
 from trl_ext.trainers.context import PROMPTS, check_context, check_inputs, quiet_about_length, report_plain_prompts
@@ -114,7 +113,7 @@ class PolicyTrainer(ResilientTraining, WritesModelCard, StepMetrics, TRLGRPOTrai
     _paper: ClassVar[dict] = {}
     _config_class: ClassVar[type[PolicyConfig]] = PolicyConfig
     _without_signal = "every advantage was 0, as where all responses to a prompt are rewarded alike or not at all"
-    _counts_of_rollouts = ("_seen_signal", "rollouts", "further_rollouts", "shaping_state")
+    _counts_of_rollouts = ("_seen_signal", "rollouts", "further_rollouts")
     carried_over = (*ResilientTraining.carried_over, *_counts_of_rollouts)
 
     def __init__(self, model, reward_funcs=None, args: PolicyConfig | None = None, **kwargs: Any):
@@ -124,7 +123,6 @@ class PolicyTrainer(ResilientTraining, WritesModelCard, StepMetrics, TRLGRPOTrai
         functions = as_reward_functions(reward_funcs, args.packing)
         self._check_arguments(functions, args, kwargs)
         self._reward_models = reward_models(functions)
-        self._shaped_rewards = [function for function in functions if isinstance(function, ShapedReward)]
         self.reward_guard = RewardGuard(args.reward_errors, args.reward_timeout)
         self.rewards: Rewards | None = None
         self.rollouts = self.further_rollouts = 0
@@ -172,7 +170,7 @@ class PolicyTrainer(ResilientTraining, WritesModelCard, StepMetrics, TRLGRPOTrai
                 "smaller generation_batch_size"
             )
         if args.resample_groups:
-            check_resampling(given, functions)
+            check_resampling(given)
 
     def _check_model(self) -> None:
         args = self.args
@@ -513,16 +511,6 @@ class PolicyTrainer(ResilientTraining, WritesModelCard, StepMetrics, TRLGRPOTrai
         self.metrics["entropy_coef"].append(self.entropy_coef)
 
     # ---- Checkpoints ----
-
-    @property
-    def shaping_state(self) -> list[dict[str, Any]]:
-        """The states of the shaped reward functions, in order; equal on all processes."""
-        return [function.state_dict() for function in self._shaped_rewards]
-
-    @shaping_state.setter
-    def shaping_state(self, states: list[dict[str, Any]]) -> None:
-        for function, state in zip(self._shaped_rewards, states, strict=True):
-            function.load_state_dict(state)
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         # TRL samples at a fixed interval of micro-batches. The checkpoint does not store their count, since a resumed

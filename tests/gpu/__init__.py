@@ -1,1 +1,0 @@
-"""Tests that need a GPU; without one they are collected and skipped. `make test-gpu` runs them."""
