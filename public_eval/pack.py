@@ -5,13 +5,7 @@ from __future__ import annotations
 from public_eval import THRESHOLDS
 from trl_ext.evaluation.command_line import format_table, one_line_errors, print_json
 from trl_ext.evaluation.submissions.assets import load_thresholds
-from trl_ext.evaluation.submissions.commands import (
-    DEFAULT,
-    add_check_arguments,
-    add_prompt_arguments,
-    data_options,
-    make_parser,
-)
+from trl_ext.evaluation.submissions.commands import DEFAULT, add_data_arguments, data_options, make_parser
 from trl_ext.evaluation.submissions.submission import pack_submission
 
 DESCRIPTION = """\
@@ -29,13 +23,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("folder", help="the submission, such as submission/")
     parser.add_argument("--out", default="submission.zip", help="the archive" + DEFAULT)
     parser.add_argument("--thresholds", default=THRESHOLDS, help="JSON whose keys are the methods of a submission")
-    add_prompt_arguments(parser, base=False)
-    add_check_arguments(parser)
-    parser.add_argument("--overwrite", action="store_true", help="replace an archive that is there")
+    add_data_arguments(parser, base=False)
     with one_line_errors():
         options = parser.parse_args(arguments)
-        data = {"overwrite": options.overwrite, **data_options(options)}
-        packed = pack_submission(options.folder, options.out, load_thresholds(options.thresholds), **data)
+        methods = load_thresholds(options.thresholds)
+        packed = pack_submission(options.folder, options.out, methods, **data_options(options))
     if options.json:
         print_json({"archive": options.out, **packed})
         return

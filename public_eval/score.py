@@ -13,7 +13,7 @@ A reward model's scores of both responses of every public pair, in the format of
 
 cost    two forward passes per pair on this machine; no key, no network but for a model on the hub. The embedded pairs
         take seconds on a CPU.
-writes  --out, and beside it NAME.settings.json, which says how its rows are made. Rows of another model are refused.
+writes  --out, in place of an earlier file.
 """
 
 
@@ -25,11 +25,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--prefs_jsonl", help="the course's pairs (default: the embedded ones)")
     parser.add_argument("--batch_size", type=at_least_one, default=16, help="responses per forward pass" + DEFAULT)
     parser.add_argument("--dtype", default="float32", help="of the weights: float32, bfloat16 or float16" + DEFAULT)
-    parser.add_argument("--overwrite", action="store_true", help="replace a file of another model or settings")
     with one_line_errors():
         options = vars(parser.parse_args(arguments))
         as_json = options.pop("json")
-        rows = score_submission_file(**options, progress=True)
+        rows = score_submission_file(**options)
         metrics = reward_metrics([row["chosen_score"] for row in rows], [row["rejected_score"] for row in rows])
     if as_json:
         print_json({"file": options["out"], "model": options["reward_model"], **metrics})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 
 from trl_ext.evaluation.command_line import format_table, one_line_errors, print_json
@@ -12,13 +11,12 @@ from trl_ext.evaluation.submissions import commands
 from trl_ext.files import write_json
 
 DESCRIPTION = """\
-Bradley-Terry ratings with 95% intervals over prompts, and the win rates, of any number of policies and their
-base, which is rated 1000. Every pair is judged in both orders; what the two orders do not agree on is a tie, which
-counts as half a win.
+Bradley-Terry ratings with 95% intervals over prompts of any number of policies and their base, which is rated 1000.
+Every pair is judged in both orders; what the two orders do not agree on is a tie, which counts as half a win.
 
 cost    two questions per prompt and pair: k policies make k (k + 1) / 2 pairs with the base.
-        ground_truth and reward_model cost computing time only; openai costs money: see --estimate first.
-writes  tournament.json into --out; with openai, verdicts into --cache as they arrive.
+        ground_truth and reward_model cost computing time only; openai costs money: see `judge --estimate` first.
+writes  tournament.json into --out, with the win rate of every pair; with openai, verdicts into --cache as they arrive.
 """
 
 
@@ -28,7 +26,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("files", nargs="+", metavar="FILE", help="files of responses; their names name the policies")
     out = "folder for the results" + commands.DEFAULT
     parser.add_argument("--out", type=Path, default=Path("tournament"), help=out)
-    commands.add_prompt_arguments(parser)
+    commands.add_data_arguments(parser, prefs=False)
     commands.add_judge_arguments(parser)
     with one_line_errors():
         options = parser.parse_args(arguments)
@@ -37,10 +35,6 @@ def main(arguments: list[str] | None = None) -> None:
             raise ValueError(f"{BASE}.jsonl: the base takes part anyway; give its file with --base_jsonl")
         systems = {BASE: base, **policies}
         judge = commands.make_judge(options, prompts)
-        if options.estimate:
-            pairs = {f"{a} - {b}": (systems[a], systems[b]) for a, b in itertools.combinations(systems, 2)}
-            commands.show_estimates(options, judge, prompts, pairs)
-            return
         tournament = run_tournament(judge, prompts, systems, **commands.judging_options(options))
         summary = {"judge": commands.judge_settings(options), **tournament.to_dict()}
         write_json(options.out / "tournament.json", summary)
@@ -53,11 +47,6 @@ def main(arguments: list[str] | None = None) -> None:
         rating = Estimate(row["rating"], row["low"], row["high"])
         rows.append((row["name"], f"{rating:.0f}", f"{expected:.3f}"))
     print(format_table(("policy", "rating", "expected against the base"), rows))
-    rates = {(match["first"], match["second"]): match["rate"] for match in tournament.matches}
-    rates |= {(second, first): None if rate is None else 1 - rate for (first, second), rate in rates.items()}
-    names = [name for name, *_ in rows]
-    cells = [(name, *(rates.get((name, other)) for other in names)) for name in names]
-    print(f"\nWin rate of the row against the column, ties as half:\n\n{format_table(('', *names), cells)}\n")
     if tournament.ratings.virtual_draws:
         print("somebody won or lost everything: a virtual draw was added to every pair, else ratings were infinite")
     print(commands.usage_line(summary["usage"]))

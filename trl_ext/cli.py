@@ -29,7 +29,6 @@ MODULES = {
     "report": ("trl_ext.evaluation.report", "one page about any number of runs"),
     "evaluate": ("trl_ext.evaluation.tasks", "a model on a task: GSM8K, SVAMP, your own row of YAML"),
     "doctor": ("trl_ext.doctor.cli", "why nothing is learned, from a configuration or a run's folder"),
-    "chat": ("trl_ext.evaluation.chat", "talk to a trained model, beside the model that it was trained from"),
     "algorithms": ("trl_ext.algorithms", "the table of online algorithms"),
     "assignment": ("trl_ext.assignment", "write a course's assignment from a solved package"),
 }

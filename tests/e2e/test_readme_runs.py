@@ -76,17 +76,12 @@ def test_the_commands_of_the_readme_and_the_tour_run_in_order(tmp_path):
     assert len(jobs) > 30
     environment = {**os.environ, "PYTHONPATH": str(clone), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     environment |= {"ACCELERATE_USE_CPU": "true", "COLUMNS": "120"}
-    logs = {}
     for command, place in jobs:
-        # Only a conversation reads the input.
-        options = {"env": environment, "input": "List three vehicles. Use semicolons.\n", "timeout": 600}
         words = in_python([*shlex.split(command), *flags_for(command)])
-        done = subprocess.run(words, cwd=place, capture_output=True, text=True, **options)
+        options = {"cwd": place, "env": environment, "capture_output": True, "text": True, "timeout": 600}
+        done = subprocess.run(words, **options)
         assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
-        logs[command] = done.stdout
     assert not [start for start in NOT_RUN if not any(line.startswith(start) for line in commands(pages))]
-    talk = logs["trl-ext chat runs/aot-toy"]
-    assert talk.count("boat; wagon; ferry") == 2, "two updates change no word"
     report = (clone / "report.html").read_text()
     assert all(name in report for name in ("aot-toy", "dpo-toy", "simpo-toy"))
 

@@ -12,19 +12,17 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.support import REPOSITORY
 from tests.support.recipes import wait_until
 from tests.support.refusals import assert_one_line, assert_refused
 from trl_ext.data.math import load_math, load_prompt_template, render
-from trl_ext.evaluation import OpenAIModel, Usage, write_report
+from trl_ext.evaluation import write_report
 from trl_ext.evaluation.tasks import __main__ as command
 from trl_ext.evaluation.tasks import evaluate as tasks
-from trl_ext.evaluation.tasks.checks import make_check
-from trl_ext.evaluation.tasks.evaluate import difference
+from trl_ext.evaluation.tasks.evaluate import difference, make_check
 from trl_ext.evaluation.tasks.task import Task, fill, read_rows, read_task, task_names
-from trl_ext.files import write_json, write_json_lines
+from trl_ext.files import write_json
 from trl_ext.rewards.verified import VerifiedGrader
 from trl_ext.rollouts import Generation
 
@@ -69,11 +67,10 @@ class TestRows:
         assert all(row["prompt"] for row in rows)
         if name == "svamp":
             assert (rows[0]["answer"], rows[0]["prompt"][:20]) == ("51", "Each pack of dvds co")
-        if task.check != "pairs":
-            answers = [row.get("answer", "") for row in rows]
-            texts = [f"<answer> {a} </answer> \\boxed{{{a}}} {a}" for a in answers]
-            metrics = make_check(task, rows)(rows, [said(f"</think> {text}") for text in texts])
-            assert all(one.get("reward/accuracy", 1) == 1 for one in metrics), "the right answers are right"
+        answers = [row.get("answer", "") for row in rows]
+        texts = [f"<answer> {a} </answer> \\boxed{{{a}}} {a}" for a in answers]
+        metrics = make_check(task, rows)(rows, [said(f"</think> {text}") for text in texts])
+        assert all(one.get("reward/accuracy", 1) == 1 for one in metrics), "the right answers are right"
 
     def test_columns(self):
         row = {"a": 5.0, "b": 2.5, "c": "{a}", "d": [{"role": "user", "content": "Q"}], "e": ""}
@@ -97,8 +94,6 @@ class TestRows:
             ('answer: "{a}"\n', "", ["contains needs the key answer"]),
             ("rows.json", "none.json", ["no file", "none.json", "--data"]),
             ("max_new_tokens: 8", "samples: 2", ["samples 2 at temperature 0 would all be the same"]),
-            ("contains", "rubric", ["rubric needs the key judge"]),
-            ("contains", "pairs", ["pairs needs chosen and rejected in every row"]),
             ("contains", "countdown", ["countdown needs numbers in every row"]),
             (TASK, "- 1", ["mine.yaml", "valid dictionary"]),
         ],
@@ -122,29 +117,10 @@ class TestChecks:
             [found] = make_check(task, [])([{"answer": answer}], [said(text)])
             assert found.items() >= expected.items()
 
-    def test_pairs_in_sum_and_per_token(self):
-        """Chosen -1 -1 -1 and rejected -2: less likely in sum, likelier per token."""
-        check = make_check(Task(data="", prompt="", check="pairs"), [])
-        pair = torch.tensor([-1.0, -1.0, -1.0]), torch.tensor([-2.0])
-        assert check([{}], [pair]) == [{"reward/summed": 0.0, "reward/per token": 1.0}]
-
     def test_a_function_of_a_file(self, tmp_path):
         (tmp_path / "own.py").write_text("def short(text, row):\n    return len(text) < row['limit']\n")
         check = make_check(Task(data="", prompt="", check=f"{tmp_path / 'own.py'}:short"), [])
         assert check([{"limit": 3}] * 2, [said("ab"), said("abc")]) == [{"reward/accuracy": 1}, {"reward/accuracy": 0}]
-
-    def test_a_judge_with_a_rubric(self, monkeypatch):
-        def complete(self, instructions, question, answer_type):
-            return answer_type(reason="", met="polite" in question), Usage()
-
-        monkeypatch.setattr(OpenAIModel, "complete", complete)
-        rubric = {"judge": "m", "base_url": "http://x/v1", "rubric": ["is kind", "is polite"]}
-        task = Task(data="", prompt="", check="rubric", **rubric)
-        rows = [{"prompt": "Q"}, {"prompt": "Q", "rubric": ["is polite"]}]
-        assert make_check(task, rows)(rows, [said("Hi"), said("Ho")]) == [
-            {"reward/rubric": 0.5},
-            {"reward/rubric": 1.0},
-        ]
 
 
 def test_differences_are_of_the_rows_that_both_have():
@@ -248,15 +224,3 @@ class TestRun:
         assert (folder / "responses.jsonl").read_bytes().startswith(begun)
         assert "responses.jsonl holds 2 rows, and this call has 1" in run(capsys, *flags, "--limit", 1)[1]
         assert json.loads((folder / "results.json").read_text()) == whole
-
-    def test_pairs_and_the_report(self, tmp_path, capsys):
-        """Under the embedded model, the right answer is likelier than letters; equal texts tie."""
-        messages = [{"role": "user", "content": "Sort these numbers: 3 1."}]
-        rows = [{"p": messages, "chosen": "1 3", "rejected": "q q q"}, {"p": messages, "chosen": "1", "rejected": "1"}]
-        write_json_lines(tmp_path / "pairs.jsonl", rows)
-        (tmp_path / "likely.yaml").write_text('data: pairs.jsonl\nprompt: "{p}"\ncheck: pairs\n')
-        out, error = run(capsys, "toy", "--task", tmp_path / "likely.yaml", "--output_dir", tmp_path / "run" / "pairs")
-        saved = [json.loads(line) for line in (tmp_path / "run" / "pairs" / "scores.jsonl").read_text().splitlines()]
-        assert [row["reward/summed"] for row in saved] == [1, 0.5] and saved[0]["margin"] > 0, error
-        write_report(tmp_path / "run", tmp_path / "report.html")
-        assert "| likely: summed | pairs | toy | 0.750" in (tmp_path / "report.md").read_text().replace("\\", "")

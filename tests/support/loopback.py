@@ -1,6 +1,6 @@
 """A judge's server on this machine, which fails as told, and pairs to judge against it.
 
-It speaks OpenAI's Responses and Chat Completions APIs. It prefers the longer response, and the one shown first of two
+It speaks OpenAI's Chat Completions API. It prefers the longer response, and the one shown first of two
 that are equally long. In a test, `with LoopbackServer() as server:` runs it in threads.
 """
 
@@ -129,13 +129,9 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, *_):
         pass
 
-    def do_GET(self):
-        self._send(404, {"error": {"message": f"no {self.path} here", "code": None}})
-
     def do_POST(self):
         owner, body = self.server.owner, json.loads(self.rfile.read(int(self.headers["content-length"])))
-        chat = self.path == "/v1/chat/completions"
-        question = read_question(body["messages"][-1]["content"] if chat else body["input"])
+        question = read_question(body["messages"][-1]["content"])
         with owner.lock:
             fault = owner.next_fault(question, owner.asked[question])
             call = Call(time.monotonic(), question, body, self.headers.get("authorization", ""))
@@ -143,12 +139,12 @@ class _Handler(BaseHTTPRequestHandler):
             owner.open += 1
             owner.most_open = max(owner.most_open, owner.open)
         try:
-            self._reply(call, fault, chat)
+            self._reply(call, fault)
         finally:
             with owner.lock:
                 owner.open -= 1
 
-    def _reply(self, call: Call, fault: Fault | None, chat: bool) -> None:
+    def _reply(self, call: Call, fault: Fault | None) -> None:
         kind = fault.kind if fault else ""
         key = call.authorization.removeprefix("Bearer ") if fault and fault.echo_key else ""
         time.sleep(60 if kind == "stall" else self.server.owner.latency)
@@ -158,7 +154,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self._send(fault.status, {"error": error}, extra)
         if kind in ("not_json", "not_the_api"):
             return self._send(200, "<html>busy</html>" if kind == "not_json" else {"hello": "world"})
-        reply = _reply_body(call, chat, kind, key)
+        reply = _reply_body(call, kind, key)
         if kind == "reset":
             # Half of the reply, then a reset of the connection instead of its orderly end.
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -195,25 +191,14 @@ def answer(question: Question, **changes: Any) -> dict[str, Any]:
     return {**fields, "usable": True, "quality": 4, "exclusion_tags": [], **changes}
 
 
-def _reply_body(call: Call, chat: bool, kind: str, key: str) -> dict:
+def _reply_body(call: Call, kind: str, key: str) -> dict:
     text = json.dumps(answer(call.question, **({"strength": 9} if kind == "bad_schema" else {})))
     text = {"empty": "", "cut": text[:40]}.get(kind, text)
     refusal = f"I cannot judge this. {key}" if kind == "refusal" else None
-    if chat:
-        message = {"role": "assistant", "content": None if refusal else text, "refusal": refusal}
-        usage = {"prompt_tokens": 900, "prompt_tokens_details": {"cached_tokens": 400}, "completion_tokens": 80}
-        choice = {"index": 0, "message": message, "finish_reason": "length" if kind == "cut" else "stop"}
-        return {"id": "1", "object": "chat.completion", "model": "m", "choices": [choice], "usage": usage}
-    part = {"type": "refusal", "refusal": refusal} if refusal else {"type": "output_text", "text": text}
-    message = {"type": "message", "id": "msg_1", "status": "completed", "role": "assistant", "content": [part]}
-    return {
-        "id": "resp_1",
-        "object": "response",
-        "status": "incomplete" if kind == "cut" else "completed",
-        "incomplete_details": {"reason": "max_output_tokens"} if kind == "cut" else None,
-        "output": [{"type": "reasoning", "id": "rs_1", "summary": []}, message],
-        "usage": {"input_tokens": 900, "input_tokens_details": {"cached_tokens": 400}, "output_tokens": 80},
-    }
+    message = {"role": "assistant", "content": None if refusal else text, "refusal": refusal}
+    usage = {"prompt_tokens": 900, "completion_tokens": 80}
+    choice = {"index": 0, "message": message, "finish_reason": "length" if kind == "cut" else "stop"}
+    return {"id": "1", "object": "chat.completion", "model": "m", "choices": [choice], "usage": usage}
 
 
 def prompt_rows(count: int) -> list[dict]:

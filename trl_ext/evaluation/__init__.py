@@ -7,12 +7,9 @@ from trl_ext.names import lazy_names
 # Modules and their public names. A module loads when one of its names is first used.
 _NAMES_BY_MODULE = {
     ".judging.cache": "CacheError VerdictCache",
-    ".judging.cost": "Cost estimate",
     ".judging.openai_judge": "OpenAIJudge",
-    ".judging.openai_model": "OpenAIModel",
     ".judging.pairs": "JudgingResult TooManyErrors compare judge_pairs",
     ".judging.protocol": "JudgeError JudgeUnavailable Judgement PairwiseJudge Usage",
-    ".judging.rubric": "RubricReward",
     ".judging.score_judges": "GroundTruthJudge RewardModelJudge",
     ".comparing.generations": "PolicyComparison compare_generations",
     ".comparing.preferences": "approximate_kl join_pair_scores preference_metrics",
@@ -26,7 +23,7 @@ _NAMES_BY_MODULE = {
     ".statistics.paired": "mcnemar paired_difference",
     ".statistics.ratings": "bradley_terry",
     ".statistics.win_rate": "Interval PairOutcome WinRate win_rate",
-    ".submissions.candidates": "compare_candidates judge_candidate",
+    ".submissions.candidates": "judge_candidate",
     ".submissions.grading": "grade_submission",
     ".submissions.submission": "generate_submission_file pack_submission score_submission_file",
     "trl_ext.rollouts.diagnostics": "diagnose_generations",

@@ -36,8 +36,8 @@ FAULTS = [
     (Fault("status", status=500), 3, ["500 Internal Server Error"], 0),
     (Fault("status", status=429), 3, ["429 Too Many Requests"], 0),
     (Fault("reset"), 3, ["cannot be reached"], 0),
-    (Fault("not_json"), 3, ["responses API", "3 attempts", "check the address"], 1),
-    (Fault("not_the_api"), 3, ["responses API", "3 attempts", "--api chat"], 1),
+    (Fault("not_json"), 3, ["Chat Completions API", "3 attempts", "check the address"], 1),
+    (Fault("not_the_api"), 3, ["Chat Completions API", "3 attempts", "check the address"], 1),
     (Fault("bad_schema"), 3, ["schema", "strength"], 2),
     (Fault("refusal"), 3, ["refused", "I cannot judge this."], 2),
     (Fault("empty"), 3, ["empty", "3 attempts"], 2),
@@ -60,12 +60,11 @@ def environment(monkeypatch):
 
 
 class TestServer:
-    @pytest.mark.parametrize("api", ["responses", "chat"])
     @pytest.mark.parametrize("fault, kind", [(row[0], row[3]) for row in FAULTS if row[3] is not None], ids=name_of)
-    def test_a_passing_fault_is_not_seen_in_the_verdicts(self, fault, kind, api):
+    def test_a_passing_fault_is_not_seen_in_the_verdicts(self, fault, kind):
         """Every question fails once: eight requests for four verdicts. Answers without a verdict count as calls."""
         with LoopbackServer(faults=lambda question, attempt: fault if attempt == 0 else None) as server:
-            result = judge_pairs(judge_of(server, api=api), *pairs(2))
+            result = judge_pairs(judge_of(server), *pairs(2))
         assert [row["outcome"] for row in result.verdicts] == expected_outcomes(2)
         assert set(server.asked.values()) == {2}
         repeated = 4 if kind else 0
@@ -110,25 +109,17 @@ class TestServer:
         assert len(server.calls) <= 6 + 3 + 3 + 4
         assert max(server.asked.values()) == 1, "nothing is asked again"
 
-    def test_a_server_that_is_gone(self, tmp_path, monkeypatch):
-        """Not a row's fault: the run stops after as many failures in a row as may be open, and goes on from there.
-
-        A server that never answered is given up at once: with the SDK's own waits, six retries take over 20 seconds.
-        """
+    def test_a_server_that_is_gone(self, tmp_path):
+        """Not a row's fault: the run stops at once, and resumes from there."""
         cache = tmp_path / "cache.sqlite"
         with LoopbackServer() as server:
             judge = judge_of(server, max_retries=1)
             judge_pairs(judge, *pairs(3), cache=cache)
         stopped = partial(judge_pairs, judge, *pairs(30), cache=cache, max_concurrency=4)
-        assert_refused(stopped, "4 failures in a row", "cannot be reached: ConnectError", error=JudgeUnavailable)
+        assert_refused(stopped, f"{server.url} cannot be reached: ConnectError", error=JudgeUnavailable)
         with LoopbackServer(port=server.port) as again:
             result = judge_pairs(judge, *pairs(30), cache=cache)
         assert (result.usage.cached, result.usage.calls, len(again.calls)) == (6, 54, 54)
-        monkeypatch.setattr("openai._base_client.INITIAL_RETRY_DELAY", 0.5)
-        start = time.monotonic()
-        never = partial(judge_pairs, OpenAIJudge(base_url="http://127.0.0.1:9/v1"), *pairs(20))
-        assert_refused(never, "http://127.0.0.1:9/v1 cannot be reached", "check the address", error=JudgeUnavailable)
-        assert time.monotonic() - start < 5
 
     def test_failures_with_answers_between_them_are_of_the_rows(self):
         """Every second row fails, as many as may: two failures in a row, six times over, and the run ends as usual."""
@@ -156,11 +147,7 @@ class TestServer:
             judge_pairs(judge_of(server), *pairs(10), max_error_fraction=0.1, max_concurrency=1)
         words = ["2 of 10 rows", "max_error_fraction", "row_id r1", "I cannot judge this. (3 attempts)"]
         assert_one_line(str(caught.value), words)
-        result = caught.value.result
-        errors = [outcome.error for outcome in result.outcomes]
-        assert [error is None for error in errors] == [True, False, True, True, False] + [False] * 5
-        assert errors[5:] == ["not asked: too many rows before it could not be judged"] * 5
-        assert (len(server.calls), result.usage.calls, result.usage.errors) == (7 + 9, 7 + 9, 3)
+        assert len(server.calls) == 7 + 9
         with LoopbackServer(faults=faults) as server:
             with pytest.raises(TooManyErrors, match="of 10 rows could not be judged"):
                 judge_pairs(judge_of(server), *pairs(10), cache=cache, max_error_fraction=0.1)
@@ -174,9 +161,9 @@ class TestServer:
     def test_replies_that_are_all_unusable_end_the_run_at_once(self, open_at_once):
         """Of 610 rows, four questions in a row or as many as are open, with three requests for each."""
         questions = max(4, open_at_once)
-        words = f"stopped after {questions} failures in a row", "speaks only the Responses API needs --api responses"
+        words = f"stopped after {questions} failures in a row", "not one of the Chat Completions API"
         with LoopbackServer(faults=lambda *_: Fault("not_the_api")) as server:
-            judge = partial(judge_pairs, judge_of(server, api="chat"), max_concurrency=open_at_once)
+            judge = partial(judge_pairs, judge_of(server), max_concurrency=open_at_once)
             assert_refused(lambda: judge(*pairs(610)), *words, error=JudgeUnavailable)
         assert len(server.calls) <= 3 * (questions + open_at_once)
 

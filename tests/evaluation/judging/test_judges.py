@@ -1,10 +1,9 @@
-"""Judges, judging in both orders, and rubrics: what is asked and how often, what an answer means, what it costs."""
+"""Judges, and judging in both orders: what is asked and how often, and what an answer means."""
 
 from __future__ import annotations
 
 import json
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,23 +12,18 @@ from pydantic import ValidationError
 from tests.support.loopback import LoopbackServer, judge_of, kept, prompt_rows, read_question
 from tests.support.loopback import answer as loopback_answer
 from tests.support.refusals import assert_refused
-from trl_ext import load_benchmark
 from trl_ext.evaluation import (
     GroundTruthJudge,
     Judgement,
     JudgeUnavailable,
     OpenAIJudge,
-    OpenAIModel,
     RewardModelJudge,
-    RubricReward,
     Usage,
     compare,
-    estimate,
     judge_pairs,
     win_rate,
 )
 from trl_ext.evaluation.judging.openai_judge import JudgeAnswer, question_text, read_answer
-from trl_ext.evaluation.judging.rubric import read_rubric
 
 pytestmark = pytest.mark.usefixtures("no_key")
 
@@ -89,29 +83,23 @@ class TestQuestion:
 
 
 class TestOpenAIJudge:
-    @pytest.mark.parametrize("api", ["responses", "chat"])
-    def test_question_and_answer(self, api, monkeypatch):
+    def test_question_and_answer(self, monkeypatch):
         monkeypatch.setenv("OPENAI_API_KEY", "sk-of-the-test")
-        settings = {"temperature": 0.5, "reasoning_effort": "low", "max_output_tokens": 77}
+        settings = {"reasoning_effort": "low", "max_output_tokens": 77}
         with LoopbackServer() as server:
-            judge = judge_of(server, api=api, **settings)
+            judge = judge_of(server, **settings)
             judgement, usage = judge.ask([{"role": "user", "content": "q"}], "short", "longer one")
         assert judgement == Judgement("B", True, "A", 0.75, 3, 4, (), "It is longer.")
-        assert usage == Usage(calls=1, input_tokens=900, cached_input_tokens=400, output_tokens=80)
+        assert usage == Usage(calls=1, input_tokens=900, output_tokens=80)
         [call] = server.calls
         assert call.authorization == "Bearer sk-of-the-test"
         assert call.question == ("user: q", "short", "longer one")
         body = call.body
-        assert (body["model"], body["temperature"]) == ("gpt-5.4", 0.5)
-        if api == "responses":
-            schema = body["text"]["format"]
-            assert body["instructions"] == "Judge well." and body["store"] is False
-            assert body["reasoning"] == {"effort": "low"} and body["max_output_tokens"] == 77
-        else:
-            schema = body["response_format"]["json_schema"]
-            assert body["response_format"]["type"] == "json_schema"
-            assert body["messages"][0] == {"role": "system", "content": "Judge well."}
-            assert body["reasoning_effort"] == "low" and body["max_completion_tokens"] == 77
+        assert body["model"] == "gpt-5.4"
+        schema = body["response_format"]["json_schema"]
+        assert body["response_format"]["type"] == "json_schema"
+        assert body["messages"][0] == {"role": "system", "content": "Judge well."}
+        assert body["reasoning_effort"] == "low" and body["max_completion_tokens"] == 77
         assert schema["strict"] is True and schema["schema"] == SCHEMA
 
     def test_defaults_and_instructions_from_a_file(self, tmp_path):
@@ -119,8 +107,8 @@ class TestOpenAIJudge:
         with LoopbackServer() as server:
             OpenAIJudge(base_url=server.url).judge("q", "a", "b")
         [call] = server.calls
-        assert not {"temperature", "reasoning", "reasoning_effort"} & set(call.body)
-        assert "`best`" in call.body["instructions"] and call.authorization == "Bearer none"
+        assert "reasoning_effort" not in call.body
+        assert "`best`" in call.body["messages"][0]["content"] and call.authorization == "Bearer none"
         path = tmp_path / "rubric.md"
         path.write_text("Judge by rhyme.")
         identity = OpenAIJudge(instructions=path).identity
@@ -133,7 +121,6 @@ class TestOpenAIJudge:
         assert_refused(lambda: OpenAIJudge(instructions="rubric.md"), "a text, or the Path", "'rubric.md'")
         missing = tmp_path / "none.md"
         assert_refused(lambda: OpenAIJudge(instructions=missing), "none.md", error=FileNotFoundError)
-        assert_refused(lambda: OpenAIJudge(api="completions"), "api", "responses, chat", "completions")
         monkeypatch.setitem(sys.modules, "openai", None)
         assert_refused(OpenAIJudge, "pip install 'trl_ext[judge]'", error=ImportError)
 
@@ -208,7 +195,6 @@ class TestJudgePairs:
         responses = (["same", "cc", "", " \n"], ["same", "b", "", "b"])
         with LoopbackServer() as server:
             judge = OpenAIJudge(base_url=server.url)
-            assert estimate(judge, rows, *responses).calls == 2
             result = judge_pairs(judge, rows, *responses, cache=cache)
         assert [call.question[0] for call in server.calls] == ["user: question 1"] * 2
         assert (result.usage.calls, kept(cache)) == (2, 2)
@@ -270,9 +256,9 @@ class TestCacheIdentity:
             assert calls() == (0, 2)
             # The base against the candidate are the same two questions.
             assert calls(candidate="b", base="cc") == (0, 2)
-            assert calls(timeout=5, max_retries=1, api="chat") == (0, 2)
+            assert calls(timeout=5, max_retries=1) == (0, 2)
             assert calls(base_url=server.url.replace("127.0.0.1", "localhost")) == (0, 2)
-            changes = {"model": "gpt-5.4-mini", "instructions": "Judge better.", "temperature": 0.0}
+            changes = {"model": "gpt-5.4-mini", "instructions": "Judge better."}
             for name, value in {**changes, "reasoning_effort": "high", "max_output_tokens": 220}.items():
                 assert calls(**{name: value}) == (2, 0), name
             assert calls(max_output_tokens=2048) == (0, 2)
@@ -291,149 +277,3 @@ class TestCacheIdentity:
         assert second.outcomes == first.outcomes and second.verdicts == first.verdicts
         assert (first.usage.calls, first.usage.input_tokens, first.usage.output_tokens) == (8, 8 * 900, 8 * 80)
         assert (second.usage.cached, second.usage.calls, second.usage.input_tokens) == (8, 0, 0)
-
-
-class TestEstimate:
-    def test_by_hand(self, tmp_path):
-        """A text is a quarter of its bytes, and one: see `tokens`. Each of two questions has the instructions, its
-        text and the schema, and 150 tokens of output; 2.5 and 15 dollars per million.
-        """
-
-        def tokens(text):
-            return len(text.encode()) // 4 + 1
-
-        rows, cache = prompt_rows(1), tmp_path / "cache.sqlite"
-        with LoopbackServer() as server:
-            result = estimate(judge_of(server), rows, ["Größe"], ["b"], cache=cache, price_in=2.5, price_out=15)
-        shown = question_text(rows[0]["prompt"], "Größe", "b")
-        expected = 2 * (tokens("Judge well.") + tokens(shown) + tokens(str(SCHEMA)))
-        assert (result.calls, result.cached, result.input_tokens, result.output_tokens) == (2, 0, expected, 300)
-        assert result.dollars == pytest.approx((expected * 2.5 + 300 * 15) / 1e6)
-        assert server.calls == [] and not cache.exists(), "nothing is sent, and nothing written"
-
-    def test_what_is_cached_costs_nothing_and_tells_the_length_of_answers(self, tmp_path):
-        """Of four rows one is new; the verdicts that are there had 80 tokens each."""
-        cached = prompt_rows(3), ["cc"] * 3, ["b"] * 3, tmp_path / "cache.sqlite"
-        with LoopbackServer() as server:
-            judge_pairs(judge_of(server), *cached[:3], cache=cached[3])
-        assert estimate(judge_of(server), *cached, price_in=1, price_out=1).dollars == 0.0
-        result = estimate(judge_of(server), prompt_rows(4), ["cc"] * 4, ["b"] * 4, cached[3])
-        assert (result.calls, result.cached, result.output_tokens, result.dollars) == (2, 6, 160, None)
-
-    @pytest.mark.parametrize(
-        "judge, expected",
-        [(OpenAIJudge, (2, 2 * 20, None)), (GroundTruthJudge, (2, 0, 0.0)), (CountingJudge, (2, 0, None))],
-    )
-    def test_without_prices(self, judge, expected):
-        """No answer is longer than the limit. A free judge costs 0, and one that does not say, None."""
-        judge = judge(max_output_tokens=20) if judge is OpenAIJudge else judge()
-        result = estimate(judge, prompt_rows(2), ["cc", ""], ["b", "b"], price_in=1)
-        assert (result.calls, result.output_tokens, result.dollars) == expected
-
-
-# ---- Rubrics ----
-
-# The reference's example: essential, essential, important, optional, and a pitfall stated as what to avoid.
-WEIGHTS = {"says why": 1.0, "names a source": 1.0, "is polite": 0.7, "is short": 0.3, "avoids a list": 0.9}
-RUBRIC = [{"criterion": text, "weight": weight} for text, weight in WEIGHTS.items()]
-
-
-class Server:
-    """Answers in place of the SDK's client: a criterion is met if the response contains its last word."""
-
-    def __init__(self, broken: tuple[str, ...] = (), rating: int = 7):
-        self.broken, self.rating = broken, rating
-        self.questions: list[str] = []
-        self.chat = SimpleNamespace(completions=self)
-
-    def create(self, **body):
-        question = body["messages"][-1]["content"]
-        self.questions.append(question)
-        response, _, criterion = question.partition("[response ")[2].partition("\n[criteri")
-        if body["response_format"]["json_schema"]["schema"]["title"] == "RatingAnswer":
-            answer = {"reason": "r", "rating": self.rating}
-        else:
-            last = criterion.splitlines()[1].split()[-1]
-            answer = {"reason": "r", "met": "yes" if last in self.broken else last in response}
-        choice = SimpleNamespace(message=SimpleNamespace(content=json.dumps(answer)), finish_reason="stop")
-        return SimpleNamespace(choices=[choice], usage=SimpleNamespace(prompt_tokens=10, completion_tokens=2))
-
-
-def reward_with(server: Server, form: str = "explicit", **arguments) -> RubricReward:
-    model = OpenAIModel("judge", base_url="http://localhost:1/v1", api="chat")
-    model.__dict__["_client"] = server
-    return RubricReward(model, form, **arguments)
-
-
-def test_the_share_of_weights_that_are_met():
-    reward = reward_with(Server())
-    responses = ["why polite short list", "why source polite short list", "nothing", " "]
-    found = reward(["q"] * 4, responses, rubric=[RUBRIC] * 4)
-    # 2.9 of 3.9 is the reference's 0.743590.
-    assert found == pytest.approx([0.743590, 1.0, 0.0, 0.0], abs=1e-6)
-    assert reward.usage.calls == 15 and reward.usage.input_tokens == 150
-
-
-def test_one_rating_by_all_criteria():
-    server = Server(rating=7)
-    conversation = [[{"role": "user", "content": "q"}]]
-    found = reward_with(server, "implicit")(conversation, [[{"role": "assistant", "content": "r"}]], rubric=[RUBRIC])
-    assert found == pytest.approx([6 / 9])
-    (question,) = server.questions
-    assert "1: says why\n1: names a source\n0.7: is polite" in question and "user: q" in question
-
-
-def test_a_question_without_an_answer_is_missing_and_not_a_zero(caplog):
-    """`met` is no boolean for this criterion: three attempts, then the response has no reward."""
-    server = Server(broken=("polite",))
-    reward = reward_with(server)
-    found = reward(["q", "q"], ["why", "source"], rubric=[["says why", "is polite"], ["names a source"]])
-    assert found == [None, 1.0]
-    assert reward.usage.errors == 1 and reward.usage.calls == 2 + 3
-    assert "rubric_explicit: a question has no answer" in caplog.text
-
-
-def test_answers_are_kept_and_equal_questions_are_asked_once(tmp_path):
-    server, logged = Server(), {}
-    arguments = (["q", "q", "p"], ["why", "why", "why"])
-    rubric = [["says why"], ["says why"], ["says why"]]
-    first = reward_with(server, cache=tmp_path / "rubric.sqlite")
-    assert first(*arguments, rubric=rubric, log_metric=logged.__setitem__) == [1.0, 1.0, 1.0]
-    assert len(server.questions) == 2
-    assert logged == {"rubric_explicit/calls": 2.0, "rubric_explicit/cached": 0.0, "rubric_explicit/errors": 0.0}
-    second = reward_with(server, cache=tmp_path / "rubric.sqlite")
-    assert second(*arguments, rubric=rubric) == [1.0, 1.0, 1.0]
-    assert len(server.questions) == 2 and second.usage.cached == 2
-
-
-def test_a_file_of_prompts_keeps_its_rubrics(tmp_path):
-    """The criteria of a file may be texts or records, and what is malformed is refused where it is read."""
-    rubrics = [["says why"], [{"criterion": "is polite", "weight": 2}, "is short"], [{"criterion": 3, "weight": "x"}]]
-    rows = [{"row_id": str(n), "prompt_text": f"q{n}", "rubric": rubric} for n, rubric in enumerate(rubrics)]
-    (tmp_path / "train_gen.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    read = load_benchmark(tmp_path)["train_gen"]["rubric"]
-    criteria = [[(one.criterion, one.weight) for one in read_rubric(rubric)] for rubric in read[:2]]
-    assert criteria == [[("says why", 1.0)], [("is polite", 2.0), ("is short", 1.0)]]
-    assert_refused(lambda: read_rubric(read[2]), "rubric: 0.criterion")
-
-
-def test_the_last_text_of_the_assistant_is_judged():
-    """A response with tools may end in a call or in a tool's message."""
-    said = {"role": "assistant", "content": "why"}
-    completions = [[said, {"role": "tool", "content": "4"}], [{"role": "assistant", "tool_calls": []}]]
-    assert reward_with(Server())(["q", "q"], completions, rubric=[["says why"]] * 2) == [1.0, 0.0]
-
-
-def test_refusals():
-    for rubric, words in (
-        (None, ["rubric", "at least 1 item"]),
-        ("be polite", ["rubric", "valid list"]),
-        ([{"text": "x"}], ["rubric: 0.criterion", "required"]),
-        ([" "], ["rubric: 0.criterion"]),
-        ([{"criterion": "x", "weight": -0.9}], ["0.weight", "greater than 0", "pitfall"]),
-    ):
-        assert_refused(lambda rubric=rubric: read_rubric(rubric), *words)
-    assert_refused(lambda: reward_with(Server(), "explicitt"), "explicit")
-    asked = RubricReward(OpenAIModel("judge"))
-    words = ["OPENAI_API_KEY is not set"]
-    assert_refused(lambda: asked(["q"], ["r"], rubric=[["says why"]]), *words, error=JudgeUnavailable)

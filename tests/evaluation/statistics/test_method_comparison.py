@@ -26,9 +26,8 @@ from trl_ext.evaluation.statistics.crossed import (
     verdict,
 )
 from trl_ext.evaluation.statistics.ratings import bradley_terry, expected_score, ratings_with_intervals
-from trl_ext.evaluation.submissions.assets import load_base, load_prompts
+from trl_ext.evaluation.submissions.assets import Response, load_base, load_prompts
 from trl_ext.evaluation.submissions.candidates import known_score_judge
-from trl_ext.evaluation.submissions.rows import Response
 from trl_ext.files import write_json
 
 
@@ -343,7 +342,7 @@ def systems(tmp_path):
 
     def responses(kinds):
         return [
-            Response(row["row_id"], row["response_text"], row["generated_num_tokens"], 256)
+            Response(row["row_id"], row["response_text"], row["generated_num_tokens"], True)
             for row in response_rows(kinds)
         ]
 

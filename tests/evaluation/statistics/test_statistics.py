@@ -22,7 +22,7 @@ from trl_ext.evaluation.statistics.intervals import (
     wilson_interval,
 )
 from trl_ext.evaluation.statistics.length_control import fit_logistic, length_controlled_win_rate
-from trl_ext.evaluation.statistics.paired import chance_below, mcnemar, paired_difference
+from trl_ext.evaluation.statistics.paired import mcnemar, paired_difference
 from trl_ext.evaluation.statistics.win_rate import row_credits
 
 C, B, T = "candidate", "base", "tie"
@@ -306,43 +306,6 @@ def test_mcnemar_by_hand():
     assert (mcnemar(5, 0).p_value, mcnemar(0, 0).p_value) == (0.0625, 1.0)
 
 
-# ---- The chance of a figure below a threshold ----
-
-
-@pytest.mark.parametrize(
-    ("given", "ties", "expected"),
-    [
-        # One row won: the true rate is Beta(3/2, 1/2), whose mean is 3/4, so another row is lost with 1/4.
-        ((1, 1, 0.68), None, 0.25),
-        # One of two: Beta(3/2, 3/2). Two losses have 3/2 x 5/2 / (3 x 4), and one win suffices for 1/2.
-        ((1, 2, 0.5), None, 0.3125),
-        # Only two wins reach more.
-        ((1, 2, 0.51), None, 1 - 0.3125),
-        # A win and a tie: Dirichlet(3/2, 1/2, 3/2) for wins, losses and ties. Under 1/2 are two losses, with
-        # 1/2 x 3/2 / (7/2 x 9/2), and a tie and a loss, with 2 x 3/2 x 1/2 / (7/2 x 9/2).
-        ((1, 2, 0.5), 1, 2.25 / 15.75),
-        ((0, 10, 0.0), None, 0.0),
-        # Only another ten wins of ten reach 1, with B(20.5, 0.5) / B(10.5, 0.5).
-        ((10, 10, 1.0), None, 1 - math.exp(math.lgamma(20.5) + math.lgamma(11) - math.lgamma(21) - math.lgamma(10.5))),
-    ],
-)
-def test_chance_below_by_hand(given, ties, expected):
-    assert chance_below(*given, **({} if ties is None else {"ties": ties})) == pytest.approx(expected)
-    assert chance_below(0, 0, 0.5) is chance_below(0, 0, 0.5, ties=0) is None
-
-
-@pytest.mark.parametrize("wins, n, threshold", [(87, 128, 0.68), (7, 100, 0.07), (17, 25, 0.68), (40, 40, 0.95)])
-def test_chance_below_against_integration(wins, n, threshold):
-    """The binomial chance at each rate, averaged over the posterior with rate = sin^2(angle): the density of
-    Beta(a, b) in the angle is sin^(2a - 1) cos^(2b - 1), without poles."""
-    angles = (numpy.arange(20_000) + 0.5) * (math.pi / 2) / 20_000
-    density = numpy.sin(angles) ** (2 * wins) * numpy.cos(angles) ** (2 * (n - wins))
-    rates = numpy.sin(angles) ** 2
-    below = [k for k in range(n + 1) if k < round(threshold * 100) * n / 100]
-    chances = sum(math.comb(n, k) * rates**k * (1 - rates) ** (n - k) for k in below)
-    assert chance_below(wins, n, threshold) == pytest.approx((chances * density).sum() / density.sum(), rel=1e-6)
-
-
 # ---- Length control ----
 
 
@@ -400,8 +363,6 @@ def test_the_edges_of_length_control():
         (lambda: GroundTruthJudge(lambda *_: 0.0).judge(USER[:1], "a", "b"), ["no user message"]),
         (lambda: mean_interval([]), ["no values"]),
         (lambda: paired_difference(settled(1, 0), settled(1)), ["row_id 1", "only one"]),
-        (lambda: chance_below(7, 10, 68), ["threshold", "68"]),
-        (lambda: chance_below(8, 10, 0.5, ties=3), ["8 wins, 3 ties of 10"]),
     ],
 )
 def test_refusals(refused, words):

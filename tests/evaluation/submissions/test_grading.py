@@ -3,6 +3,7 @@
 import json
 import math
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,10 +20,14 @@ from tests.support.public_evaluation import (
 )
 from tests.support.refusals import assert_refused
 from trl_ext.evaluation import JudgeError, grade_submission
-from trl_ext.evaluation.statistics.paired import chance_below
-from trl_ext.evaluation.submissions.assets import load_base, load_pairs, load_prompts, load_thresholds, token_counter
-from trl_ext.evaluation.submissions.grading import SubmissionGrade
-from trl_ext.evaluation.submissions.rows import read_pair_scores, read_responses
+from trl_ext.evaluation.submissions.assets import (
+    load_base,
+    load_pairs,
+    load_prompts,
+    load_thresholds,
+    read_pair_scores,
+    read_responses,
+)
 from trl_ext.evaluation.submissions.submission import generate_submission_file
 
 PROMPTS = [{"row_id": name, "prompt_text": f"Say {name} twice."} for name in ("cat", "dog", "owl", "fox")]
@@ -74,13 +79,6 @@ class TestReadResponses:
         assert [(r.row_id, r.finished) for r in responses] == [("cat", 1), ("dog", 1), ("owl", 0), ("fox", 1)]
         assert responses[3].text == "fox fox" and problems == []
 
-    def test_tokens_are_counted_where_a_tokenizer_is_known(self, tmp_path):
-        """Ten tokens are allowed and four of slack; the row says three. One word is one token here."""
-        words = {"cat": 14, "dog": 15, "owl": 1, "fox": 1}
-        rows = write_rows(tmp_path / "aot.jsonl", [response(name, "word " * count) for name, count in words.items()])
-        _, problems = read_responses(rows, PROMPTS, max_new_tokens=10, count_tokens=lambda text: len(text.split()))
-        assert problems == [("dog", f"{BUDGET} 3, and the text has 15 tokens", True)]
-
 
 def test_scores_and_their_problems(tmp_path):
     scores = {"b": (1, -0.5), "a": (math.nan, 1), "c": (0.5, "1"), "e": (2, 3), "d": (math.inf, 1), "f": (True, 1)}
@@ -113,10 +111,6 @@ class TestAssets:
         generated = [(row["response_text"], row["generated_num_tokens"]) for row in found]
         assert generated == [(r.text, r.tokens) for r in load_base(load_prompts(path))]
 
-    def test_counting_tokens(self, tiny_model_path):
-        assert token_counter(tiny_model_path)("abc é") == 6, "bytes: é has two"
-        assert token_counter("toy")("cat, dog, fox, bear.") > 0
-
     def test_refusals(self, tmp_path):
         path = write_prompts(tmp_path / "prompts.jsonl", ["Why?", "How?"])
         prompts = load_prompts(path)
@@ -125,12 +119,10 @@ class TestAssets:
             (lambda: load_base(prompts), ["row_id p0", "embedded", "--base_jsonl"]),
             (lambda: load_base(prompts, base), ["base.jsonl: row_id p0: missing"]),
             (lambda: load_pairs(path), ["holds prompts", "preference pairs"]),
-            (lambda: load_thresholds({"aot": 72}), ["aot", "less than or equal to 1"]),
-            (lambda: load_thresholds({"../aot": 0.5}), ["../aot", "match pattern"]),
-            (lambda: load_thresholds({}), ["at least 1 item"]),
+            (lambda: load_thresholds(write_rows(tmp_path / "t.json", [{"aot": 72}])), ["t.json: aot", "equal to 1"]),
+            (lambda: load_thresholds(write_rows(tmp_path / "e.json", [{}])), ["e.json", "at least 1 item"]),
         ):
             assert_refused(call, *words)
-        assert_refused(lambda: token_counter("./no.json"), "no ", error=FileNotFoundError)
 
 
 @pytest.fixture
@@ -145,37 +137,22 @@ def folder(tmp_path):
     return path
 
 
-def only(result: SubmissionGrade):
-    (grade,) = result.grades
-    return grade
+def only(result: dict) -> SimpleNamespace:
+    (grade,) = result["grades"]
+    return SimpleNamespace(**grade)
 
 
 class TestPolicies:
     def test_by_hand(self, folder, assets):
-        """5 wins, 3 ties, 2 losses: 5 / 7 where ties are dropped, (5 + 1.5) / 10 where they are halves.
-
-        Chance to fall under 0.7 of 7 rows: fewer than 4.9, so at most 4 wins, at a rate drawn from Beta(5.5, 2.5):
-        k wins have C(7, k) B(5.5 + k, 2.5 + 7 - k) / B(5.5, 2.5).
-        """
+        """5 wins, 3 ties, 2 losses: 5 / 7 where ties are dropped, (5 + 1.5) / 10 where they are halves."""
         write_policy(folder, "aot", response_rows(plan(win=5, tie=3, loss=2)))
         grade = only(grade_submission(folder, {"aot": 0.7}, **assets))
         assert grade.passed
         assert (grade.figure, grade.n, grade.measure) == (pytest.approx(5 / 7), 7, "win rate")
         assert (grade.low, grade.high) == pytest.approx((0.358934, 0.917776), abs=1e-5)
-        assert grade.half["rate"] == pytest.approx(0.65)
-        assert grade.half["n"] == 10
-
-        def beta(a, b):
-            return math.gamma(a) * math.gamma(b) / math.gamma(a + b)
-
-        chance = sum(math.comb(7, k) * beta(5.5 + k, 9.5 - k) / beta(5.5, 2.5) for k in range(5))
-        assert grade.chance_below == pytest.approx(chance, abs=1e-9)
-        # Under the other rule the chance is that of as many points among ten new rows.
-        grade = only(grade_submission(folder, {"aot": 0.7}, rule="half", **assets))
-        assert (grade.passed, grade.figure) == (False, pytest.approx(0.65))
-        assert grade.chance_below == chance_below(5, 10, 0.7, ties=3)
+        assert (grade.half["rate"], grade.half["n"]) == (pytest.approx(0.65), 10)
         # At the threshold is passed.
-        grades = [only(grade_submission(folder, {"aot": at}, rule="half", **assets)) for at in (0.65, 0.66)]
+        grades = [only(grade_submission(folder, {"aot": at}, **assets)) for at in (5 / 7, 0.72)]
         assert [grade.passed for grade in grades] == [True, False]
 
     def test_what_does_not_count_and_the_order_of_showing(self, folder, assets):
@@ -203,7 +180,7 @@ class TestPolicies:
     def test_nothing_settled_is_a_failure(self, folder, assets):
         write_policy(folder, "aot", response_rows(plan(tie=10)))
         grade = only(grade_submission(folder, {"aot": 0.0}, **assets))
-        assert (grade.passed, grade.figure, grade.chance_below) == (False, None, None)
+        assert (grade.passed, grade.figure) == (False, None)
         assert (grade.reason, grade.half["rate"]) == ("no comparison counts", 0.5)
 
     def test_a_response_cut_at_the_limit_is_judged_as_cut(self, folder, assets):
@@ -226,22 +203,18 @@ class TestPolicies:
         failed = only(grade_submission(folder, {"aot": 0.5}, judge=fails, max_error_fraction=0.1, **assets))
         assert not failed.passed and "2 of 10 rows could not be judged" in failed.reason
         grade = only(grade_submission(folder, {"aot": 0.5}, judge=fails, max_error_fraction=0.2, **assets))
-        assert (grade.figure, grade.n) == (1.0, 8)
-        assert grade.details["win_rate"]["n_errors"] == 2
+        assert (grade.figure, grade.n, grade.half["n"]) == (1.0, 8, 8)
 
 
 class TestRewardModels:
     def test_ties_are_wrong(self, folder, assets, caplog):
-        """Margins 1, 2, 0, -1: 2 of 4. Another 4 have under 3 wins, at Beta(5/2, 5/2), with 1 less the chances of
-
-        3: 4 (5/2 7/2 9/2)(5/2) / (5 6 7 8) = 0.234375, and of 4: (5/2 7/2 9/2 11/2) / (5 6 7 8) = 0.128906."""
+        """Margins 1, 2, 0, -1: 2 of 4."""
         write_scores(folder, [1.0, 2.0, 0.0, -1.0])
         grade = only(grade_submission(folder, {"reward_model": 0.74}, **assets))
         assert (grade.passed, grade.figure, grade.n) == (False, 0.5, 4)
         assert grade.measure == "accuracy"
-        assert grade.chance_below == pytest.approx(1 - 0.234375 - 0.128906, abs=1e-6)
         assert grade.half is grade.position_bias is None
-        assert (grade.n_total, grade.details["ties"], grade.warnings) == (4, 1, [])
+        assert (grade.n_total, grade.warnings) == (4, [])
         # Constant scores: not the wrong way round, but no order at all; and it is said.
         write_scores(folder, [0.0] * 4)
         grade = only(grade_submission(folder, {"reward_model": 0.74}, **assets))
@@ -257,32 +230,31 @@ class TestSubmission:
         write_policy(folder, "aot", response_rows(plan(win=10)))
         write_rows(folder / "part2" / "online_best.jsonl", response_rows(plan(win=7, loss=3)))
         result = grade_submission(folder, self.THRESHOLDS, **assets)
-        assert {g.method: (g.passed, g.reason) for g in result.grades} == {
+        assert {g["method"]: (g["passed"], g["reason"]) for g in result["grades"]} == {
             "reward_model": (False, "missing"),
             "dpo": (False, "missing"),
             "aot": (True, None),
             "offline_best": (False, "missing"),
             "online_best": (True, None),
         }
-        assert result.part_two is True
+        assert result["part_two"] is True
         # Two files of ten rows, each in both orders.
-        assert result.usage["calls"] == 40
-        assert result.to_dict()["passed"] == 2
-        json.dumps(result.to_dict(), allow_nan=False)
+        assert result["usage"]["calls"] == 40
+        assert result["passed"] == 2
+        json.dumps(result, allow_nan=False)
         (folder / "part2" / "online_best.jsonl").rename(folder / "part2" / "offline_best.jsonl")
         (folder / "policy_generations" / "aot.jsonl").unlink()
-        assert grade_submission(folder, self.THRESHOLDS, **assets).part_two is False
+        assert grade_submission(folder, self.THRESHOLDS, **assets)["part_two"] is False
         result = grade_submission(folder, {"aot": 0.5}, **assets)
-        assert result.part_two is result.usage is None
+        assert result["part_two"] is result["usage"] is None
 
     def test_thresholds_of_a_file_and_a_method_of_ones_own(self, folder, assets, tmp_path):
         path = tmp_path / "thresholds.json"
         path.write_text('{"simpo": 0.5}')
         write_policy(folder, "simpo", response_rows(plan(win=6, loss=4)))
-        assert only(grade_submission(folder, path, **assets)).passed
+        assert only(grade_submission(folder, load_thresholds(path), **assets)).passed
 
     def test_refusals(self, folder, assets):
-        assert_refused(lambda: grade_submission(folder, {"aot": 0.5}, rule="strict", **assets), "rule", "agreed, half")
         messages = [{"role": "user", "content": "Who are you?"}]
         prompts = [{"row_id": f"row-{word}", "prompt_messages": messages} for word in WORDS]
         write_rows(folder.parent / "assets" / "prompts.jsonl", prompts)

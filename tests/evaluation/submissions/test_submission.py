@@ -16,7 +16,7 @@ from tests.support.reward_adapters import load_policy, save_full_model
 from tests.support.tiny import save_tiny_model
 from trl_ext.evaluation import grade_submission
 from trl_ext.evaluation.submissions import submission
-from trl_ext.evaluation.submissions.assets import load_prompts, token_counter
+from trl_ext.evaluation.submissions.assets import load_prompts
 from trl_ext.evaluation.submissions.submission import (
     generate_submission_file,
     pack_submission,
@@ -24,7 +24,6 @@ from trl_ext.evaluation.submissions.submission import (
 )
 from trl_ext.models import resolve_model_path
 from trl_ext.models.loading import model_sha256
-from trl_ext.rewards import RewardModel
 
 METHODS = ["reward_model", "dpo", "ipo", "aot", "grpo", "drgrpo", "gspo", "offline_best", "online_best"]
 TEXTS = ["Say red.", "Say a much longer thing, please, and then stop.", "Why?", "Tell me of the sea.", "And?"]
@@ -81,7 +80,8 @@ class TestGenerate:
         changed = partial(generate_submission_file, tiny_model_path, out, **{**settings, "prompts_jsonl": others})
         assert_refused(changed, str(out), "prompts_sha256", error=FileExistsError)
         assert out.read_bytes() == before
-        assert other(overwrite=True) == read_rows(out)
+        out.unlink()
+        assert other() == read_rows(out)
         reward_model = save_full_model(tiny_model_path, tmp_path / "reward")
         cannot = partial(generate_submission_file, reward_model, tmp_path / "x.jsonl", prompts_jsonl=prompts_file)
         assert_refused(cannot, "is a reward model, which cannot generate")
@@ -150,37 +150,25 @@ class TestBuildScoreAndPack:
                 with torch.no_grad():
                     expected = float(model(torch.tensor([ids])).logits)
                 assert row[f"{side}_score"] == pytest.approx(expected, abs=1e-4)
-        # What is there is not computed again.
-        before = files[2].read_bytes()
-        monkeypatch.setattr(RewardModel, "score", lambda *a, **k: pytest.fail("scored again"))
-        score_submission_file(reward_model, files[2], prefs_jsonl=data["prefs_jsonl"])
-        assert files[2].read_bytes() == before
         packed = pack_submission(folder, archive, METHODS, **data)
         with zipfile.ZipFile(archive) as file:
             assert file.namelist() == sorted(names)
             assert all(file.read(name) == (folder / name).read_bytes() for name in names)
         absent = [f"policy_generations/{name}.jsonl" for name in ("dpo", "ipo", "grpo", "drgrpo", "gspo")]
         assert packed["missing"] == [*absent, "part2/online_best.jsonl"]
-        again = partial(pack_submission, folder, archive, METHODS, **data)
         empty = partial(pack_submission, tmp_path, "x.zip", METHODS)
-        assert_refused(again, "s.zip", "replace it with --overwrite", error=FileExistsError)
         assert_refused(empty, "no file", "reward_model/", error=FileNotFoundError)
-        assert again(overwrite=True)["sha256"] == packed["sha256"]
+        assert pack_submission(folder, archive, METHODS, **data)["sha256"] == packed["sha256"]
 
     def test_what_is_packed_is_what_can_be_graded(self, tmp_path):
-        """One text of 60 words beside a row that says 9 tokens: over the 48 of the embedded prompts by its own count.
-
-        Packing and grading name the same row in the same words, by the embedded tokenizer.
-        """
+        """A row of 49 tokens is over the 48 of the embedded prompts; packing and grading name it in the same words."""
         rows = [response(row["row_id"], "word", 9, row["prompt_text"]) for row in load_prompts()]
-        rows[7]["response_text"] = "word, " * 60
-        counted = token_counter("toy")(rows[7]["response_text"])
+        rows[7]["generated_num_tokens"] = 49
         path = write_rows(tmp_path / "submission" / "policy_generations" / "aot.jsonl", rows)
-        (grade,) = grade_submission(tmp_path / "submission", {"aot": 0.5}).grades
-        (problem,) = grade.problems
-        assert (grade.reason, grade.passed, grade.figure) == ("1 bad row", False, None)
-        words = "over the token budget of 48: generated_num_tokens is 9, and the text has"
-        assert problem == f"row_id {rows[7]['row_id']}: {words} {counted} tokens"
+        (grade,) = grade_submission(tmp_path / "submission", {"aot": 0.5})["grades"]
+        (problem,) = grade["problems"]
+        assert (grade["reason"], grade["passed"], grade["figure"]) == ("1 bad row", False, None)
+        assert problem == f"row_id {rows[7]['row_id']}: over the token budget of 48: generated_num_tokens is 49"
         pack = partial(pack_submission, tmp_path / "submission", tmp_path / "s.zip", ["aot"])
         assert_refused(pack, f"{path}: {problem}")
 
@@ -189,12 +177,12 @@ class TestBuildScoreAndPack:
         folder = tmp_path / "submission"
         rows = [response(row["row_id"], "yes", 2, row["prompt_text"]) for row in load_prompts()]
         path = write_rows(folder / "policy_generations" / "aot.jsonl", rows)
-        plain, (expected,) = path.read_bytes(), grade_submission(folder, {"aot": 0.5}).grades
+        plain, (expected,) = path.read_bytes(), grade_submission(folder, {"aot": 0.5})["grades"]
         path.write_bytes(codecs.BOM_UTF8 + plain)
-        (grade,) = grade_submission(folder, {"aot": 0.5}).grades
-        assert (grade.figure, grade.passed, grade.problems) == (expected.figure, expected.passed, [])
+        (grade,) = grade_submission(folder, {"aot": 0.5})["grades"]
+        assert {**grade, "warnings": []} == expected
         packed = pack_submission(folder, tmp_path / "s.zip", ["aot"])
         with zipfile.ZipFile(tmp_path / "s.zip") as archive:
             assert archive.read("policy_generations/aot.jsonl") == plain
-        (warning,), (packing,) = grade.warnings, packed["warnings"]
+        (warning,), (packing,) = grade["warnings"], packed["warnings"]
         assert warning.startswith("begins with a UTF-8 byte order mark") and packing == f"{path}: {warning}"

@@ -11,8 +11,8 @@ from trl_ext.evaluation.judging.pairs import judge_pairs
 from trl_ext.evaluation.judging.protocol import Usage
 from trl_ext.evaluation.statistics.ratings import Ratings, expected_score, ratings_with_intervals
 from trl_ext.evaluation.statistics.win_rate import credit_interval, row_credits
+from trl_ext.evaluation.submissions.assets import Response
 from trl_ext.evaluation.submissions.candidates import both_systems
-from trl_ext.evaluation.submissions.rows import Response
 
 BASE = "base"
 

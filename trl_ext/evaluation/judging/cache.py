@@ -15,12 +15,9 @@ class CacheError(OSError):
 
 
 class VerdictCache:
-    """A file of verdicts by key. Runs on one machine may share it, and see each other's verdicts at once.
+    """A file of verdicts by key, created if missing. Runs on one machine may share it.
 
     A verdict is on disk when `add` returns, so a kill or a power failure loses none.
-
-    Args:
-        path: the file; it is created if missing, along with its folder.
 
     Raises:
         CacheError: the file cannot be opened for writing, or is not a cache.
@@ -51,11 +48,7 @@ class VerdictCache:
         return None if found is None else json.loads(found[0])
 
     def add(self, key: str, record: dict[str, Any]) -> None:
-        """Write a verdict. The first verdict for a key is kept.
-
-        Raises:
-            CacheError: it could not be written.
-        """
+        """Write a verdict, or raise CacheError. The first verdict for a key is kept."""
         with self._one_line_errors(), self._database:
             self._database.execute("INSERT OR IGNORE INTO verdicts VALUES (?, ?)", (key, json.dumps(record)))
 

@@ -5,21 +5,34 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from trl_ext.evaluation.judging.protocol import Judgement, PairwiseJudge, Usage, Verdict
-from trl_ext.evaluation.judging.run import JudgingRun, Question
+from tqdm.auto import tqdm
+
+from trl_ext.evaluation.judging.protocol import (
+    JudgeError,
+    Judgement,
+    JudgeUnavailable,
+    Messages,
+    PairwiseJudge,
+    Usage,
+    Verdict,
+)
 from trl_ext.evaluation.statistics.win_rate import PairOutcome, System
 
-# The reason recorded with a row about which nothing was asked.
-EMPTY = "empty response"
-IDENTICAL = "identical responses"
-# The error of a row if the run stopped before both of its questions were answered.
-NOT_ASKED = "not asked: too many rows before it could not be judged"
+if TYPE_CHECKING:
+    from trl_ext.evaluation.judging.cache import VerdictCache
+
+# Consecutive server failures after which the run stops; at least `max_concurrency`.
+FAILURES_IN_A_ROW = 4
+# How long a run that ends early waits for the answers to open questions.
+GRACE_SECONDS = 5.0
 
 
 class JudgingResult(NamedTuple):
@@ -38,11 +51,7 @@ class JudgingResult(NamedTuple):
 
 
 class TooManyErrors(ValueError):
-    """Raised when more rows than allowed could not be judged; `result` holds the judged ones."""
-
-    def __init__(self, message: str, result: JudgingResult):
-        super().__init__(message)
-        self.result = result
+    """Raised when more rows than allowed could not be judged."""
 
 
 class CallableJudge:
@@ -75,9 +84,8 @@ def judge_pairs(
     before its thread asks the next question, so the same call resumes after a kill.
 
     Two kinds of rows are not asked about. A row with an empty candidate response is lost. A row with identical
-    responses is a tie and not usable: the judge would name the same label in both orders, or tag the row
-    `near_identical`. It is excluded from `agreed`, is half a win under `half`, and counts as agreement in
-    `agreement_rate`.
+    responses is a tie and not usable: it is excluded from `agreed`, is half a win under `half`, and counts as
+    agreement in `agreement_rate`.
 
     Args:
         judge: a judge, or a function `f(prompt, response_a, response_b)`. It is called from several threads, unless it
@@ -102,26 +110,19 @@ def judge_pairs(
     judge = judge if hasattr(judge, "judge") else CallableJudge(judge)
     rows = list(rows)
     passes = make_questions(judge, rows, candidate, base, candidate_finished, base_finished)
-    questions = distinct_questions(passes)
-    if cache is not None:
-        # Shuffle, so that another run on the same cache and rows rarely asks the same questions at the same time.
-        random.Random().shuffle(questions)
     # A share such as 0.29 of 100 rows is 29, up to rounding.
     max_errors = math.floor(max_error_fraction * len(rows) + 1e-9)
     with open_cache(judge, cache) as store:
         run = JudgingRun(judge, store, max_concurrency, max_errors, progress)
-        run.ask_all(questions)
-    outcomes = [_outcome(row["row_id"], pair, run) for row, pair in zip(rows, passes, strict=True)]
-    verdicts = [_verdict_row(outcome, pair, run) for outcome, pair in zip(outcomes, passes, strict=True)]
-    result = JudgingResult(outcomes, run.usage, verdicts)
-    failed = [outcome for outcome in outcomes if outcome.error not in (None, NOT_ASKED)]
+        run.ask_all(distinct_questions(passes))
+    judged = [_judged(row["row_id"], pair, run) for row, pair in zip(rows, passes, strict=True)]
+    failed = [outcome for outcome, _ in judged if outcome.error]
     if len(failed) > max_errors:
         raise TooManyErrors(
             f"{len(failed)} of {len(rows)} rows could not be judged, more than the share of {max_error_fraction:g} "
-            f"that max_error_fraction allows; the first: row_id {failed[0].row_id}: {failed[0].error}",
-            result,
+            f"that max_error_fraction allows; the first: row_id {failed[0].row_id}: {failed[0].error}"
         )
-    return result
+    return JudgingResult([outcome for outcome, _ in judged], run.usage, [verdict for _, verdict in judged])
 
 
 def compare(
@@ -200,32 +201,171 @@ def open_cache(judge: PairwiseJudge, path: str | Path | None):
     return VerdictCache(path)
 
 
-def _outcome(row_id: str, pair: tuple[Question, Question] | PairOutcome, run: JudgingRun) -> PairOutcome:
-    """The outcome of one row: in the first question the candidate's response is A, in the second the base's."""
+def _judged(
+    row_id: str, pair: tuple[Question, Question] | PairOutcome, run: JudgingRun
+) -> tuple[PairOutcome, dict[str, Any]]:
+    """The outcome of one row and its verdicts; in the first question the candidate's response is A."""
+    answers, reason = [None, None], None
     if isinstance(pair, PairOutcome):
-        return pair
-    first, second = (run.answers.get(question.key) for question in pair)
-    if first is None or second is None:
-        error = next((run.errors[question.key] for question in pair if question.key in run.errors), NOT_ASKED)
-        return PairOutcome(row_id, None, None, error=error)
-    systems: dict[Verdict, System] = {"A": "candidate", "B": "base", "tie": "tie"}
-    swapped: dict[Verdict, System] = {"A": "base", "B": "candidate", "tie": "tie"}
-    usable = first["usable"] and second["usable"]
-    return PairOutcome(row_id, systems[first["verdict"]], swapped[second["verdict"]], usable=usable)
-
-
-def _verdict_row(
-    outcome: PairOutcome, pair: tuple[Question, Question] | PairOutcome, run: JudgingRun
-) -> dict[str, Any]:
-    was_asked, judged = not isinstance(pair, PairOutcome), outcome.error is None
-    first, second = (run.answers.get(question.key) for question in pair) if was_asked else (None, None)
-    return {
-        "row_id": outcome.row_id,
-        "outcome": None if not judged else outcome.first if outcome.first == outcome.second else "disagree",
-        "usable": outcome.usable if judged else None,
+        outcome, reason = pair, "empty response" if pair.empty else "identical responses"
+    else:
+        answers = [run.answers.get(question.key) for question in pair]
+        errors = [run.errors[question.key] for question in pair if question.key in run.errors]
+        if None in answers:
+            # A run that ended because of other rows has no error of this one.
+            outcome = PairOutcome(row_id, None, None, error=next(iter(errors), ""))
+        else:
+            first, second = answers
+            systems: dict[Verdict, System] = {"A": "candidate", "B": "base", "tie": "tie"}
+            swapped: dict[Verdict, System] = {"A": "base", "B": "candidate", "tie": "tie"}
+            usable = first["usable"] and second["usable"]
+            outcome = PairOutcome(row_id, systems[first["verdict"]], swapped[second["verdict"]], usable=usable)
+    is_judged = outcome.error is None
+    return outcome, {
+        "row_id": row_id,
+        "outcome": None if not is_judged else outcome.first if outcome.first == outcome.second else "disagree",
+        "usable": outcome.usable if is_judged else None,
         "error": outcome.error,
         "empty": outcome.empty,
-        "reason": None if was_asked else EMPTY if outcome.empty else IDENTICAL,
-        "candidate_first": first,
-        "base_first": second,
+        "reason": reason,
+        "candidate_first": answers[0],
+        "base_first": answers[1],
     }
+
+
+class Question(NamedTuple):
+    """One row in one order: which of two responses is better?"""
+
+    key: str
+    row_id: str
+    prompt: Messages | str
+    response_a: str
+    response_b: str
+    finished_a: bool = True
+    finished_b: bool = True
+
+
+@dataclass
+class JudgingRun:
+    """Asks questions until all have been answered or have failed, or more than `max_errors` rows have failed.
+
+    Threads only call the judge. The calling thread keeps the records and writes the cache.
+
+    Attributes:
+        answers: the record of each answer, by key, as stored in the cache.
+        errors: the reason for each missing answer, by key.
+        usage: usage of this run so far.
+    """
+
+    judge: PairwiseJudge
+    cache: VerdictCache | None
+    max_concurrency: int
+    max_errors: int
+    progress: str | None = None
+    answers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    errors: dict[str, str] = field(default_factory=dict)
+    usage: Usage = Usage()
+    _failures_in_a_row: int = 0
+    _failed_rows: set[str] = field(default_factory=set)
+
+    @property
+    def _workers(self) -> int:
+        return 1 if getattr(self.judge, "sequential", False) else self.max_concurrency
+
+    @property
+    def _stopped(self) -> bool:
+        # A failing server explains more than the number of failed rows does.
+        return not self._failures_in_a_row and len(self._failed_rows) > self.max_errors
+
+    def ask_all(self, questions: Sequence[Question]) -> None:
+        """Fill `answers` and `errors`. After an interrupt or an error, the answers to open questions are still kept.
+
+        Raises:
+            JudgeUnavailable, CacheError: as in `judge_pairs`.
+            Exception: any other exception from the judge.
+        """
+        if hasattr(self.judge, "prepare"):
+            responses = [(q.prompt, q.response_a, q.finished_a) for q in questions]
+            responses += [(q.prompt, q.response_b, q.finished_b) for q in questions]
+            self.judge.prepare(responses, progress=self.progress)
+        no_bar = self.progress is None
+        with tqdm(total=len(questions), desc=self.progress, leave=False, disable=no_bar) as self._bar:
+            unanswered = self._unanswered(questions)
+            if self._workers == 1:
+                for question in unanswered:
+                    self._take(question, self._ask(question))
+            else:
+                self._ask_in_threads(unanswered)
+
+    def _ask_in_threads(self, unanswered: Iterator[Question]) -> None:
+        open_questions: dict[Future, Question] = {}
+        pool = ThreadPoolExecutor(self._workers)
+        try:
+            while not self._stopped:
+                for question in islice(unanswered, self._workers - len(open_questions)):
+                    open_questions[pool.submit(self._ask, question)] = question
+                if not open_questions:
+                    break
+                for future in wait(open_questions, return_when=FIRST_COMPLETED).done:
+                    self._take(open_questions.pop(future), future.result())
+        finally:
+            # The open questions are already paid for. The first error is more informative than later ones.
+            for future in wait(open_questions, timeout=GRACE_SECONDS).done:
+                with suppress(Exception):
+                    self._take(open_questions[future], future.result())
+            # A request that waits to be sent again cannot be interrupted.
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _unanswered(self, questions: Iterable[Question]) -> Iterator[Question]:
+        """Questions that are not in the cache at the moment they would be asked."""
+        for question in questions:
+            if self._stopped:
+                return
+            record = None if self.cache is None else self.cache.get(question.key)
+            if record is None:
+                yield question
+            else:
+                self._record(question, record, Usage(cached=1))
+
+    def _ask(self, question: Question) -> tuple[Judgement, Usage] | JudgeError:
+        shown = question.prompt, question.response_a, question.response_b
+        try:
+            if hasattr(self.judge, "ask"):
+                return self.judge.ask(*shown)
+            uses_finished = getattr(self.judge, "uses_finished", False)
+            finished = {"finished_a": question.finished_a, "finished_b": question.finished_b} if uses_finished else {}
+            answer = self.judge.judge(*shown, **finished)
+        except JudgeError as error:
+            return error
+        judgement = answer if isinstance(answer, Judgement) else Judgement(answer)
+        if judgement.verdict not in ("A", "B", "tie"):
+            name, verdict = type(self.judge).__name__, judgement.verdict
+            raise ValueError(f"row_id {question.row_id}: {name} must answer 'A', 'B' or 'tie', got {verdict!r}")
+        return judgement, Usage(calls=1)
+
+    def _take(self, question: Question, outcome: tuple[Judgement, Usage] | JudgeError) -> None:
+        """Save an answer before anything else is asked, or count a failure."""
+        if not isinstance(outcome, JudgeError):
+            judgement, usage = outcome
+            tokens = {name: getattr(usage, name) for name in ("input_tokens", "output_tokens")}
+            record = judgement._asdict() | {"exclusion_tags": list(judgement.exclusion_tags)} | tokens
+            if self.cache is not None:
+                self.cache.add(question.key, record)
+            self._record(question, record, usage)
+            return
+        self.errors[question.key] = reason = str(outcome) or type(outcome).__name__
+        self._failed_rows.add(question.row_id)
+        self.usage += replace(outcome.usage or Usage(calls=1), errors=1)
+        self._failures_in_a_row = self._failures_in_a_row + 1 if outcome.server_failed else 0
+        self._bar.update()
+        if self._failures_in_a_row >= max(FAILURES_IN_A_ROW, self._workers):
+            raise JudgeUnavailable(
+                f"stopped after {self._failures_in_a_row} failures in a row, the last on row_id {question.row_id}: "
+                f"{reason}; run again when this is fixed: a cache keeps the verdicts that came before"
+            )
+
+    def _record(self, question: Question, record: dict[str, Any], usage: Usage) -> None:
+        self.answers[question.key] = record
+        self.usage += usage
+        self._failures_in_a_row = 0
+        self._bar.update()

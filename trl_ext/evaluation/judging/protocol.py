@@ -40,13 +40,11 @@ class Usage:
     """How often a judge was called, and the tokens.
 
     Attributes:
-        calls: questions sent, including repeats after an answer without a verdict. The client's own retries after a
-            rate limit or a broken connection are not counted.
+        calls: questions sent, including repeats after an answer without a verdict, but not the client's own retries.
         cached: verdicts taken from the cache.
         retries: the part of `calls` that repeated a question.
         errors: questions that ended without a verdict.
         input_tokens, output_tokens: as counted by the server; output includes reasoning.
-        cached_input_tokens: the part of `input_tokens` that the server had cached.
     """
 
     calls: int = 0
@@ -54,7 +52,6 @@ class Usage:
     retries: int = 0
     errors: int = 0
     input_tokens: int = 0
-    cached_input_tokens: int = 0
     output_tokens: int = 0
 
     def __add__(self, other: Usage) -> Usage:
@@ -87,13 +84,11 @@ class JudgeUnavailable(ValueError):
 class PairwiseJudge(Protocol):
     """Decides which of two responses to a prompt is better.
 
-    `prompt` is a list of messages, or a string in TRL's plain format. A judge that rates usability returns a
-    `Judgement`. A judge with a true attribute `uses_finished` also receives the keywords `finished_a` and
-    `finished_b`, which are False for a response that was truncated at the token limit.
+    `prompt` is a list of messages, or a string in TRL's plain format. A judge with a true attribute `uses_finished`
+    also receives the keywords `finished_a` and `finished_b`, False for a response truncated at the token limit.
 
-    `judge_pairs` reads two more attributes. It calls a judge from several threads unless `sequential` is true. It
-    caches verdicts on disk if `identity` is a JSON-ready dictionary of everything that a verdict depends on other than
-    the question. If it is None, verdicts cost nothing and are not cached.
+    `judge_pairs` calls a judge from several threads unless `sequential` is true. It caches verdicts if `identity` is a
+    JSON-ready dictionary of everything that a verdict depends on other than the question; None if they cost nothing.
     """
 
     def judge(self, prompt: Messages | str, response_a: str, response_b: str) -> Verdict | Judgement: ...

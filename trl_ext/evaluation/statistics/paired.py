@@ -1,4 +1,4 @@
-"""Two candidates on the same prompts: difference of rates, McNemar's exact test, and the chance below a threshold."""
+"""Two candidates on the same prompts: the difference of their rates, and McNemar's exact test."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
-
-import numpy
 
 from trl_ext.evaluation.statistics.intervals import rate_difference_interval
 from trl_ext.evaluation.statistics.win_rate import PairOutcome, Rule, row_credits, win_rate
@@ -99,42 +97,6 @@ def mcnemar(only_first: int, only_second: int) -> McNemar:
     total = only_first + only_second
     p_value = float(binomtest(only_first, total).pvalue) if total else 1.0
     return McNemar(p_value, only_first, only_second)
-
-
-def chance_below(wins: int, n: int, threshold: float, *, ties: int | None = None) -> float | None:
-    """The probability that the rate of another `n` rows of the same kind falls below a threshold.
-
-    The measured rate is not taken as the true one: a single won row would then make a failure impossible. The true
-    shares of wins, losses and ties are drawn from their posterior under Jeffreys' prior, Beta(wins + 1/2, losses +
-    1/2) or with ties Dirichlet(wins + 1/2, losses + 1/2, ties + 1/2), and the new rows from these shares. The result
-    is an exact sum of beta-binomial or Dirichlet-multinomial probabilities.
-
-    Args:
-        wins: rows worth 1.
-        n: rows in the denominator.
-        threshold: the rate to reach, in [0, 1]; a rate equal to it is not below it.
-        ties: rows worth 1/2; None under a rule without such rows.
-
-    Returns:
-        A probability; None if there are no rows.
-
-    Raises:
-        ValueError: the threshold is outside [0, 1], or the counts are inconsistent.
-    """
-    losses = n - wins - (ties or 0)
-    if not 0 <= threshold <= 1 or min(wins, losses, ties or 0) < 0:
-        raise ValueError(f"a threshold of {threshold} and {wins} wins, {ties or 0} ties of {n} rows are out of range")
-    if n == 0:
-        return None
-    from scipy.stats import dirichlet_multinomial
-
-    new_wins, new_ties = numpy.mgrid[: n + 1, : 1 if ties is None else n + 1]
-    # Half points that fall short; the product may round to just above an integer.
-    short = (2 * new_wins + new_ties < 2 * threshold * n - 1e-9) & (new_wins + new_ties <= n)
-    new = numpy.stack([new_wins[short], n - new_wins[short] - new_ties[short], new_ties[short]], axis=1)
-    categories = 2 if ties is None else 3
-    prior = numpy.array([wins, losses, ties or 0])[:categories] + 0.5
-    return min(1.0, float(dirichlet_multinomial.pmf(new[:, :categories], prior, n).sum()))
 
 
 def _aligned(first: Sequence[PairOutcome], second: Sequence[PairOutcome]) -> list[PairOutcome]:

@@ -1,40 +1,30 @@
-"""The data of a public evaluation: prompts, the frozen base's responses to them, and preference pairs."""
+"""The data of a public evaluation, and the rows of a submission, read with the location of each fault."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple, TypeVar
 
-from pydantic import Field, StringConstraints, TypeAdapter, ValidationError
+from pydantic import BaseModel, Field, FiniteFloat, NonNegativeInt, TypeAdapter, ValidationError
 
 from trl_ext.data import load_benchmark
-from trl_ext.data.rows import first_error
+from trl_ext.data.rows import first_error, first_few, read_jsonl
 from trl_ext.evaluation.judging.protocol import last_user_text
-from trl_ext.evaluation.submissions.rows import Response, read_responses, refuse_fatal
-from trl_ext.files import existing_file, read_json
+from trl_ext.evaluation.statistics.win_rate import System
+from trl_ext.files import brief, existing_file, read_json
 
 KINDS = {"gen": "prompts", "prefs": "preference pairs"}
-# A method's name is that of its file, and a threshold is a rate.
-_Method = Annotated[str, StringConstraints(pattern=r"^\w[\w-]{0,99}$")]
-_THRESHOLDS = TypeAdapter(
-    Annotated[dict[_Method, Annotated[float, Field(ge=0, le=1, strict=True)]], Field(min_length=1)]
-)
+_THRESHOLDS = TypeAdapter(Annotated[dict[str, Annotated[float, Field(ge=0, le=1, strict=True)]], Field(min_length=1)])
+RowType = TypeVar("RowType", bound=BaseModel)
 MAX_PROMPT_TOKENS = 700
 MAX_NEW_TOKENS = 256
-
-TokenCounter = Callable[[str], int]
 
 
 def load_prompts(path: str | Path | None = None) -> list[dict[str, Any]]:
     """Prompt rows with `row_id`, `prompt` (messages) and `prompt_text`, the last user message.
 
-    Args:
-        path: a JSONL file of prompts; None for the embedded ones.
-
-    Raises:
-        FileNotFoundError: the file does not exist.
-        ValueError: rows are malformed, or the file contains pairs.
+    They come from a JSONL file, or are the embedded ones. A file with malformed rows or of pairs raises ValueError.
     """
     return [{**row, "prompt_text": last_user_text(row["prompt"])} for row in _load(path, "gen")]
 
@@ -66,40 +56,34 @@ def load_base(
         max_new_tokens: the token limit of the responses in the file; None for 256.
 
     Raises:
-        FileNotFoundError: the file does not exist.
         ValueError: rows are malformed, or no file is given for prompts other than the embedded ones.
     """
     if path is not None:
         responses, problems = read_responses(path, prompts, max_new_tokens=max_new_tokens or MAX_NEW_TOKENS)
         refuse_fatal(path, problems)
         return responses
+    from tokenizers import Tokenizer
+
+    from trl_ext.toy import MODEL_DIR
+
     embedded = {row["row_id"]: row["reference_response_text"] for row in _load(None, "gen")}
-    count, limit = token_counter("toy"), default_max_new_tokens(None)
+    tokenizer, limit = Tokenizer.from_file(str(MODEL_DIR / "tokenizer.json")), default_max_new_tokens(None)
     responses = []
     for row_id in (row["row_id"] for row in prompts):
         if row_id not in embedded:
             raise ValueError(f"row_id {row_id} is not one of the embedded prompts: give --base_jsonl")
         # The generated end token is not in the text.
-        tokens = min(count(embedded[row_id]) + 1, limit)
-        responses.append(Response(row_id, embedded[row_id], tokens, max_new_tokens=limit))
+        tokens = len(tokenizer.encode(embedded[row_id], add_special_tokens=False).ids) + 1
+        responses.append(Response(row_id, embedded[row_id], min(tokens, limit), tokens < limit))
     return responses
 
 
-def load_thresholds(source: str | Path | Mapping[str, float]) -> dict[str, float]:
-    """Thresholds by method, each in [0, 1], from a JSON file or a mapping.
-
-    Raises:
-        FileNotFoundError: the file does not exist.
-        ValueError: the file is damaged, or an entry is not a rate.
-    """
-    if isinstance(source, Mapping):
-        values, where = dict(source), "thresholds"
-    else:
-        values, where = read_json(Path(source).expanduser()), str(source)
+def load_thresholds(path: str | Path) -> dict[str, float]:
+    """Thresholds by method from a JSON file; ValueError if the file is damaged, or an entry is no rate in [0, 1]."""
     try:
-        return _THRESHOLDS.validate_python(values)
+        return _THRESHOLDS.validate_python(read_json(Path(path).expanduser()))
     except ValidationError as error:
-        raise ValueError(f"{where}: {first_error(error)}") from None
+        raise ValueError(f"{path}: {first_error(error)}") from None
 
 
 def default_max_new_tokens(path: str | Path | None) -> int:
@@ -111,24 +95,127 @@ def default_max_new_tokens(path: str | Path | None) -> int:
     return embedded
 
 
-def token_counter(tokenizer: str) -> TokenCounter:
-    """A function that counts the tokens of a text without special tokens.
+class ResponseRow(BaseModel, strict=True):
+    """The fields of a row of responses, beside its row_id."""
 
-    Args:
-        tokenizer: a model's folder, a `tokenizer.json`, a hub name, or `toy`.
+    prompt_text: str
+    response_text: str
+    generated_num_tokens: NonNegativeInt
+
+
+class ScoreRow(BaseModel, strict=True):
+    """The fields of a row of scores, beside its row_id."""
+
+    chosen_score: FiniteFloat
+    rejected_score: FiniteFloat
+
+
+class HumanLabel(BaseModel, strict=True):
+    """The fields of a row of human labels, beside its row_id: the system that a person prefers."""
+
+    outcome: System
+
+
+class Response(NamedTuple):
+    """A submitted response, its number of generated tokens with the end token, and whether it ended under the limit.
+
+    A response whose end token was the last one allowed counts as truncated.
+    """
+
+    row_id: str
+    text: str
+    tokens: int
+    finished: bool
+
+
+class RowProblem(NamedTuple):
+    """A fault in a row of a submission: the row, if it has a row_id, and whether it prevents grading the file."""
+
+    row_id: str | None
+    message: str
+    fatal: bool = True
+
+    def __str__(self) -> str:
+        return brief(self.message if self.row_id is None else f"row_id {brief(self.row_id)}: {self.message}", 200)
+
+
+def read_rows(
+    path: str | Path, row_type: type[RowType], row_ids: Sequence[str], *, complete: bool = True
+) -> tuple[dict[str, RowType], list[RowProblem]]:
+    """Read the rows of a JSONL file by their row_id: the good ones, and the problems, all of them fatal.
+
+    `row_type` has a row's fields, and `row_ids` are the rows that the file may hold, all of them if `complete`.
+    """
+    split = read_jsonl(path)
+    problems = [RowProblem(None, f"line {line}: {message}") for line, message in split.problems]
+    wanted, rows, line_of = set(row_ids), {}, {}
+    for line, row in split.rows:
+        row_id = str(row.get("row_id"))
+        if row_id not in wanted:
+            problems.append(RowProblem(row_id, f"line {line}: foreign: none of the {len(row_ids)} rows"))
+        elif row_id in line_of:
+            problems.append(RowProblem(row_id, f"duplicate: on lines {line_of[row_id]} and {line}"))
+        else:
+            line_of[row_id] = line
+            try:
+                rows[row_id] = row_type.model_validate(row)
+            except ValidationError as error:
+                problems.append(RowProblem(row_id, f"line {line}: {first_error(error)}"))
+    if complete:
+        problems += [RowProblem(row_id, "missing") for row_id in row_ids if row_id not in line_of]
+    return rows, problems
+
+
+def read_responses(
+    path: str | Path, prompts: Sequence[Mapping[str, Any]], *, max_new_tokens: int
+) -> tuple[list[Response], list[RowProblem]]:
+    """Read `row_id, prompt_text, response_text, generated_num_tokens` for every prompt from a JSONL file.
+
+    Returns:
+        Responses in the order of the prompts, and problems. If a problem is fatal, responses may be missing. An empty
+        response is a non-fatal problem.
+    """
+    rows, problems = read_rows(path, ResponseRow, [row["row_id"] for row in prompts])
+    responses = []
+    for prompt in prompts:
+        row_id = prompt["row_id"]
+        if row_id not in rows:
+            continue
+        text, tokens = rows[row_id].response_text, rows[row_id].generated_num_tokens
+        responses.append(Response(row_id, text, tokens, tokens < max_new_tokens))
+        if rows[row_id].prompt_text != prompt["prompt_text"]:
+            problems.append(RowProblem(row_id, "prompt_text is not the benchmark's for this row_id"))
+        elif tokens > max_new_tokens:
+            message = f"over the token budget of {max_new_tokens}: generated_num_tokens is {tokens}"
+            problems.append(RowProblem(row_id, message))
+        elif not text.strip():
+            problems.append(RowProblem(row_id, "the response is empty", fatal=False))
+    return responses, problems
+
+
+def read_pair_scores(
+    path: str | Path, row_ids: Sequence[str]
+) -> tuple[tuple[list[float], list[float]], list[RowProblem]]:
+    """Read `row_id, chosen_score, rejected_score` of every pair: the good rows' scores in order, and the problems."""
+    rows, problems = read_rows(path, ScoreRow, row_ids)
+    good = [rows[row_id] for row_id in row_ids if row_id in rows]
+    return ([row.chosen_score for row in good], [row.rejected_score for row in good]), problems
+
+
+def read_human_labels(path: str | Path, row_ids: Sequence[str]) -> dict[str, System]:
+    """Read `row_id, outcome` of the prompts that a person has judged; outcomes by row_id.
 
     Raises:
-        FileNotFoundError: no tokenizer of that name was found.
+        ValueError: the file is empty, or a row is foreign, a duplicate or wrong.
     """
-    from tokenizers import Tokenizer
+    rows, problems = read_rows(path, HumanLabel, row_ids, complete=False)
+    refuse_fatal(path, problems)
+    if not rows:
+        raise ValueError(f"{path}: the file is empty")
+    return {row_id: row.outcome for row_id, row in rows.items()}
 
-    from trl_ext.models import resolve_model_path
 
-    path = Path(tokenizer if tokenizer.endswith(".json") else resolve_model_path(tokenizer))
-    if path.is_dir():
-        path = path / "tokenizer.json"
-    try:
-        loaded = Tokenizer.from_file(str(path)) if path.is_file() else Tokenizer.from_pretrained(tokenizer)
-    except Exception as error:  # the library raises bare exceptions
-        raise FileNotFoundError(f"no tokenizer {tokenizer!r}: {error}") from error
-    return lambda text: len(loaded.encode(text, add_special_tokens=False).ids)
+def refuse_fatal(path: str | Path, problems: Iterable[RowProblem]) -> None:
+    """Raise ValueError if any problem of a file is fatal, with the first five in one line."""
+    if fatal := [str(problem) for problem in problems if problem.fatal]:
+        raise ValueError(f"{path}: {first_few(fatal)}")

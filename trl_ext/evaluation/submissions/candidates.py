@@ -1,9 +1,8 @@
-"""Judging submitted responses against the base's: win rates, length control, and comparisons between candidates."""
+"""Judging submitted responses against the base's: win rates, length control and human labels."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -14,32 +13,24 @@ from trl_ext.evaluation.judging.protocol import Usage, last_user_text
 from trl_ext.evaluation.judging.score_judges import GroundTruthJudge
 from trl_ext.evaluation.statistics.human_labels import PredictionPowered, judge_values, prediction_powered
 from trl_ext.evaluation.statistics.length_control import LengthControlledWinRate, length_controlled_win_rate
-from trl_ext.evaluation.statistics.paired import paired_difference
 from trl_ext.evaluation.statistics.win_rate import (
     OUTCOME_VALUES,
     PairOutcome,
-    Rule,
     System,
     WinRate,
     row_credits,
     win_rate,
 )
-from trl_ext.evaluation.submissions.rows import Response
+from trl_ext.evaluation.submissions.assets import Response
 
 
 @dataclass(frozen=True)
 class CandidateResult:
-    """The result of judging one candidate against the base.
+    """A candidate judged against the base.
 
-    Attributes:
-        name: the candidate's name.
-        win_rate: under both rules, with intervals.
-        length_controlled: the win rate at equal lengths; None if it cannot be estimated.
-        mean_tokens, base_mean_tokens: generated tokens per response.
-        outcomes: one for each prompt.
-        usage: calls and tokens of judging.
-        verdicts: JSON-ready rows with the judge's answers in both orders.
-        human_labels: the win rate from the judge and human labels; None without labels.
+    `length_controlled` is the win rate at equal lengths, None if it cannot be estimated; the mean tokens are generated
+    tokens per response; `verdicts` are JSON-ready rows with the judge's answers in both orders; `human_labels` is the
+    win rate from the judge and human labels, None without labels.
     """
 
     name: str
@@ -50,7 +41,7 @@ class CandidateResult:
     outcomes: list[PairOutcome]
     usage: Usage
     verdicts: list[dict[str, Any]]
-    human_labels: PredictionPowered | None = None
+    human_labels: PredictionPowered | None
 
     def to_dict(self) -> dict[str, Any]:
         """The figures without the rows, ready for JSON."""
@@ -77,18 +68,16 @@ def judge_candidate(
         human_labels: by row_id, for some of the prompts.
         judging: keyword arguments of `judge_pairs`, which may raise `TooManyErrors`.
     """
-    result = judge_pairs(judge, prompts, **both_systems(responses, base), **judging)
-    return CandidateResult(
-        name=name,
-        win_rate=win_rate(result.outcomes),
-        length_controlled=_at_equal_lengths(result.outcomes, responses, base),
-        mean_tokens=fmean(response.tokens for response in responses),
-        base_mean_tokens=fmean(response.tokens for response in base),
-        outcomes=result.outcomes,
-        usage=result.usage,
-        verdicts=result.verdicts,
-        human_labels=_with_human_labels(result.outcomes, human_labels) if human_labels else None,
-    )
+    outcomes, usage, verdicts = judge_pairs(judge, prompts, **both_systems(responses, base), **judging)
+    estimated = None
+    if human_labels:
+        values = dict(zip((outcome.row_id for outcome in outcomes), judge_values(outcomes), strict=True))
+        told = [(OUTCOME_VALUES[human_labels[row]], value) for row, value in values.items() if row in human_labels]
+        further = [value for row, value in values.items() if row not in human_labels]
+        estimated = prediction_powered(*zip(*told, strict=True), further)
+    controlled = _at_equal_lengths(outcomes, responses, base)
+    tokens = (fmean(response.tokens for response in system) for system in (responses, base))
+    return CandidateResult(name, win_rate(outcomes), controlled, *tokens, outcomes, usage, verdicts, estimated)
 
 
 def _at_equal_lengths(outcomes: Sequence[PairOutcome], responses: Sequence[Response], base: Sequence[Response]):
@@ -105,20 +94,8 @@ def _at_equal_lengths(outcomes: Sequence[PairOutcome], responses: Sequence[Respo
     return dataclasses.replace(controlled, **rates, n=controlled.n + empty)
 
 
-def _with_human_labels(outcomes: Sequence[PairOutcome], labels: Mapping[str, System]) -> PredictionPowered:
-    """The win rate from the judge's outcomes and human labels of some of the prompts, by row_id."""
-    values = dict(zip((row.row_id for row in outcomes), judge_values(outcomes), strict=True))
-    told = [(OUTCOME_VALUES[labels[row_id]], value) for row_id, value in values.items() if row_id in labels]
-    further = [value for row_id, value in values.items() if row_id not in labels]
-    return prediction_powered(*zip(*told, strict=True), further)
-
-
 def known_score_judge(prompts: Sequence[Mapping[str, Any]]) -> GroundTruthJudge:
-    """The judge that uses the known score of the embedded task.
-
-    Raises:
-        ValueError: a prompt is from another task, so the score of its responses is unknown.
-    """
+    """The judge that uses the known score of the embedded task; ValueError if a prompt is from another task."""
     from trl_ext.toy import kind_of
 
     for row in prompts:
@@ -130,15 +107,8 @@ def known_score_judge(prompts: Sequence[Mapping[str, Any]]) -> GroundTruthJudge:
     return GroundTruthJudge()
 
 
-def compare_candidates(results: Sequence[CandidateResult], rule: Rule = "agreed") -> list[dict[str, Any]]:
-    """The paired difference of every two candidates on the same prompts, JSON-ready, with their names."""
-    pairs = itertools.combinations(results, 2)
-    found = ((one, other, paired_difference(one.outcomes, other.outcomes, rule)) for one, other in pairs)
-    return [{"candidates": [one.name, other.name], **difference.to_dict()} for one, other, difference in found]
-
-
 def both_systems(responses: Sequence[Response], others: Sequence[Response]) -> dict[str, list[Any]]:
-    """Keyword arguments of `judge_pairs` and `estimate`."""
+    """Keyword arguments of `judge_pairs`."""
     systems = {"candidate": responses, "base": others}
     texts = {name: [response.text for response in system] for name, system in systems.items()}
     return texts | {f"{name}_finished": [one.finished for one in system] for name, system in systems.items()}

@@ -8,20 +8,25 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trl_ext.evaluation.command_line import CommandParser, at_least_one, format_table, print_json
-from trl_ext.evaluation.judging.cost import Cost, estimate
-from trl_ext.evaluation.judging.openai_model import MAX_OUTPUT_TOKENS
+from trl_ext.evaluation.command_line import CommandParser, at_least_one
+from trl_ext.evaluation.judging.openai_judge import MAX_OUTPUT_TOKENS, OpenAIJudge
 from trl_ext.evaluation.judging.pairs import CallableJudge
 from trl_ext.evaluation.statistics.intervals import Estimate
-from trl_ext.evaluation.submissions.assets import default_max_new_tokens, load_base, load_prompts, token_counter
-from trl_ext.evaluation.submissions.candidates import both_systems, known_score_judge
-from trl_ext.evaluation.submissions.rows import Response, read_responses, refuse_fatal
+from trl_ext.evaluation.submissions.assets import (
+    Response,
+    default_max_new_tokens,
+    load_base,
+    load_prompts,
+    read_responses,
+    refuse_fatal,
+)
+from trl_ext.evaluation.submissions.candidates import known_score_judge
 from trl_ext.names import check_choice, load_function, load_module
 
 JUDGES = ("ground_truth", "openai", "reward_model")
 WITH_MODEL = ("openai", "reward_model")
 # The settings of an `OpenAIJudge` that have a flag.
-OF_OPENAI = ("base_url", "api", "instructions", "reasoning_effort", "max_output_tokens")
+OF_OPENAI = ("base_url", "instructions", "reasoning_effort", "max_output_tokens")
 CACHE = "judge_cache.sqlite"
 DEFAULT = " (default: %(default)s)"
 
@@ -33,27 +38,20 @@ def make_parser(command: str, description: str) -> CommandParser:
     return parser
 
 
-def add_prompt_arguments(parser: argparse.ArgumentParser, *, base: bool = True) -> None:
-    """Add flags for prompts, base responses and the token limit."""
+def add_data_arguments(parser: argparse.ArgumentParser, *, base: bool = True, prefs: bool = True) -> None:
+    """Add flags for the prompts and the token limit, and perhaps for the base responses and the pairs."""
     parser.add_argument("--prompts_jsonl", help="the course's prompts (default: the embedded ones)")
     if base:
         parser.add_argument("--base_jsonl", help="the base's responses to them (default: the embedded ones)")
+    if prefs:
+        parser.add_argument("--prefs_jsonl", help="the course's pairs (default: the embedded ones)")
     limit = "most tokens of a response (default: 256; 48 for the embedded prompts)"
     parser.add_argument("--max_new_tokens", type=at_least_one, help=limit)
 
 
-def add_check_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags for what else a submission is checked against, both in packing and in grading."""
-    parser.add_argument("--prefs_jsonl", help="the course's pairs (default: the embedded ones)")
-    counts = "counts the responses' tokens (default: the embedded one's for the embedded prompts, else no check)"
-    parser.add_argument("--tokenizer", help=counts)
-
-
 def data_options(options: argparse.Namespace) -> dict[str, Any]:
     """Keyword arguments of `read_submission` from the flags."""
-    names = ("prompts_jsonl", "prefs_jsonl", "max_new_tokens")
-    count_tokens = token_counter(options.tokenizer) if options.tokenizer else None
-    return {name: getattr(options, name) for name in names} | {"count_tokens": count_tokens}
+    return {name: getattr(options, name) for name in ("prompts_jsonl", "prefs_jsonl", "max_new_tokens")}
 
 
 def add_judge_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,7 +66,6 @@ def add_judge_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--model", help="of openai: a model's name; of reward_model: a folder or hub name")
     group.add_argument("--base_url", help="of openai: a compatible server of your own, such as vLLM's")
-    group.add_argument("--api", choices=("responses", "chat"), default="responses", help="of that server" + DEFAULT)
     group.add_argument("--instructions", type=Path, help="of openai: a rubric instead of the default one")
     group.add_argument("--reasoning_effort", help="of openai: none, low, ... (default: the model's own)")
     longest = "of openai: most tokens of an answer, reasoning included; a longer one gives no verdict" + DEFAULT
@@ -77,30 +74,13 @@ def add_judge_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--max_concurrency", type=at_least_one, default=8, help="questions open at once" + DEFAULT)
     unjudged = "share of rows that may stay unjudged" + DEFAULT
     group.add_argument("--max_error_fraction", type=float, default=0.1, help=unjudged)
-    group.add_argument("--estimate", action="store_true", help="say what it would cost, and send nothing")
-    for tokens in ("in", "out"):
-        price = f"of --estimate: dollars per million tokens of {tokens}put"
-        group.add_argument(f"--price_{tokens}", type=float, help=price)
-
-
-def add_rule_argument(parser: argparse.ArgumentParser) -> None:
-    """Add the flag for the rule of win rates."""
-    rows = "what counts first: rows on which both orders agree, or ties as half" + DEFAULT
-    parser.add_argument("--rule", choices=("agreed", "half"), default="agreed", help=rows)
 
 
 def make_judge(options: argparse.Namespace, prompts: list[dict[str, Any]]) -> Any:
-    """The judge that the flags select.
-
-    Raises:
-        ValueError, FileNotFoundError: a flag is missing, or names a file, a model folder or a function that does not
-            exist; or the judge does not know the prompts.
-    """
+    """The judge that the flags select; ValueError or FileNotFoundError if they select none for these prompts."""
     if bool(options.model) != (options.judge in WITH_MODEL):
         raise ValueError(f"--judge {options.judge}: --model is for {' and '.join(WITH_MODEL)}, which need it")
     if options.judge == "openai":
-        from trl_ext.evaluation.judging.openai_judge import OpenAIJudge
-
         return OpenAIJudge(options.model, **{name: getattr(options, name) for name in OF_OPENAI})
     if options.judge == "reward_model":
         from trl_ext.evaluation.judging.score_judges import RewardModelJudge
@@ -136,14 +116,7 @@ def judging_options(options: argparse.Namespace) -> dict[str, Any]:
 def load_systems(
     options: argparse.Namespace, files: Sequence[str | Path]
 ) -> tuple[list[dict[str, Any]], list[Response], dict[str, list[Response]]]:
-    """Prompts, the base's responses, and each file's responses by the file's stem.
-
-    Raises:
-        ValueError: rows cannot be judged, or two files have the same name.
-        FileNotFoundError: a file does not exist.
-    """
-    if not files:
-        raise ValueError("there is no file of responses to judge")
+    """Prompts, the base's responses, and each file's responses by the file's stem, which must differ."""
     prompts = load_prompts(options.prompts_jsonl)
     limit = options.max_new_tokens or default_max_new_tokens(options.prompts_jsonl)
     base = load_base(prompts, options.base_jsonl, max_new_tokens=limit)
@@ -151,27 +124,10 @@ def load_systems(
     for file in files:
         responses, problems = read_responses(file, prompts, max_new_tokens=limit)
         refuse_fatal(file, problems)
-        name = Path(file).stem
-        if name in systems:
-            raise ValueError(f"two files are called {name}: their names tell the candidates apart")
-        systems[name] = responses
+        if Path(file).stem in systems:
+            raise ValueError(f"two files are called {Path(file).stem}: their names tell the candidates apart")
+        systems[Path(file).stem] = responses
     return prompts, base, systems
-
-
-def show_estimates(options: argparse.Namespace, judge: Any, prompts: list[dict[str, Any]], pairs: Mapping) -> None:
-    """Print what judging would cost for each named pair of systems."""
-    given = {name: getattr(options, name) for name in ("cache", "price_in", "price_out")}
-    estimates = {name: estimate(judge, prompts, **both_systems(*pair), **given) for name, pair in pairs.items()}
-    total = Cost(*(None if None in column else sum(column) for column in zip(*estimates.values(), strict=True)))
-    if options.json:
-        listed = {name: one._asdict() for name, one in estimates.items()}
-        print_json({"estimates": listed, "total": total._asdict()})
-        return
-    rows = [(name, *one) for name, one in {**estimates, "total": total}.items()]
-    print(format_table(("", *Cost._fields), rows))
-    print(
-        "input tokens are a quarter of the bytes, output tokens those of cached or typical answers; nothing was sent"
-    )
 
 
 def usage_line(usage: Mapping[str, Any]) -> str:

@@ -13,14 +13,15 @@ from typing import Any
 
 from trl_ext.evaluation.submissions.assets import (
     MAX_PROMPT_TOKENS,
-    TokenCounter,
+    RowProblem,
     default_max_new_tokens,
     load_pairs,
     load_prompts,
-    token_counter,
+    read_pair_scores,
+    read_responses,
+    refuse_fatal,
 )
-from trl_ext.evaluation.submissions.rows import RowProblem, read_pair_scores, read_responses, refuse_fatal
-from trl_ext.files import replacing
+from trl_ext.files import replacing, write_json_lines
 
 REWARD_MODEL = "reward_model"
 PART_TWO = ("offline_best", "online_best")
@@ -44,14 +45,11 @@ def generate_submission_file(
     max_new_tokens: int | None = None,
     batch_size: int = 32,
     dtype: str = "auto",
-    overwrite: bool = False,
-    progress: bool = False,
 ) -> list[dict[str, Any]]:
     """Write a policy's greedy response to every prompt, and return the rows.
 
     The file is written in parts. A later call resumes from the existing rows if they have the same model, prompts and
-    settings; if all rows exist, no model is loaded. Another batch size changes the rounding, and so may change the
-    text when two tokens are almost equally likely, especially in bfloat16.
+    settings; if all rows exist, no model is loaded.
 
     Args:
         model: `toy`, a folder of a full model or of an adapter, or a hub name.
@@ -59,10 +57,7 @@ def generate_submission_file(
         prompts_jsonl: prompts; None for the embedded ones.
         max_prompt_tokens: longer prompts lose their beginning.
         max_new_tokens: maximum length of a response; None for 256, or 48 for the embedded prompts.
-        batch_size: prompts per batch.
-        dtype: type of the weights.
-        overwrite: replace a file with other settings.
-        progress: whether to show a progress bar.
+        batch_size, dtype: prompts per batch, whose number may change the rounding, and the type of the weights.
 
     Raises:
         FileNotFoundError: the model or the file of prompts does not exist.
@@ -70,25 +65,25 @@ def generate_submission_file(
         ValueError: prompts or existing rows are malformed.
     """
     from trl_ext.models.loading import model_sha256
+    from trl_ext.processes import warn_once_per_run
+    from trl_ext.rollouts.generation import SamplingSettings, without_template
+    from trl_ext.rollouts.responses import load_engine, save_rows
 
+    prompts = load_prompts(prompts_jsonl)
+    asked = [[row["row_id"], row["prompt"]] for row in prompts]
     limits = {
         "max_prompt_tokens": max_prompt_tokens,
         "max_new_tokens": max_new_tokens or default_max_new_tokens(prompts_jsonl),
         "batch_size": batch_size,
     }
-    prompts = load_prompts(prompts_jsonl)
     settings = {
         "rows": "greedy responses",
         "model": str(model),
         "model_sha256": model_sha256(model),
-        "prompts_sha256": _sha256([row["row_id"], row["prompt"]] for row in prompts),
+        "prompts_sha256": hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest(),
         "dtype": dtype,
         **limits,
     }
-
-    from trl_ext.processes import warn_once_per_run
-    from trl_ext.rollouts.generation import SamplingSettings, without_template
-    from trl_ext.rollouts.responses import load_engine, save_rows
 
     @cache
     def load() -> Any:
@@ -98,7 +93,7 @@ def generate_submission_file(
         return engine
 
     def respond(part: list, *, done: int, **_: Any) -> list[dict[str, Any]]:
-        label = f"responses, {done} of {len(prompts)} done" if progress else None
+        label = f"responses, {done} of {len(prompts)} done"
         generations = load()([prompt for _, prompt, _ in part], progress=label)
         return [
             {
@@ -110,8 +105,6 @@ def generate_submission_file(
             for (row, _, _), one in zip(part, generations, strict=True)
         ]
 
-    if overwrite:
-        Path(out).unlink(missing_ok=True)
     items = [(row, row["prompt"], 0) for row in prompts]
     return save_rows(items, respond, path=out, settings=settings, save_every=SAVE_EVERY)
 
@@ -123,51 +116,33 @@ def score_submission_file(
     prefs_jsonl: str | Path | None = None,
     batch_size: int = 16,
     dtype: str = "float32",
-    overwrite: bool = False,
-    progress: bool = False,
 ) -> list[dict[str, Any]]:
-    """Write a reward model's scores of both responses of every pair; resumes as `generate_submission_file` does.
+    """Write a reward model's scores of both responses of every pair, and return the rows.
 
     Args:
         reward_model: a saved reward model, full or an adapter.
+        out: the output file; an earlier one is replaced.
         prefs_jsonl: pairs; None for the embedded ones.
-        batch_size: responses per forward pass.
-        out, dtype, overwrite, progress: as in `generate_submission_file`.
+        batch_size, dtype: responses per forward pass, and the type of the weights.
 
     Raises:
-        FileNotFoundError, FileExistsError: as there.
+        FileNotFoundError: the model or the file of pairs does not exist.
         ValueError: pairs are malformed, or the model is not a reward model.
     """
-    pairs = load_pairs(prefs_jsonl)
-
-    from trl_ext.models.loading import model_sha256
     from trl_ext.rewards import RewardModel
-    from trl_ext.rollouts.responses import save_rows
 
+    pairs = load_pairs(prefs_jsonl)
     model = RewardModel(reward_model, batch_size=batch_size, dtype=dtype)
-    settings = {
-        "rows": "scores of pairs",
-        "model": str(reward_model),
-        "model_sha256": model_sha256(model.folder),
-        "pairs_sha256": _sha256([row["row_id"], row["prompt"], row["chosen"], row["rejected"]] for row in pairs),
-        "dtype": dtype,
-        "batch_size": batch_size,
-    }
-
-    def score(part: list, **_: Any) -> list[dict[str, Any]]:
-        prompts, columns = [prompt for _, prompt, _ in part], {}
-        for side in ("chosen", "rejected"):
-            label = f"{side} responses" if progress else None
-            columns[side] = model.score(prompts, [row[side] for row, _, _ in part], progress=label).tolist()
-        return [
-            {"row_id": row["row_id"], "chosen_score": chosen, "rejected_score": rejected}
-            for (row, _, _), chosen, rejected in zip(part, columns["chosen"], columns["rejected"], strict=True)
-        ]
-
-    if overwrite:
-        Path(out).unlink(missing_ok=True)
-    items = [(row, row["prompt"], 0) for row in pairs]
-    return save_rows(items, score, path=out, settings=settings, save_every=max(len(pairs), 1))
+    scores = {}
+    for side in ("chosen", "rejected"):
+        prompts, responses = zip(*((row["prompt"], row[side]) for row in pairs), strict=True)
+        scores[side] = model.score(prompts, responses, progress=f"{side} responses").tolist()
+    rows = [
+        {"row_id": row["row_id"], "chosen_score": chosen, "rejected_score": rejected}
+        for row, chosen, rejected in zip(pairs, scores["chosen"], scores["rejected"], strict=True)
+    ]
+    write_json_lines(out, rows)
+    return rows
 
 
 def read_submission(
@@ -177,27 +152,19 @@ def read_submission(
     prompts_jsonl: str | Path | None = None,
     prefs_jsonl: str | Path | None = None,
     max_new_tokens: int | None = None,
-    count_tokens: TokenCounter | None = None,
 ) -> dict[str, tuple[Any, list[RowProblem]]]:
     """Read the files of a submission that are there, and check their rows as both packing and grading do.
 
     Args:
         folder: the submission.
         methods: methods whose files are read.
-        prompts_jsonl, prefs_jsonl: data that the submission was made on; None for the embedded data.
+        prompts_jsonl, prefs_jsonl: data that the submission was made on, for `load_prompts` and `load_pairs`.
         max_new_tokens: maximum number of tokens in a response; None for 256, or 48 for the embedded prompts.
-        count_tokens: counts the tokens of a text, to check the lengths in the rows. None for the embedded tokenizer
-            with the embedded prompts, and for no check with others.
 
     Returns:
         The result of `read_responses` or `read_pair_scores` by method.
-
-    Raises:
-        FileNotFoundError, ValueError: as `load_prompts` and `load_pairs`.
     """
-    limits: dict[str, Any] = {"max_new_tokens": max_new_tokens or default_max_new_tokens(prompts_jsonl)}
-    limits["count_tokens"] = token_counter("toy") if count_tokens is None and prompts_jsonl is None else count_tokens
-    prompts = load_prompts(prompts_jsonl)
+    prompts, limit = load_prompts(prompts_jsonl), max_new_tokens or default_max_new_tokens(prompts_jsonl)
     found = {}
     for name in methods:
         path = Path(folder) / submission_file(name)
@@ -206,28 +173,20 @@ def read_submission(
         if name == REWARD_MODEL:
             found[name] = read_pair_scores(path, [row["row_id"] for row in load_pairs(prefs_jsonl)])
         else:
-            found[name] = read_responses(path, prompts, **limits)
+            found[name] = read_responses(path, prompts, max_new_tokens=limit)
         if path.read_bytes().startswith(BOM_UTF8):
             mark = "begins with a UTF-8 byte order mark, on which the course's grader stops; pack leaves it out"
             found[name][1].append(RowProblem(None, mark, fatal=False))
     return found
 
 
-def pack_submission(
-    folder: str | Path,
-    out: str | Path,
-    methods: Collection[str],
-    *,
-    overwrite: bool = False,
-    **data: Any,
-) -> dict[str, Any]:
+def pack_submission(folder: str | Path, out: str | Path, methods: Collection[str], **data: Any) -> dict[str, Any]:
     """Check a submission's files and pack them into an archive; the same files give an identical archive.
 
     Args:
         folder: folder with the files of `submission_file`; some may be missing, and others are ignored.
-        out: the archive.
+        out: the archive; an earlier one is replaced.
         methods: methods that a submission may have.
-        overwrite: replace an existing archive.
         data: keyword arguments of `read_submission`.
 
     Returns:
@@ -235,12 +194,9 @@ def pack_submission(
 
     Raises:
         FileNotFoundError: the folder contains none of the files.
-        FileExistsError: the archive exists.
         ValueError: some rows of a file would not be graded; the message names the first five.
     """
     folder, out = Path(folder), Path(out)
-    if out.exists() and not overwrite:
-        raise FileExistsError(f"{out} exists: choose another --out, or replace it with --overwrite")
     files = {name: submission_file(name) for name in methods}
     there = read_submission(folder, methods, **data)
     if not there:
@@ -262,7 +218,3 @@ def pack_submission(
         "bytes": out.stat().st_size,
         "sha256": hashlib.sha256(out.read_bytes()).hexdigest(),
     }
-
-
-def _sha256(values: Iterable[Any]) -> str:
-    return hashlib.sha256(json.dumps(list(values), sort_keys=True).encode()).hexdigest()

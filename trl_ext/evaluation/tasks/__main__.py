@@ -10,11 +10,11 @@ from trl_ext.evaluation.statistics.intervals import Estimate
 from trl_ext.evaluation.tasks.task import task_names
 
 DESCRIPTION = """\
-Evaluates a model on a task: samples responses to its prompts, or scores its pairs, checks the responses, and prints
-each metric with its 95% interval. A task is a name ({names}) or your own YAML file of one row.
+Evaluates a model on a task: samples responses to its prompts, checks them, and prints each metric with its 95%
+interval. A task is a name ({names}) or your own YAML file of one row.
 
-writes  into --output_dir responses.jsonl (scores.jsonl for pairs), from which the same command resumes, and
-        results.json, which the report reads.
+writes  into --output_dir responses.jsonl, from which the same command resumes, and results.json, which the report
+        reads.
 """
 
 
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"{folder}: {model} on {name}")
     if counts := results.get("reasoning", {}).get("categories"):
         print(", ".join(f"{category.replace('_', ' ')} {count}" for category, count in counts.items()))
-    if truncated := results.get("generations", {"policy": {"truncated_fraction": 0}})["policy"]["truncated_fraction"]:
+    if truncated := results["generations"]["policy"]["truncated_fraction"]:
         print(f"{truncated:.1%} of the responses were truncated at the token limit")
 
 

@@ -1,4 +1,4 @@
-"""Evaluates a model on a task: samples responses or scores pairs, checks, and summarizes with intervals."""
+"""Evaluates a model on a task: samples responses, checks them, and summarizes with intervals."""
 
 from __future__ import annotations
 
@@ -10,23 +10,26 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from trl_ext.data.conversation import encode_turn
+from trl_ext.data.benchmark import EMBEDDED, known_score
 from trl_ext.data.formats import plain_prompt
 from trl_ext.data.math import load_prompt_template, render
 from trl_ext.data.rows import read_jsonl
+from trl_ext.evaluation.judging.protocol import last_user_text
 from trl_ext.evaluation.reasoning import summarize_reasoning
 from trl_ext.evaluation.reporting.results import save_results
 from trl_ext.evaluation.statistics.intervals import mean_with_interval
-from trl_ext.evaluation.tasks.checks import PAIRS, PREFIX, make_check
 from trl_ext.evaluation.tasks.task import Row, Task, read_rows, read_task
 from trl_ext.files import existing_file, read_json
-from trl_ext.models.loading import find_policy, load_policy, model_sha256
-from trl_ext.models.scoring import score_responses
-from trl_ext.rewards.verified import KINDS
+from trl_ext.models.loading import find_policy, model_sha256
+from trl_ext.names import check_choice, load_function
+from trl_ext.rewards.verified import KINDS, VerifiedGrader
 from trl_ext.rollouts.generation import Generation, SamplingSettings
-from trl_ext.rollouts.responses import Engine, Item, load_engine, sample_responses, save_rows, settings_path
+from trl_ext.rollouts.responses import Engine, graded, load_engine, sample_responses, settings_path
 
-RESPONSES, SCORES = "responses.jsonl", "scores.jsonl"
+RESPONSES = "responses.jsonl"
+# Metrics are saved in each row under this prefix, as rewards are, so that the report shows them beside the response.
+PREFIX = "reward/"
+CHECKS = (*KINDS, "exact", "contains", *EMBEDDED)
 
 
 def evaluate(
@@ -47,17 +50,13 @@ def evaluate(
     """Evaluate a model on a task, and write the responses and `results.json` into a folder; a killed call resumes.
 
     Args:
-        model: a folder of a model, an adapter or a run, a hub model, toy or smollm2.
+        model, dtype, use_vllm: as for `load_engine`; the model may also be the folder of a run.
         name: a task of the library, or a YAML file.
-        folder: where results go.
+        folder, compare: where results go, and the folder of an earlier call, for the differences on the same rows.
         data: the folder that holds the task's data.
         limit: the number of rows, from the first; None for all. A later call on the folder may raise it.
         max_new_tokens: the longest response; None for that of the task.
-        batch_size: rows at once.
-        seed: sampling seed.
-        dtype, use_vllm: of the model's weights, and the engine, as for `load_engine`.
-        save_every: responses between saves, as for `save_rows`.
-        compare: the folder of an earlier call on the task, for the differences on the same rows.
+        batch_size, seed, save_every: of the sampling, as for `SamplingSettings` and `save_rows`.
 
     Raises:
         ValueError, FileNotFoundError: an argument, the task or its data is wrong; nothing was sampled.
@@ -66,7 +65,7 @@ def evaluate(
     name, task, home = read_task(name)
     task = task.model_copy(update={"max_new_tokens": max_new_tokens or task.max_new_tokens})
     rows = read_rows(task, [home, *([data] if data else [])])
-    check, of_pairs = make_check(task, rows), task.check == PAIRS
+    check = make_check(task, rows)
     find_policy(model, dtype=dtype)
     # A model that is trained again into the same folder is another one, and so are data or your own check's file that
     # have changed.
@@ -78,19 +77,15 @@ def evaluate(
         "model_sha256": model_sha256(model),
         "batch_size": batch_size,
     }
-    path = folder / (SCORES if of_pairs else RESPONSES)
-    earlier = None if compare is None else _rows_of(compare / path.name, settings)
-    options = {"path": path, "settings": settings, "seed": seed, "save_every": save_every}
-    if of_pairs:
-        done = _score_pairs(model, dtype, rows[:limit], check, batch_size, options)
-    else:
-        limits = {"max_new_tokens": task.max_new_tokens, "batch_size": batch_size}
-        sampling = SamplingSettings(**limits, temperature=task.temperature, top_p=task.top_p, stop=tuple(task.stop))
-        engine = _engine_of(task, cache(lambda: load_engine(model, sampling, dtype=dtype, use_vllm=use_vllm)))
-        asked = [{**row, "prompt_text": _text(row["prompt"])} for row in rows[:limit]]
-        prompts = [row["prompt"] for row in asked]
-        done = sample_responses(asked, prompts, engine, check, samples=task.samples, progress=name, **options)
+    earlier = None if compare is None else _rows_of(compare / RESPONSES, settings)
     decoding = {"temperature": task.temperature, "top_p": task.top_p}
+    limits = {"max_new_tokens": task.max_new_tokens, "batch_size": batch_size}
+    sampling = SamplingSettings(**limits, **decoding, stop=tuple(task.stop))
+    engine = _engine_of(task, cache(lambda: load_engine(model, sampling, dtype=dtype, use_vllm=use_vllm)))
+    asked = [{**row, "prompt_text": _text(row["prompt"])} for row in rows[:limit]]
+    prompts, options = [row["prompt"] for row in asked], {"samples": task.samples, "progress": name}
+    options |= {"path": folder / RESPONSES, "settings": settings, "seed": seed, "save_every": save_every}
+    done = sample_responses(asked, prompts, engine, check, **options)
     run = {"objective": f"evaluation ({name})", "model": model, "dataset": name, "sampling": decoding, "seed": seed}
     results: dict[str, Any] = {"run": run, "tasks": {name: summarize(_by_row(done).values())}}
     if task.check in KINDS:
@@ -99,9 +94,8 @@ def evaluate(
         of_k = {f"{kind}@{k}": one for kind in ("pass", "maj") for k, one in found[f"{kind}_at"].items()}
         results["tasks"][name] = {"accuracy": found["accuracy"], "format": found["format_rate"], **of_k}
         results["score"] = {"policy": found["accuracy"]["mean"]}
-    if not of_pairs:
-        tokens, finished = (fmean(row[key] for row in done) for key in ("generated_num_tokens", "finished"))
-        results["generations"] = {"policy": {"mean_tokens": tokens, "truncated_fraction": 1 - finished}}
+    tokens, finished = (fmean(row[key] for row in done) for key in ("generated_num_tokens", "finished"))
+    results["generations"] = {"policy": {"mean_tokens": tokens, "truncated_fraction": 1 - finished}}
     if earlier is not None:
         results["compared_with"] = str(compare)
         results["difference"] = difference(earlier, done)
@@ -115,41 +109,19 @@ def _engine_of(task: Task, load: Callable[[], tuple[Engine, Any]]) -> Engine:
 
     def respond(prompts: Sequence[Any], **options: Any) -> list[Generation]:
         engine, tokenizer = load()
-        if template is None:
-            return engine([_model_input(tokenizer, prompt) for prompt in prompts], **options)
-        return engine([render(template, _text(prompt)) for prompt in prompts], **options)
+        if template is not None:
+            prompts = [render(template, _text(prompt)) for prompt in prompts]
+        elif tokenizer.chat_template:
+            prompts = [[{"role": "user", "content": one}] if isinstance(one, str) else one for one in prompts]
+        else:
+            prompts = [_text(prompt) for prompt in prompts]
+        return engine(prompts, **options)
 
     return respond
 
 
-def _score_pairs(model: str, dtype: str, rows: list[Row], check, batch_size: int, options: dict) -> list[Row]:
-    """The rows of pairs, with the metrics of the two responses' log-probabilities."""
-    load = cache(lambda: load_policy(model, dtype=dtype))
-
-    def score(part: list[Item], **_: Any) -> list[Row]:
-        (policy, tokenizer), asked = load(), [row for row, _, _ in part]
-        turns = [
-            encode_turn(tokenizer, _model_input(tokenizer, row["prompt"]), row[side])
-            for row in asked
-            for side in ("chosen", "rejected")
-        ]
-        settings = {"pad_token_id": tokenizer.pad_token_id, "batch_size": batch_size, "progress": "pairs"}
-        scores = score_responses(policy, *zip(*turns, strict=True), **settings)
-        pairs = list(zip(scores[::2], scores[1::2], strict=True))
-        return [
-            {"row_id": row["row_id"], "margin": float(chosen.sum() - rejected.sum()), **columns}
-            for row, (chosen, rejected), columns in zip(asked, pairs, check(asked, pairs), strict=True)
-        ]
-
-    return save_rows([(row, row["prompt"], 0) for row in rows], score, **options)
-
-
 def summarize(rows: Iterable[Mapping[str, float]], *, gains: bool = False) -> dict[str, dict[str, Any]]:
-    """Each metric's `mean`, its interval `low` and `high`, and `n`, the number of rows that have it.
-
-    The metrics with the most values come first. With `gains`, the values are paired differences; see
-    `mean_with_interval`.
-    """
+    """Each metric's `mean`, its interval `low` and `high` as `mean_with_interval` has it, and `n`; most rows first."""
     columns: dict[str, list[float]] = {}
     for row in rows:
         for name, value in row.items():
@@ -191,8 +163,57 @@ def _text(prompt: Any) -> str:
     return prompt if isinstance(prompt, str) else plain_prompt(prompt)
 
 
-def _model_input(tokenizer, prompt: Any) -> Any:
-    """Messages for a model with a chat template, else text."""
-    if tokenizer.chat_template:
-        return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    return _text(prompt)
+def make_check(task: Task, rows: Sequence[Row]) -> Callable[[Sequence[Row], Sequence[Generation]], list[Row]]:
+    """The function `f(rows, generations)` that checks responses of a task and returns columns of their rows.
+
+    The columns are the metrics under `PREFIX` and, for verified answers, those of `graded`.
+
+    Raises:
+        ValueError, FileNotFoundError: an unknown check, or the rows or the task lack what it needs.
+    """
+    name = task.check
+    if ":" not in name:
+        check_choice("check", name, [*CHECKS, "your own file.py:function"])
+    if name in (*KINDS, "exact", "contains") and task.answer is None:
+        raise ValueError(f'the check {name} needs the key answer, such as answer: "{{answer}}"')
+    if task.answer is not None and not all(isinstance(row["answer"], str) for row in rows):
+        raise ValueError(f"answer: {task.answer} is a list in the data, and one text is needed")
+    if name == "countdown" and not all("numbers" in row for row in rows):
+        raise ValueError("the check countdown needs numbers in every row of the data")
+    of_one = _check_of_one(name)
+    return lambda rows, found: [of_one(row, one) for row, one in zip(rows, found, strict=True)]
+
+
+def _check_of_one(name: str) -> Callable[[Row, Generation], Row]:
+    if name in KINDS:
+        grade = VerifiedGrader(name)
+
+        def verified(row: Row, one: Generation) -> Row:
+            found = graded(row, one, grade)
+            return found | _columns({"accuracy": found["answer_reward"], "format": found["format_reward"]})
+
+        return verified
+    if name in ("exact", "contains"):
+        same = str.__eq__ if name == "exact" else str.__contains__
+        return lambda row, one: _columns({"accuracy": float(same(_plain(one.text), _plain(row["answer"])))})
+    if name in EMBEDDED:
+        score = known_score(name)
+        return lambda row, one: _columns(
+            {"score": score(last_user_text(row["prompt"]), one.text, finished=one.finished)}
+        )
+    own = load_function(name, "check")
+
+    def check(row: Row, one: Generation) -> Row:
+        found = own(one.text, row)
+        return _columns(found if isinstance(found, Mapping) else {"accuracy": None if found is None else float(found)})
+
+    return check
+
+
+def _columns(metrics: Mapping[str, Any]) -> Row:
+    return {PREFIX + name: value for name, value in metrics.items()}
+
+
+def _plain(text: str) -> str:
+    """A text without differences in case and spaces."""
+    return " ".join(text.split()).casefold()

@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field, PositiveInt, ValidationError, model_validator
 
-from trl_ext.data.formats import convert_file
 from trl_ext.data.math import load_math
 from trl_ext.data.rows import first_error, read_json_rows
 from trl_ext.files import brief, read_yaml
@@ -26,13 +25,10 @@ class Task(BaseModel, extra="forbid", strict=True):
 
     Attributes:
         data: a file of JSON lines, or of a JSON array; a path is relative to the YAML file, or to `--data`.
-        layout: `math` for the layouts of `load_math`, `hh_rlhf` for HH-RLHF's pairs of transcripts; None for rows that
-            are used as they are.
+        layout: `math` for the layouts of `load_math`; None for rows that are used as they are.
         prompt: the prompt, with `{column}` for columns of the data; `{column}` alone may be a list of messages.
-        check: a name of `checks.CHECKS`, or your own `file.py:function`.
+        check: a name of `evaluate.CHECKS`, or your own `file.py:function`.
         answer: the right answer, for checks that need one.
-        rubric: criteria of the check `rubric`; a column `rubric` of the data comes before them.
-        judge, base_url: of the check `rubric`: a model's name, and the OpenAI-compatible server that has it.
         max_new_tokens: the longest response.
         samples: responses to each prompt; with verified answers, several give pass@k and maj@k.
         temperature, top_p: of the sampling; temperature 0 is greedy decoding.
@@ -42,13 +38,10 @@ class Task(BaseModel, extra="forbid", strict=True):
     """
 
     data: str
-    layout: Literal["math", "hh_rlhf"] | None = None
+    layout: Literal["math"] | None = None
     prompt: str
     check: str
     answer: str | None = None
-    rubric: list[str] = Field(default_factory=list)
-    judge: str | None = None
-    base_url: str | None = None
     max_new_tokens: PositiveInt = 512
     samples: PositiveInt = 1
     temperature: float = 0.0
@@ -97,12 +90,7 @@ def read_rows(task: Task, folders: list[Path]) -> list[Row]:
     path = next((place for place in places if place.is_file()), None)
     if path is None:
         raise FileNotFoundError(f"no file {' or '.join(map(str, places))}: --data is the folder of {task.data}")
-    if task.layout == "math":
-        raw = load_math(path)
-    elif task.layout == "hh_rlhf":
-        raw = convert_file(path, "hh_rlhf", skip_bad_rows=True)
-    else:
-        raw = [row for _, row in read_json_rows(path)]
+    raw = load_math(path) if task.layout == "math" else [row for _, row in read_json_rows(path)]
     rows = []
     for number, row in enumerate(raw, start=1):
         own = {"row_id": str(row.get("row_id", number))}
