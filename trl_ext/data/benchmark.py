@@ -38,7 +38,7 @@ def load_benchmark(
     Preference splits have the columns `row_id`, `prompt`, `chosen`, `rejected`, or, if their first row has a `label`,
     `row_id`, `prompt`, `completion`, `label`. Prompt splits have `row_id` and `prompt`. Texts are messages, or strings
     if the source is in TRL's plain format (`trl_ext.data.schemas.convert_row`). Other columns of strings, numbers or
-    booleans are kept if every row has them; others are dropped with a warning.
+    booleans are kept if every row has them, and so are the criteria in `rubric`; others are dropped with a warning.
 
     Args:
         name_or_path: the source.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -198,7 +199,9 @@ def _to_dataset(source: str, rows: list[dict[str, Any]], format_columns: tuple[s
     for name in dict.fromkeys(name for row in rows for name in row if name not in columns):
         values = [row.get(name) for row in rows]
         types = {type(value) for value in values}
-        if name in TRL_FORMAT_COLUMNS or types not in ({str}, {bool}, {int}, {float}, {int, float}):
+        if name == "rubric" and types == {list}:
+            columns[name] = [[_criterion(one) for one in value] for value in values]
+        elif name in TRL_FORMAT_COLUMNS or types not in ({str}, {bool}, {int}, {float}, {int, float}):
             dropped.append(name)
         else:
             columns[name] = [float(value) for value in values] if float in types else values
@@ -206,3 +209,10 @@ def _to_dataset(source: str, rows: list[dict[str, Any]], format_columns: tuple[s
         names = brief(", ".join(dropped), 160)
         logger.warning("%s: dropped columns: %s (without a text, boolean or number in every row)", source, names)
     return Dataset.from_dict(columns)
+
+
+def _criterion(one: Any) -> dict[str, Any]:
+    """A criterion in the one form that all rows of a column must have; `RubricReward` refuses a None and a NaN."""
+    text, weight = (one.get("criterion"), one.get("weight")) if isinstance(one, dict) else (one, None)
+    weight = 1.0 if weight is None else float(weight) if isinstance(weight, (int, float)) else math.nan
+    return {"criterion": text if isinstance(text, str) else None, "weight": weight}

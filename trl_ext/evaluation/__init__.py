@@ -8,6 +8,7 @@ from trl_ext.names import lazy_names
 _NAMES_BY_MODULE = {
     ".judging.cache": "CacheError VerdictCache",
     ".judging.openai_judge": "OpenAIJudge",
+    ".judging.rubric": "RubricReward",
     ".judging.pairs": "JudgingResult TooManyErrors compare judge_pairs",
     ".judging.protocol": "JudgeError JudgeUnavailable Judgement PairwiseJudge Usage",
     ".judging.score_judges": "GroundTruthJudge RewardModelJudge",

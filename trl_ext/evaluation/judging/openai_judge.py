@@ -7,7 +7,7 @@ import os
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError
 
@@ -31,6 +31,7 @@ _ADVICE = {
 Rating = Annotated[int, Field(ge=1, le=5)]
 # If a judge names the same response as best and worst, it considers neither good.
 ALL_WEAK = "all_weak"
+Answer = TypeVar("Answer", bound=BaseModel)
 # Strings that models write for an empty list of tags.
 _NO_TAG = ("", "none", "n/a", "null")
 
@@ -125,15 +126,21 @@ class OpenAIJudge:
             JudgeUnavailable: every question would fail: the key is missing or rejected, the model is unknown, or the
                 server cannot be reached.
         """
-        question, usage = question_text(prompt, response_a, response_b), Usage()
+        question = question_text(prompt, ("response A", response_a), ("response B", response_b))
+        answer, usage = self.complete(self.instructions, question, JudgeAnswer)
+        return read_answer(answer), usage
+
+    def complete(self, instructions: str, question: str, schema: type[Answer]) -> tuple[Answer, Usage]:
+        """The model's answer to any question in the form of a pydantic model; raises what `ask` does."""
+        usage = Usage()
         for attempt in range(1 + BAD_ANSWER_RETRIES):
-            reply, failure = self._send(question)
+            reply, failure = self._send(instructions, question, schema)
             usage = replace(usage + _usage(reply), retries=attempt)
             if failure is not None:
                 failure.usage = usage
                 raise failure
             try:
-                return read_answer(JudgeAnswer.model_validate_json(_text(reply))), usage
+                return schema.model_validate_json(_text(reply)), usage
             except ValidationError as error:
                 advice = "if all answers do, choose a model and a server that produce structured output"
                 reason, is_of_server = f"the answer breaks the schema: {first_error(error)}; {advice}", True
@@ -147,8 +154,8 @@ class OpenAIJudge:
 
     def estimate_tokens(self, prompt: Messages | str, response_a: str, response_b: str) -> int:
         """Approximate input tokens of a question, with its schema: a quarter of its UTF-8 bytes."""
-        schema = str(JudgeAnswer.model_json_schema())
-        sent = (self.instructions, question_text(prompt, response_a, response_b), schema)
+        question = question_text(prompt, ("response A", response_a), ("response B", response_b))
+        sent = (self.instructions, question, str(JudgeAnswer.model_json_schema()))
         return sum(len(text.encode("utf-8", "replace")) // 4 + 1 for text in sent)
 
     @property
@@ -165,14 +172,16 @@ class OpenAIJudge:
         settings = {"base_url": self.base_url, "timeout": self.timeout, "max_retries": self.max_retries}
         return openai.OpenAI(api_key=key or "none", **settings)
 
-    def _send(self, question: str) -> tuple[Any, JudgeError | JudgeUnavailable | None]:
+    def _send(
+        self, instructions: str, question: str, answer: type[BaseModel]
+    ) -> tuple[Any, JudgeError | JudgeUnavailable | None]:
         """The reply to one request, or the failure, which is not raised where the SDK's error would carry the key."""
         import openai
 
-        schema = {"name": "verdict", "strict": True, "schema": JudgeAnswer.model_json_schema()}
+        schema = {"name": "verdict", "strict": True, "schema": answer.model_json_schema()}
         settings: dict[str, Any] = {
             "model": self.model,
-            "messages": [{"role": "system", "content": self.instructions}, {"role": "user", "content": question}],
+            "messages": [{"role": "system", "content": instructions}, {"role": "user", "content": question}],
             "response_format": {"type": "json_schema", "json_schema": schema},
             "max_completion_tokens": self.max_output_tokens,
             **({"reasoning_effort": self.reasoning_effort} if self.reasoning_effort else {}),
@@ -207,14 +216,14 @@ class OpenAIJudge:
         return (line.replace(key, "[key]") if len(key) >= 8 else line)[:400]
 
 
-def question_text(prompt: Messages | str, response_a: str, response_b: str) -> str:
-    """The conversation and both responses, between markers that no text can guess."""
+def question_text(prompt: Messages | str, *sections: tuple[str, str]) -> str:
+    """The conversation and further sections, each a name and a text, between markers that no text can guess."""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     conversation = "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)
     # Model output may contain unpaired surrogates, which cannot be sent.
-    texts = [text.encode("utf-8", "replace").decode() for text in (conversation, response_a, response_b)]
+    texts = [text.encode("utf-8", "replace").decode() for text in (conversation, *(text for _, text in sections))]
     code = hashlib.sha256("\x00".join(texts).encode()).hexdigest()[:12]
-    names = ("conversation", "response A", "response B")
+    names = ("conversation", *(name for name, _ in sections))
     return "\n".join([*(f"[{name} {code}]\n{text}" for name, text in zip(names, texts, strict=True)), f"[end {code}]"])
 
 
