@@ -132,29 +132,30 @@ def point(run: str, kl: float, reward: float, setting: str = "same", half_widths
 
 
 @pytest.mark.parametrize(
-    ("points", "half_widths", "front", "of_intervals"),
+    ("points", "half_widths", "front"),
     [
         # b has more reward than c at less KL; d has as much as b at more; e has another base: nothing beats it.
         (
             [("a", 1, 0.2), ("b", 2, 0.5), ("c", 3, 0.4), ("d", 2.5, 0.5), ("e", 9, 0.1, "other")],
-            *(None, "abe", "abe"),
+            None,
+            "abe",
         ),
-        ([("a", 1, 1), ("b", 1, 1)], None, "ab", "ab"),
+        ([("a", 1, 1), ("b", 1, 1)], None, "ab"),
         # a and b both read 0.200 at KL 1.00, so both stay; c reads 0.199, below both; d reads 0.201 and 1.01.
-        ([("a", 1.001, 0.2001), ("b", 1.002, 0.1999), ("c", 0.999, 0.1994), ("d", 1.006, 0.2009)], None, "abd", "abd"),
+        ([("a", 1.001, 0.2001), ("b", 1.002, 0.1999), ("c", 0.999, 0.1994), ("d", 1.006, 0.2009)], None, "abd"),
         # To dominate, one must be better by .5 in KL and by .25 in reward. b is worse than a by 1 and .125, within the
         # intervals of the reward, c by .25 and .375, within those of KL, d by 1 and .25, where the intervals touch.
         (
             [("a", 1.0, 0.5), ("b", 2.0, 0.375), ("c", 1.25, 0.125), ("d", 2.0, 0.25), ("e", 3.0, 0.0)],
-            *((0.25, 0.125), "a", "abc"),
+            (0.25, 0.125),
+            "abc",
         ),
     ],
 )
-def test_pareto_front_by_hand(points, half_widths, front, of_intervals):
+def test_pareto_front_by_hand(points, half_widths, front):
     """A figure without an interval is its own interval."""
     points = [point(*one, half_widths=half_widths) for one in points]
-    assert pareto_front(points, intervals=False) == set(front)
-    assert pareto_front(points, intervals=True) == set(of_intervals)
+    assert pareto_front(points) == set(front)
 
 
 def test_each_task_has_its_own_tables_and_charts(tmp_path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
 
 from trl_ext.evaluation.reporting.curves import panels
 from trl_ext.evaluation.reporting.runs import read_run
@@ -49,12 +48,6 @@ def new_figure(rows: int, columns: int):
     figure = Figure(figsize=(4.4 * columns, 3.5 * rows), layout="constrained")
     FigureCanvasAgg(figure)
     return figure, list(figure.subplots(rows, columns, squeeze=False).flatten())
-
-
-def share_legend(figure, axes, **placed: Any) -> None:
-    """Give a figure one legend, which names the curves of all axes once."""
-    handles = {label: handle for axis in axes for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
-    figure.legend(handles.values(), handles, frameon=False, **placed)
 
 
 def save_figure(figure, path: str | Path, title: str = "") -> None:

@@ -127,23 +127,23 @@ def fronts_by_run(runs: Iterable[Run]) -> dict[str, list[str]]:
     """By label, the trade-offs on whose Pareto front a run may be, given its intervals."""
     fronts: dict[str, list[str]] = {}
     for name, points in trade_offs(runs).items():
-        for label in pareto_front(points, intervals=True):
+        for label in pareto_front(points):
             fronts.setdefault(label, []).append(name)
     return fronts
 
 
-def pareto_front(points: Iterable[Mapping[str, Any]], *, intervals: bool) -> set[str]:
+def pareto_front(points: Iterable[Mapping[str, Any]]) -> set[str]:
     """Runs not dominated (at least the reward, at most the KL, better in one) by any of the same model and data.
 
-    With `intervals`, one run dominates another only if this holds everywhere in their intervals: its lowest reward is
-    at least the other's highest, and its highest KL at most the other's lowest. A figure without an interval is its
-    own interval. All figures are rounded as printed.
+    One run dominates another only if this holds everywhere in their intervals: its lowest reward is at least the
+    other's highest, and its highest KL at most the other's lowest. A figure without an interval is its own interval.
+    All figures are rounded as printed.
     """
 
     def rounded(point: Mapping[str, Any], name: str) -> tuple[float, float, float]:
         """The value, and the bounds of its interval."""
         value, low, high = (getattr(point[name], key) for key in ("value", "low", "high"))
-        known = intervals and low is not None and high is not None
+        known = low is not None and high is not None
         return tuple(round(one, DECIMALS[name]) for one in ((value, low, high) if known else (value,) * 3))
 
     def dominates(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
