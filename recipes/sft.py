@@ -13,7 +13,7 @@ from trl_ext.runs.loading import (
     optional_split,
     show_generations,
 )
-from trl_ext.runs.offline import demonstrations
+from trl_ext.runs.offline import demonstrations, tell_shared_prompts
 from trl_ext.runs.training_run import begin_run
 from trl_ext.trainers import SFTConfig, SFTTrainer
 from trl_ext.trainers.defaults import check_at_least
@@ -62,6 +62,8 @@ def main() -> None:
         if held_out is not None:
             held_out = demonstrations(held_out, arguments.eval_split)
         prompts = optional_split(splits, "prompt_split", arguments, "no generations")
+        if prompts is not None:
+            tell_shared_prompts(train, prompts, arguments.prompt_split)
 
         trainer = run.load_trainer(SFTTrainer, train_dataset=train, eval_dataset=held_out)
         evaluation = evaluate_generations(trainer, prompts, arguments, **arguments.generation_limits())

@@ -136,8 +136,8 @@ class TestPrompt:
         for completion in ([assistant("yes")], "yes"):
             found = convert_row("prompt", {**row, "completion": completion})
             assert found == {**row, "reference_response_text": "yes"}
-        with pytest.raises(ValueError, match="completion: must be text"):
-            convert_row("prompt", {**row, "completion": 3})
+        for other in (3, "", [assistant("a"), user("b"), assistant("c")]):
+            assert "reference_response_text" not in convert_row("prompt", {**row, "completion": other})
 
     def test_system_message_may_not_end_it(self):
         with pytest.raises(ValueError, match="last message is from 'system', must be from 'user'"):

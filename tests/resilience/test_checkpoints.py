@@ -77,6 +77,7 @@ def test_a_checkpoint_of_stock_trainers_has_no_marker(removed, error, run):
     [
         ([1, 2, 3, 4], 4, 2, None, [3, 4]),
         ([1, 2, 3, 4], 4, None, None, [1, 2, 3, 4]),
+        ([1, 2, 3, 4], 4, -1, None, [1, 2, 3, 4]),
         # As with transformers, the best one counts, and with one allowed there are two.
         ([1, 2, 3, 4], 4, 2, 1, [1, 4]),
         ([1, 2, 3, 4], 4, 1, 2, [2, 4]),

@@ -101,7 +101,10 @@ def test_a_gradient_that_is_not_finite_changes_nothing(max_grad_norm, policy_pat
 
 def test_too_many_in_a_row_stop_the_run_with_a_checkpoint(policy_path, tmp_path):
     """Faults at 1 and at 3 to 5 with a limit of three: stopped after the third in a row, the sixth step."""
-    trainer, weights = with_faulty_loss(policy_path, tmp_path, {1, 3, 4, 5}, max_steps=9, max_skipped_updates=3)
+    limits = {"max_steps": 9, "max_skipped_updates": 3, "save_total_limit": 1}
+    trainer, weights = with_faulty_loss(policy_path, tmp_path, {1, 3, 4, 5}, **limits)
+    # It would otherwise be the only one that transformers keeps.
+    trainer.state.best_model_checkpoint = str(tmp_path / "checkpoint-1")
     with pytest.raises(FloatingPointError) as caught:
         trainer.train()
     message = str(caught.value)

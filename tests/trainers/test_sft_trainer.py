@@ -236,15 +236,17 @@ class TestRounds:
 
     def test_a_run_that_breaks_in_sampling_goes_on_as_the_straight_one(self, straight, tmp_path, monkeypatch):
         """In the second round, with 256 of 320 responses sampled."""
-        append = responses._append
+        sample, calls = responses.map_over_ranks, []
 
-        def breaking(path, rows):
-            append(path, rows)
-            if path.name == "expert_2_rollouts.jsonl":
+        def breaking(*arguments):
+            calls.append(arguments)
+            # Each round samples 256 responses and then 64.
+            if len(calls) == 4:
                 raise KeyboardInterrupt
+            return sample(*arguments)
 
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(responses, "_append", breaking)
+            patch.setattr(responses, "map_over_ranks", breaking)
             build(tmp_path).train(resume_from_checkpoint=False)
         assert (tmp_path / "checkpoint-1").is_dir() and not (tmp_path / "checkpoint-2").exists()
         build(tmp_path).train(resume_from_checkpoint=True)

@@ -8,6 +8,7 @@ kept.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 Messages = list[dict[str, str]]
@@ -59,8 +60,11 @@ def convert_row(kind: str, raw: Mapping[str, Any]) -> dict[str, Any]:
 def _prompt(fields: dict[str, Any]) -> dict[str, Any]:
     name, prompt = _take(fields, PROMPT_FIELDS)
     columns = {"prompt": _prompt_of(name, prompt, plain=isinstance(prompt, str))}
-    if "completion" in fields:
-        columns["reference_response_text"] = _response_text("completion", _messages(*_take(fields, ("completion",))))
+    completion = fields.pop("completion", None)
+    if completion is not None:
+        # Prompts are of use without it, such as one of several turns.
+        with suppress(ValueError):
+            columns["reference_response_text"] = _response_text("completion", _messages("completion", completion))
     return columns
 
 

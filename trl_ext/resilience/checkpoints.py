@@ -91,7 +91,7 @@ def delete_old(newest: Path, limit: int | None, best: str | None = None) -> None
     there = sorted(checkpoints_in(newest.parent), key=lambda path: (step_of(path) <= step_of(newest), step_of(path)))
     kept = {newest.resolve(), best and Path(best).resolve()}
     spare = [path for path in there if path.resolve() not in kept]
-    for checkpoint in spare[: max(len(there) - limit, 0)] if limit else ():
+    for checkpoint in spare[: max(len(there) - limit, 0)] if limit and limit > 0 else ():
         delete(checkpoint)
 
 

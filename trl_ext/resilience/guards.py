@@ -97,15 +97,18 @@ class UpdateGuard(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         if self.failure is not None:
-            stop_training(state, control, saves=self.trainer.saves_within_training)
+            stop_training(args, state, control, saves=self.trainer.saves_within_training)
 
     def on_epoch_end(self, args, state, control, **kwargs):
         if self.failure is not None:
             leave_epoch(state, control, saves=self.trainer.saves_within_training)
 
 
-def stop_training(state, control, *, saves: bool) -> None:
+def stop_training(args, state, control, *, saves: bool) -> None:
     """At the end of a step, stop with a single checkpoint; `leave_epoch` must follow at the end of the epoch."""
+    if args.save_total_limit == 1:
+        # transformers would keep the best checkpoint alone at the end, and the latest is to resume from.
+        args.save_total_limit = 2
     control.should_training_stop = True
     # A complete epoch is logged and evaluated before it is saved, since a resumed run does not repeat that.
     control.should_save = saves and not _completes_epoch(state)

@@ -56,9 +56,7 @@ class Preemption(TrainerCallback):
             # For the rest of the program, which only saves.
             args.save_only_model = args.load_best_model_at_end = False
             args.save_strategy = SaveStrategy.STEPS
-            # With a limit of 1, transformers would keep the best checkpoint alone at the end.
-            args.save_total_limit = args.save_total_limit and max(args.save_total_limit, 2)
-            stop_training(state, control, saves=True)
+            stop_training(args, state, control, saves=True)
 
     def on_epoch_end(self, args, state, control, **kwargs):
         if self._stopped:

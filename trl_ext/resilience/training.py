@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, set_seed
 from accelerate.utils.memory import should_reduce_batch_size
 from httpx import HTTPError
 from safetensors import SafetensorError
@@ -50,6 +50,8 @@ class ResilientTraining:
     _resumed_from: Path | None = None
     # Of the checkpoint, until the run's first epoch has restored it.
     _progress: checkpoints.Progress | None = None
+    # Whether this process was not there when the checkpoint was written.
+    _reseeds = False
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -82,6 +84,8 @@ class ResilientTraining:
             self.check_optimizer_batch(checkpoint)
             self._resumed_from = Path(checkpoint)
             self._progress = checkpoints.read_progress(self, self._resumed_from)
+            random_state = f"rng_state_{self.args.process_index}.pth" if self.args.world_size > 1 else "rng_state.pth"
+            self._reseeds = not (self._resumed_from / random_state).is_file()
         try:
             with self._recomputation():
                 result = super().train(checkpoint, *args, **kwargs)
@@ -169,6 +173,10 @@ class ResilientTraining:
         super()._run_epoch(**kwargs)
 
     def training_step(self, *args: Any, **kwargs: Any):
+        if self._reseeds:
+            # Processes that were not there before would all draw the first one's numbers.
+            self._reseeds = False
+            set_seed(self.args.seed + self.state.global_step, device_specific=True)
         loss = super().training_step(*args, **kwargs)
         self.update_guard.observe_loss(loss)
         # transformers adds it up for the log, where a NaN would stay.

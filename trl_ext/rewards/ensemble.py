@@ -112,8 +112,7 @@ class RewardEnsemble:
         Raises:
             ValueError: a member cannot score a completion, or scores all alike.
         """
-        self.shifts, self.scales = [0.0] * len(self.members), [1.0] * len(self.members)
-        raw = self.member_scores(prompts, completions, **columns).double()
+        raw = self._raw_scores(prompts, completions, **columns).double()
         for name, scores in zip(self.names, raw, strict=True):
             # Scores that should be equal can differ in the last bits of float32.
             if not scores.std(correction=0) > 1e-6 * max(1.0, scores.abs().max().item()):
@@ -127,12 +126,15 @@ class RewardEnsemble:
 
     def member_scores(self, prompts: Sequence, completions: Sequence, **columns: Any) -> Tensor:
         """Calibrated scores of the members, float32, [K, N]; NaN for no score, infinite for a non-finite score."""
+        shifts, scales = (torch.tensor(values).double()[:, None] for values in (self.shifts, self.scales))
+        return ((self._raw_scores(prompts, completions, **columns).double() - shifts) / scales).float()
+
+    def _raw_scores(self, prompts: Sequence, completions: Sequence, **columns: Any) -> Tensor:
         rows = []
         for name, member in zip(self.names, self.members, strict=True):
             values = member(prompts=prompts, completions=completions, **columns)
             rows.append(as_tensor(values, len(completions), f"member {name}"))
-        shifts, scales = (torch.tensor(values).double()[:, None] for values in (self.shifts, self.scales))
-        return ((torch.stack(rows).float().double() - shifts) / scales).float()
+        return torch.stack(rows).float()
 
     def __call__(self, prompts: Sequence, completions: Sequence, **columns: Any) -> list[float | None]:
         """TRL's reward signature; all arguments are passed on to the members.

@@ -144,6 +144,8 @@ class RewardModel:
             ValueError: the model cannot run on this backbone.
         """
         if self.backbone is not backbone:
+            if self.adapter is None:
+                raise ValueError(f"the reward model {self.folder} has no adapter, so it cannot share a backbone")
             self._shared_name = backbone.add_reward_adapter(self.folder, base=self.adapter.base)
             packing = None if self.model is None else packing_of(self.model)
             if packing is not None:

@@ -160,10 +160,11 @@ _LENGTHS = ("max_steps", "num_train_epochs", "n_steps", "n_grpo_steps")
 def changed_settings(config: Path, resolved: str, may_change: Collection[str]) -> dict[str, tuple[Any, Any]]:
     """Settings that differ from an earlier config.yaml: name -> (earlier value, present value).
 
-    `resolved` are the present ones, as `config_text` returns them; names in `may_change` are not compared.
+    `resolved` are the present ones, as `config_text` returns them; names in `may_change`, and those that are no longer
+    settings, are not compared.
     """
     earlier, now = read_yaml(config), yaml.safe_load(resolved)
-    names = [name for name in sorted({*earlier, *now}) if name not in may_change]
+    names = [name for name in sorted(now) if name not in may_change]
     return {name: (earlier.get(name), now.get(name)) for name in names if earlier.get(name) != now.get(name)}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from datasets import Dataset
 
 from trl_ext.files import write_json_lines
 from trl_ext.held_out.generations import pair_metrics, score_pairs
+from trl_ext.processes import warn_once_per_run
 
 
 def evaluate_pairs(trainer, held_out, folder: Path) -> dict[str, Any] | None:
@@ -54,3 +56,10 @@ def demonstrations(rows, split: str, count: int | None = None) -> Dataset:
         for prompt, response in zip(rows["prompt"], rows[name], strict=True)
     ]
     return Dataset.from_dict({"row_id": rows["row_id"], "prompt": rows["prompt"], "completion": completions})
+
+
+def tell_shared_prompts(train: Dataset, prompts: Dataset, split: str) -> None:
+    """Warn if held-out prompts are trained on."""
+    trained = {json.dumps(prompt) for prompt in train["prompt"]}
+    if shared := sum(json.dumps(prompt) in trained for prompt in prompts["prompt"]):
+        warn_once_per_run(f"{shared} of the {len(prompts)} prompts of {split} are trained on, too")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict, dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +124,8 @@ def _run(started: float) -> None:
                 path.unlink(missing_ok=True)
         check_settings(folder / RESPONSES, settings)
         write_text(folder / "config.yaml", resolved)
+        if arguments.keep and arguments.prompt_split.startswith("test"):
+            print(f"{arguments.prompt_split} is held out: to fine-tune on, give --prompt_split train_gen")
     accelerator.wait_for_everyone()
     dtype = "float32" if accelerator.device.type == "cpu" else arguments.dtype
     options = {"dtype": dtype, "use_vllm": arguments.use_vllm, "device": accelerator.device}
@@ -184,7 +185,6 @@ def _compare(
     score_function = known_score(arguments.dataset_name)
     judge = None if score_function is None else GroundTruthJudge(score_function)
     found = best_of_n_curve(samples, arguments.n)
-    found["unscorable"] = sum(row["reward"] is None for row in chain(*samples))
     # The largest n, of which the rows are kept, is the last.
     for row in found["curve"]:
         picks = [pick_best(group, row["n"]) for group in samples]

@@ -110,13 +110,15 @@ class TestServer:
         assert max(server.asked.values()) == 1, "nothing is asked again"
 
     def test_a_server_that_is_gone(self, tmp_path):
-        """Not a row's fault: the run stops at once, and resumes from there."""
+        """A server that has answered may come back, so the run stops after a few failures, and resumes from there."""
         cache = tmp_path / "cache.sqlite"
         with LoopbackServer() as server:
             judge = judge_of(server, max_retries=1)
             judge_pairs(judge, *pairs(3), cache=cache)
         stopped = partial(judge_pairs, judge, *pairs(30), cache=cache, max_concurrency=4)
-        assert_refused(stopped, f"{server.url} cannot be reached: ConnectError", error=JudgeUnavailable)
+        words = ["stopped after 4 failures in a row", f"{server.url} cannot be reached: ConnectError"]
+        assert_refused(stopped, *words, error=JudgeUnavailable)
+        assert_refused(partial(judge_pairs, judge_of(server), *pairs(30)), words[1], error=JudgeUnavailable)
         with LoopbackServer(port=server.port) as again:
             result = judge_pairs(judge, *pairs(30), cache=cache)
         assert (result.usage.cached, result.usage.calls, len(again.calls)) == (6, 54, 54)

@@ -41,7 +41,7 @@ from trl_ext.evaluation.reporting import charts, plots
 from trl_ext.evaluation.reporting.curves import panels
 from trl_ext.evaluation.reporting.page import embed
 from trl_ext.evaluation.reporting.runs import find_runs
-from trl_ext.evaluation.reporting.summary import pareto_front
+from trl_ext.evaluation.reporting.summary import KL, pareto_front
 from trl_ext.evaluation.reporting.tables import shown
 from trl_ext.evaluation.statistics.intervals import Estimate
 from trl_ext.files import markdown_line
@@ -118,7 +118,7 @@ def test_markdown_has_the_tables_and_stays_text(markdown):
 
 
 def test_a_figure_that_rounds_to_zero_has_no_sign():
-    assert [shown(value, "margin") for value in (-0.004, 0.004, -0.006, None)] == ["0.00", "0.00", "-0.01", "-"]
+    assert [shown(value, KL) for value in (-0.004, 0.004, -0.006, None)] == ["0.00", "0.00", "-0.01", "-"]
     assert shown(Estimate(-0.0001, -0.076, -0.0002)) == "0.000 [-0.076, 0.000]"
     assert f"{Estimate(0.25, -0.1, 0.6):+.2f}" == "+0.25 [-0.10, +0.60]"
     assert (f"{Estimate(12.5):.1f}", f"{Estimate(None, 0, 1):.1f}") == ("12.5", "-")
@@ -445,13 +445,16 @@ def test_damaged_lines_are_left_out_and_said(tmp_path):
 
 
 def test_runs_are_found_once_and_those_of_a_method_stay_together(tmp_path):
-    """Labels are paths below the common folder."""
+    """Links are followed, also to the folder that holds the link. Labels are paths below the common folder."""
     for path in ("one/aot", "two/aot", "two/dpo", "two/aot-10", "two/aot-9"):
         (tmp_path / path).mkdir(parents=True)
         (tmp_path / path / "results.json").write_text('{"run": {}}')
     runs, incomplete = find_runs([tmp_path, tmp_path / "two"])
     assert [run.label for run in runs] == ["one/aot", "two/aot", "two/aot-9", "two/aot-10", "two/dpo"]
     assert incomplete == []
+    for link, target in {"linked": "../two/aot-9", "aot/up": "..", "three": "aot"}.items():
+        (tmp_path / "one" / link).symlink_to(target)
+    assert [run.label for run in find_runs([tmp_path / "one"] * 2)[0]] == ["aot", "linked"]
     for name, objective in (("a", "dpo"), ("b", "aot"), ("c", "dpo")):
         write_policy(tmp_path / "three" / name, objective=objective, outcomes=(TIE,) * 4)
     rows = write_report(tmp_path / "three", tmp_path / "report.html")["policies"]

@@ -1,1 +1,1 @@
-"""Judging pairs of responses: judges, the cache of verdicts, and costs."""
+"""Judging pairs of responses: judges and the cache of verdicts."""

@@ -97,6 +97,7 @@ class OpenAIJudge:
         self.model, self.instructions, self.base_url = model, instructions, base_url
         self.timeout, self.max_retries, self.max_output_tokens = timeout, max_retries, max_output_tokens
         self.reasoning_effort = reasoning_effort
+        self._answered = False
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -140,7 +141,9 @@ class OpenAIJudge:
                 failure.usage = usage
                 raise failure
             try:
-                return schema.model_validate_json(_text(reply)), usage
+                answer = schema.model_validate_json(_text(reply))
+                self._answered = True
+                return answer, usage
             except ValidationError as error:
                 advice = "if all answers do, choose a model and a server that produce structured output"
                 reason, is_of_server = f"the answer breaks the schema: {first_error(error)}; {advice}", True
@@ -195,7 +198,8 @@ class OpenAIJudge:
         except openai.APIConnectionError as error:
             cause = error.__cause__ or error
             reason = f"{self._server} cannot be reached: {type(cause).__name__}: check the address"
-        is_absent = type(cause).__name__ in ("ConnectError", "ConnectTimeout")
+        # A server that has answered before is only away for a while.
+        is_absent = type(cause).__name__ in ("ConnectError", "ConnectTimeout") and not self._answered
         return None, JudgeUnavailable(reason) if is_absent else JudgeError(reason, server_failed=True)
 
     def _status_failure(self, status: int, body: Any) -> JudgeError | JudgeUnavailable:

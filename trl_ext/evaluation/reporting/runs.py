@@ -1,4 +1,4 @@
-"""Run folders as read by the report: existing, damaged and unfinished ones."""
+"""Run folders as read by the report."""
 
 from __future__ import annotations
 
@@ -82,8 +82,16 @@ def find_runs(folders: Iterable[str | Path]) -> tuple[list[Run], list[dict[str, 
     for folder in folders:
         if not folder.is_dir():
             raise FileNotFoundError(f"no folder {folder}; give folders that hold runs")
-    paths = {path.parent for folder in folders for path in folder.absolute().rglob(RESULTS_NAME)}
-    found = sorted(paths, key=_natural)
+    paths: dict[str, Path | None] = {}
+    for folder in folders:
+        # Runs may be linked from another disk.
+        for path, names, files in os.walk(folder.absolute(), followlinks=True):
+            names.sort()
+            if (real := os.path.realpath(path)) in paths:
+                names.clear()
+            else:
+                paths[real] = Path(path) if RESULTS_NAME in files else None
+    found = sorted(filter(None, paths.values()), key=_natural)
     common = os.path.commonpath([folder.parent for folder in found]) if found else ""
     methods: dict[tuple[str, bool], list[Run]] = {}
     incomplete = []

@@ -15,7 +15,7 @@ from trl_ext.files import markdown_line
 
 NOT_EVALUATED = "These runs have no figures of held-out rows: their data has no held-out split, or none was asked for."
 # Decimals of figures that do not have three; whole numbers have none.
-DECIMALS = {KL: 2, "KL to SFT (nats per response)": 2, "tokens": 1, "compression": 2, "margin": 2}
+DECIMALS = {KL: 2, "KL to SFT (nats per response)": 2, "tokens": 1}
 DECIMALS |= {"training (s)": 1, "in all (s)": 1}
 
 
@@ -72,7 +72,7 @@ def task_tables(task: Task) -> dict[str, Table]:
 
 
 def faults(incomplete: Sequence[Row], runs: Sequence[Run]) -> list[Table]:
-    """Folders without results, and damaged files; they do not belong to a task."""
+    """Runs whose results are damaged, and other damaged files; they do not belong to a task."""
     left_out = [{"run": row["run"], "why": row["reason"]} for row in incomplete]
     problems = [{"run": run.label, **problem} for run in runs for problem in run.problems]
     return [
