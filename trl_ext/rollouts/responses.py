@@ -167,7 +167,7 @@ def check_settings(path: str | Path, settings: Mapping[str, Any]) -> None:
         if name not in MAY_CHANGE and earlier.get(name) != value:
             was, now = (brief(str(known.get(name)), 20) for known in (earlier, settings))
             raise FileExistsError(
-                f"{path} holds rows made with {name} {was}, not {now}: choose another file, or remove it"
+                f"{path} holds rows made with {name} {was}, not {now}: choose another file or folder, or remove it"
             )
 
 

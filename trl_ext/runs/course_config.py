@@ -94,7 +94,9 @@ class CourseConfig(PolicyConfig):
             return
         given, default = getattr(self, name), type(self).__dataclass_fields__[name].default
         if given not in (default, value):
-            raise ValueError(f"--{word} means {name} {value}, and {name} is {given}: give one of the two")
+            raise ValueError(
+                f"--{word} means {name} {value}, and {name} is {given}, perhaps in the configuration: give --{name}"
+            )
         setattr(self, name, value)
 
     def _take_defaults_of_the_course(self) -> None:
