@@ -335,3 +335,17 @@ def test_a_window_that_the_first_check_does_not_reach():
         forward(model, padded([list(range(2, 12))], [3], left=[width - 10]))
         assert sum(packing.left_padded.values()) == left
     assert list(packing.left_padded) == ["is longer than a sliding window that the first batch's check does not reach"]
+
+
+def test_dropout_of_an_adapter_that_is_added_later_is_seen():
+    from peft import LoraConfig, get_peft_model
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    from trl_ext.models.packing.wrap import Dropout
+
+    sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
+    model = Qwen2ForCausalLM(Qwen2Config(**sizes, num_hidden_layers=1)).train()
+    dropout = Dropout(model)
+    assert not dropout.is_active()
+    get_peft_model(model, LoraConfig(target_modules=["q_proj"], lora_dropout=0.1))
+    assert dropout.is_active()
