@@ -54,7 +54,7 @@ def one_line_errors() -> Iterator[None]:
         with quiet_when_closed():
             yield
     except KeyboardInterrupt as interrupt:
-        kept = str(interrupt) or "what was finished is kept, and the same command goes on from there"
+        kept = str(interrupt) or "what was finished is kept, and the same command resumes from there"
         print(f"\ninterrupted: {kept}", file=sys.stderr)
         raise SystemExit(130) from None
     except (ValueError, OSError, ImportError, JudgeError) as error:

@@ -15,7 +15,7 @@ DATA_DIR = Path(__file__).parent / "data"
 DIFFERENT_WORDS = 8
 # The least share of its pairs of neighbouring words that may be distinct.
 DISTINCT_PAIRS = 0.6
-# The share of its score that a response keeps if it was cut at the token limit.
+# The share of its score that a response keeps if it was truncated at the token limit.
 KEPT_IF_CUT = 0.5
 
 
@@ -49,7 +49,7 @@ def score_parts(row: Mapping[str, Any], response: str, *, finished: bool = True)
     Args:
         row: a row of the benchmark, of which `keywords`, `requirements` and `prompt` (or `prompt_text`) are read.
         response: the text of the response, without special tokens.
-        finished: False for a response that was cut at the token limit, before its end token. It then loses half of
+        finished: False for a response truncated at the token limit, before its end token. It then loses half of
             what it earned, because a part of a response cannot show that the whole would meet a requirement.
     """
     requirements = json.loads(row["requirements"])

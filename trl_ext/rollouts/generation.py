@@ -30,7 +30,7 @@ class Generation:
         prompt_ids: the prompt that the model received; if it was too long, without its beginning.
         response_ids: generated tokens, including the end token or a stop string.
         text: the response without special tokens, including a stop string that ended it.
-        finished: True if the model or a stop string ended it; False if it was cut at the token limit.
+        finished: True if the model or a stop string ended it; False if it was truncated at the token limit.
         log_probs: log-probability of each response token under the distribution from which it was drawn; None if the
             engine does not give them in float32 or better.
     """

@@ -35,7 +35,7 @@ DIAGNOSTICS = {
     "dominant_token_fraction": "dominant-token fraction",
     "repetition": "repeated 4-grams",
     "empty_fraction": "empty responses",
-    "truncated_fraction": "cut at the token limit",
+    "truncated_fraction": "truncated at the token limit",
 }
 ACCURACIES = {"summed": "summed log-prob", "mean": "mean log-prob", "reference_corrected": "log-ratio"}
 TITLES = {"correct": "correct", "wrong_answer": "wrong answer", "wrong_format": "wrong format"}
@@ -43,7 +43,7 @@ LENGTHS = {
     "mean_tokens": "mean length (tokens)",
     "mean_tokens_correct": "mean length, correct",
     "mean_tokens_incorrect": "mean length, incorrect",
-    "truncated_fraction": "cut at the token limit",
+    "truncated_fraction": "truncated at the token limit",
     "mean_entropy": "mean entropy (nats per token)",
 }
 OUTCOMES = {"candidate": "   (the policy wins)", "base": "   (the base wins)", "tie": "   (a tie)"}

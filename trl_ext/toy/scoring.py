@@ -15,7 +15,7 @@ SENTENCE_LENGTHS = (5, 12)
 REQUEST_LENGTHS = (6, 14)
 # Penalty for each word outside the permitted length.
 LENGTH_COST = 0.1
-# Penalty for a response that was cut at the token limit, in addition to losing the credit for its ending.
+# Penalty for a response that was truncated at the token limit, in addition to losing the credit for its ending.
 UNFINISHED_COST = 0.2
 
 
@@ -158,7 +158,7 @@ def score_parts(prompt: str, response: str, *, finished: bool = True) -> dict[st
     Args:
         prompt: the text of the user message. A text that is not a prompt of the benchmark raises `ValueError`.
         response: the text of the response, without special tokens.
-        finished: False for a response that was cut at the token limit, before its end token. It then earns no credit
+        finished: False for a response truncated at the token limit, before its end token. It then earns no credit
             for its ending and loses a further 0.2; surplus words and items cost the same as otherwise.
     """
     task = parse(prompt)

@@ -224,7 +224,9 @@ def passes_of_groups(
 class BalancedBatches(BatchSampler):
     """Batches whose rows change places within an optimizer step, so that every rank gets about as many tokens.
 
-    A rank that has more tokens than the others would keep them waiting. The rows of a step stay the same.
+    A rank that has more tokens than the others would keep them waiting. The rows of a step stay the same, and so does
+    the update. transformers' `train_sampling_strategy` "batch_rebalance" chooses an order of its own, repeats rows at
+    the end of an epoch, and needs a column of lengths; with it, this does nothing.
 
     Args:
         batches: the batches of all ranks, of which rank r takes the batches r, r + ranks, r + 2 ranks ...

@@ -86,8 +86,8 @@ class PolicyTrainer(ResilientTraining, WritesModelCard, StepMetrics, TRLGRPOTrai
 
     Accepts the arguments of `trl.GRPOTrainer`, with a `PolicyConfig`, and keeps its features: generation with
     transformers or vLLM, tools, adapters, checkpoints, metrics, distributed training. It differs in six ways.
-    Advantages and loss are the algorithm's. Prompts are cut at the beginning to `max_prompt_tokens`. A response also
-    ends at a text in `stop`, which it keeps. Reward functions receive `finished`, which marks the responses that
+    Advantages and loss are the algorithm's. Prompts longer than `max_prompt_tokens` lose their beginning. A response
+    also ends at a text in `stop`, which it keeps. Reward functions receive `finished`, which marks the responses that
     ended, and may be `trl_ext.rewards.RewardModel`s, whose adapters share the policy's backbone if possible. A token
     mean divides by the tokens of the whole optimizer batch. Updates that are not finite are skipped.
 
