@@ -42,15 +42,9 @@ def diagnose_generations(
           or no response has a token; `collapse_reasons` has a sentence for each.
     """
     tokens: Sequence[Sequence[Hashable]] = [text.split() for text in responses] if token_ids is None else token_ids
-    unique = _mean([distinct_ngram_ratio([text], 1) for text in tokens])
-    dominant = _mean([max(Counter(text).values()) / len(text) if text else None for text in tokens])
     distinct = [distinct_ngram_ratio([text], REPETITION_NGRAM) for text in tokens]
     data = "".join(responses).encode("utf-8", errors="replace")
-    reasons = ["no response has a token"] if unique is None else []
-    if unique is not None and unique < MIN_UNIQUE_TOKEN_RATIO:
-        reasons.append(f"mean unique-token ratio {unique:.3f} is below {MIN_UNIQUE_TOKEN_RATIO}")
-    if dominant is not None and dominant > MAX_DOMINANT_TOKEN_FRACTION:
-        reasons.append(f"mean dominant-token fraction {dominant:.3f} is above {MAX_DOMINANT_TOKEN_FRACTION}")
+    unique, dominant, reasons = find_collapse(tokens)
     return {
         "n": len(responses),
         "mean_tokens": fmean(map(len, tokens)),
@@ -67,10 +61,28 @@ def diagnose_generations(
     }
 
 
+def find_collapse(texts: Sequence[Sequence[Hashable]]) -> tuple[float | None, float | None, list[str]]:
+    """The mean unique-token ratio and dominant-token fraction, and a sentence for each that shows a collapse."""
+    counts = [Counter(text) for text in texts if text]
+    if not counts:
+        return None, None, ["no response has a token"]
+    unique = fmean(len(count) / count.total() for count in counts)
+    dominant = fmean(max(count.values()) / count.total() for count in counts)
+    reasons = []
+    if unique < MIN_UNIQUE_TOKEN_RATIO:
+        reasons.append(f"mean unique-token ratio {unique:.3f} is below {MIN_UNIQUE_TOKEN_RATIO}")
+    if dominant > MAX_DOMINANT_TOKEN_FRACTION:
+        reasons.append(f"mean dominant-token fraction {dominant:.3f} is above {MAX_DOMINANT_TOKEN_FRACTION}")
+    return unique, dominant, reasons
+
+
 def distinct_ngram_ratio(texts: Sequence[Sequence[Hashable]], n: int) -> float | None:
     """Distinct n-grams / n-grams within the texts, over all of them together; None if no text has `n` tokens."""
-    ngrams = [tuple(text[start : start + n]) for text in texts for start in range(len(text) - n + 1)]
-    return len(set(ngrams)) / len(ngrams) if ngrams else None
+    distinct: set[tuple[Hashable, ...]] = set()
+    for text in texts:
+        distinct.update(zip(*(text[start:] for start in range(n)), strict=False))
+    total = sum(max(len(text) - n + 1, 0) for text in texts)
+    return len(distinct) / total if total else None
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

@@ -6,7 +6,7 @@ import torch
 from accelerate.utils import gather, gather_object
 from torch import Tensor
 
-from trl_ext.rollouts.diagnostics import diagnose_generations
+from trl_ext.rollouts.diagnostics import distinct_ngram_ratio, find_collapse
 from trl_ext.trainers.policy.reward_functions import Rewards
 
 
@@ -38,14 +38,10 @@ def log_rollout(trainer, rewards: Tensor, shaped: Tensor, rollout: dict) -> None
         metrics.pop("frac_reward_zero_std", None)
     mask = rollout["completion_mask"].bool().cpu()
     ids = gather_object([row[kept].tolist() for row, kept in zip(rollout["completion_ids"].cpu(), mask, strict=True)])
-    diagnostics = diagnose_generations(
-        trainer.processing_class.batch_decode(ids, skip_special_tokens=True),
-        token_ids=ids,
-        finished=gather(trainer.rewards.finished).tolist(),
-    )
-    if diagnostics["distinct_2"] is not None:
-        metrics["distinct_2"].append(diagnostics["distinct_2"])
-    metrics["collapsed"].append(float(diagnostics["collapsed"]))
+    distinct = distinct_ngram_ratio(ids, 2)
+    if distinct is not None:
+        metrics["distinct_2"].append(distinct)
+    metrics["collapsed"].append(float(bool(find_collapse(ids)[2])))
 
 
 def log_advantages(trainer, advantages: Tensor) -> None:
