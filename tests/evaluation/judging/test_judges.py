@@ -22,7 +22,6 @@ from trl_ext.evaluation import (
     RewardModelJudge,
     RubricReward,
     Usage,
-    compare,
     judge_pairs,
     win_rate,
 )
@@ -153,7 +152,7 @@ class TestRewardModelJudge:
         judge_pairs(judge, prompt_rows(4), ["c", "cc", "c", "c"], ["b"] * 4)
         [batch] = judge.reward_model.batches
         assert len(batch) == 8
-        compare(judge, prompt_rows(4), ["c", "cc", "c", "c"], ["b"] * 4)
+        judge_pairs(judge, prompt_rows(4), ["c", "cc", "c", "c"], ["b"] * 4)
         assert len(judge.reward_model.batches) == 1
         judge.reward_model.score = lambda *_, **__: torch.tensor([1.0, float("nan")])
         assert_refused(lambda: judge.judge("p", "fine", "bad"), "nan", "'p'")

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from trl_ext.evaluation.judging.pairs import compare
+from trl_ext.evaluation.judging.pairs import judge_pairs
 from trl_ext.evaluation.judging.protocol import PairwiseJudge, last_user_text
 from trl_ext.evaluation.statistics.intervals import mean_with_interval
 from trl_ext.evaluation.statistics.win_rate import win_rate
@@ -80,14 +80,16 @@ def compare_generations(
     ]
     summary: dict[str, Any] = {"n_prompts": len(rows), "win_rate": None, "score": None, "rewards": None}
     if judge is not None:
-        outcomes = compare(
+        outcomes = judge_pairs(
             judge,
             prompts,
             [one.text for one in policy],
             [one.text for one in base],
             candidate_finished=[one.finished for one in policy],
             base_finished=[one.finished for one in base],
-        )
+            max_concurrency=1,
+            max_error_fraction=1,
+        ).outcomes
         for row, outcome in zip(rows, outcomes, strict=True):
             row["outcome"] = outcome.first if outcome.first == outcome.second else "tie"
         summary["win_rate"] = win_rate(outcomes).to_dict()

@@ -30,7 +30,7 @@ def load_prompts(path: str | Path | None = None) -> list[dict[str, Any]]:
 
 
 def load_pairs(path: str | Path | None = None) -> list[dict[str, Any]]:
-    """Preference rows with `row_id`, `prompt`, `chosen` and `rejected`, from a file as `load_prompts` reads it."""
+    """Preference rows with `row_id`, `prompt`, `chosen` and `rejected`, from a file or embedded, as `load_prompts`."""
     return _load(path, "prefs")
 
 
@@ -47,16 +47,10 @@ def _load(path: str | Path | None, kind: str) -> list[dict[str, Any]]:
 def load_base(
     prompts: list[dict[str, Any]], path: str | Path | None = None, *, max_new_tokens: int | None = None
 ) -> list[Response]:
-    """The base's responses in the order of the prompts.
+    """The base's responses to prompts of `load_prompts`, from a JSONL file in the format of submissions.
 
-    Args:
-        prompts: prompts from `load_prompts`.
-        path: a JSONL file in the format of submissions; None for the embedded base, whose greedy responses are stored
-            with the embedded prompts.
-        max_new_tokens: the token limit of the responses in the file; None for 256.
-
-    Raises:
-        ValueError: rows are malformed, or no file is given for prompts other than the embedded ones.
+    Without a file they are the greedy responses that are stored with the embedded prompts; other prompts raise
+    ValueError, and so do malformed rows. `max_new_tokens` is the limit of the responses in the file; None for 256.
     """
     if path is not None:
         responses, problems = read_responses(path, prompts, max_new_tokens=max_new_tokens or MAX_NEW_TOKENS)
@@ -69,12 +63,12 @@ def load_base(
     embedded = {row["row_id"]: row["reference_response_text"] for row in _load(None, "gen")}
     tokenizer, limit = Tokenizer.from_file(str(MODEL_DIR / "tokenizer.json")), default_max_new_tokens(None)
     responses = []
-    for row_id in (row["row_id"] for row in prompts):
-        if row_id not in embedded:
-            raise ValueError(f"row_id {row_id} is not one of the embedded prompts: give --base_jsonl")
+    for row in prompts:
+        if (text := embedded.get(row["row_id"])) is None:
+            raise ValueError(f"row_id {row['row_id']} is not one of the embedded prompts: give --base_jsonl")
         # The generated end token is not in the text.
-        tokens = len(tokenizer.encode(embedded[row_id], add_special_tokens=False).ids) + 1
-        responses.append(Response(row_id, embedded[row_id], min(tokens, limit), tokens < limit))
+        tokens = len(tokenizer.encode(text, add_special_tokens=False).ids) + 1
+        responses.append(Response(row["row_id"], text, min(tokens, limit), tokens < limit))
     return responses
 
 
@@ -95,25 +89,25 @@ def default_max_new_tokens(path: str | Path | None) -> int:
     return embedded
 
 
-class ResponseRow(BaseModel, strict=True):
-    """The fields of a row of responses, beside its row_id."""
+# ---- The fields of a row of each kind of file, beside its row_id ----
 
+
+class ResponseRow(BaseModel, strict=True):
     prompt_text: str
     response_text: str
     generated_num_tokens: NonNegativeInt
 
 
 class ScoreRow(BaseModel, strict=True):
-    """The fields of a row of scores, beside its row_id."""
-
     chosen_score: FiniteFloat
     rejected_score: FiniteFloat
 
 
 class HumanLabel(BaseModel, strict=True):
-    """The fields of a row of human labels, beside its row_id: the system that a person prefers."""
-
     outcome: System
+
+
+# ---- Reading rows ----
 
 
 class Response(NamedTuple):
@@ -142,9 +136,9 @@ class RowProblem(NamedTuple):
 def read_rows(
     path: str | Path, row_type: type[RowType], row_ids: Sequence[str], *, complete: bool = True
 ) -> tuple[dict[str, RowType], list[RowProblem]]:
-    """Read the rows of a JSONL file by their row_id: the good ones, and the problems, all of them fatal.
+    """The good rows of a JSONL file by their row_id, and the problems, all of them fatal.
 
-    `row_type` has a row's fields, and `row_ids` are the rows that the file may hold, all of them if `complete`.
+    `row_ids` are the rows that the file may hold, and must hold if `complete`.
     """
     split = read_jsonl(path)
     problems = [RowProblem(None, f"line {line}: {message}") for line, message in split.problems]
@@ -169,11 +163,9 @@ def read_rows(
 def read_responses(
     path: str | Path, prompts: Sequence[Mapping[str, Any]], *, max_new_tokens: int
 ) -> tuple[list[Response], list[RowProblem]]:
-    """Read `row_id, prompt_text, response_text, generated_num_tokens` for every prompt from a JSONL file.
+    """The responses of a JSONL file in the order of the prompts, and the problems.
 
-    Returns:
-        Responses in the order of the prompts, and problems. If a problem is fatal, responses may be missing. An empty
-        response is a non-fatal problem.
+    If a problem is fatal, responses may be missing. An empty response is a problem that is not fatal.
     """
     rows, problems = read_rows(path, ResponseRow, [row["row_id"] for row in prompts])
     responses = []
@@ -196,18 +188,14 @@ def read_responses(
 def read_pair_scores(
     path: str | Path, row_ids: Sequence[str]
 ) -> tuple[tuple[list[float], list[float]], list[RowProblem]]:
-    """Read `row_id, chosen_score, rejected_score` of every pair: the good rows' scores in order, and the problems."""
+    """The chosen and the rejected scores of a JSONL file's good rows in the order of the pairs, and the problems."""
     rows, problems = read_rows(path, ScoreRow, row_ids)
     good = [rows[row_id] for row_id in row_ids if row_id in rows]
     return ([row.chosen_score for row in good], [row.rejected_score for row in good]), problems
 
 
 def read_human_labels(path: str | Path, row_ids: Sequence[str]) -> dict[str, System]:
-    """Read `row_id, outcome` of the prompts that a person has judged; outcomes by row_id.
-
-    Raises:
-        ValueError: the file is empty, or a row is foreign, a duplicate or wrong.
-    """
+    """Outcomes by row_id of the prompts that a person has judged; ValueError if a row is bad, or there are none."""
     rows, problems = read_rows(path, HumanLabel, row_ids, complete=False)
     refuse_fatal(path, problems)
     if not rows:
