@@ -20,25 +20,21 @@ from trl_ext.rollouts.diagnostics import diagnose_generations
 
 @dataclass
 class PolicyComparison:
-    """The result of a comparison.
+    """The JSON-ready result of a comparison.
 
     Attributes:
-        summary: JSON-ready figures: `win_rate` (None without a judge), `score` (None without a score function),
-            `rewards` by reward function (None without one) and the diagnostics of both models' responses under
-            `generations`.
-        rows: one JSON-ready row per prompt: both responses, their lengths, whether each finished, the outcome, and
-            scores.
+        summary: `win_rate` (None without a judge), `score` (None without a score function), `rewards` by reward
+            function (None without one) and the diagnostics of both models' responses under `generations`.
+        rows: for each prompt both responses, their lengths, whether each finished, the outcome, and scores.
     """
 
     summary: dict[str, Any]
     rows: list[dict[str, Any]]
 
     def write(self, folder: str | Path, **run: Any) -> None:
-        """Write `results.json` and `generations.jsonl`, which `write_report` reads, each replaced atomically.
+        """Write `results.json` and `generations.jsonl`, which `write_report` reads.
 
-        Args:
-            folder: the run's folder; created if missing.
-            run: JSON-ready information about the run for the report: `objective`, `model`, `dataset`, `seed`, ...
+        `run` is JSON-ready information about the run: `objective`, `model`, `dataset`, `seed`, ...
         """
         write_json(Path(folder) / "results.json", {"run": run, **self.summary})
         write_json_lines(Path(folder) / "generations.jsonl", self.rows)
