@@ -30,10 +30,8 @@ from trl_ext.evaluation.submissions.assets import (
 )
 from trl_ext.evaluation.submissions.submission import generate_submission_file
 
-PROMPTS = [{"row_id": name, "prompt_text": f"Say {name} twice."} for name in ("cat", "dog", "owl", "fox")]
-
-
 GOOD = {name: response(name) for name in ("cat", "dog", "owl", "fox")}
+PROMPTS = [{"row_id": name, "prompt_text": row["prompt_text"]} for name, row in GOOD.items()]
 COUNT = "generated_num_tokens: Input should be"
 BUDGET = "over the token budget of 10: generated_num_tokens is"
 
@@ -50,20 +48,9 @@ class TestReadResponses:
             ("new", "[1]", None, "line 5: bad JSON: expected an object, got list"),
             ("fox", None, "fox", "missing"),
             ("owl", response("owl", prompt_text="?"), "owl", "prompt_text is not the benchmark's for this row_id"),
-            (
-                "cat",
-                GOOD["cat"] | {"response_text": None},
-                "cat",
-                "line 1: response_text: Input should be a valid string",
-            ),
-            *(
-                ("dog", GOOD["dog"] | {"generated_num_tokens": value}, "dog", f"line 2: {COUNT} {told}")
-                for value, told in (
-                    ("7", "a valid integer"),
-                    (True, "a valid integer"),
-                    (-1, "greater than or equal to 0"),
-                )
-            ),
+            ("cat", response("cat", text=None), "cat", "line 1: response_text: Input should be a valid string"),
+            ("dog", response("dog", tokens="7"), "dog", f"line 2: {COUNT} a valid integer"),
+            ("dog", response("dog", tokens=-1), "dog", f"line 2: {COUNT} greater than or equal to 0"),
         ],
     )
     def test_every_problem_is_named(self, tmp_path, name, row, row_id, message):
@@ -81,16 +68,13 @@ class TestReadResponses:
 
 
 def test_scores_and_their_problems(tmp_path):
-    scores = {"b": (1, -0.5), "a": (math.nan, 1), "c": (0.5, "1"), "e": (2, 3), "d": (math.inf, 1), "f": (True, 1)}
-    names = ("chosen_score", "rejected_score")
-    rows = [{"row_id": row_id, **dict(zip(names, pair, strict=True))} for row_id, pair in scores.items()]
-    found, problems = read_pair_scores(write_rows(tmp_path / "scores.jsonl", rows), list("eabcdf"))
+    scores = {"b": (1, -0.5), "a": (math.nan, 1), "c": (0.5, "1"), "e": (2, 3)}
+    rows = [{"row_id": name, "chosen_score": own, "rejected_score": other} for name, (own, other) in scores.items()]
+    found, problems = read_pair_scores(write_rows(tmp_path / "scores.jsonl", rows), list("eabc"))
     assert found == ([2, 1], [3, -0.5])
     assert [str(problem) for problem in problems] == [
         "row_id a: line 2: chosen_score: Input should be a finite number",
         "row_id c: line 3: rejected_score: Input should be a valid number",
-        "row_id d: line 5: chosen_score: Input should be a finite number",
-        "row_id f: line 6: chosen_score: Input should be a valid number",
     ]
 
 
@@ -180,8 +164,8 @@ class TestPolicies:
     def test_nothing_settled_is_a_failure(self, folder, assets):
         write_policy(folder, "aot", response_rows(plan(tie=10)))
         grade = only(grade_submission(folder, {"aot": 0.0}, **assets))
-        assert (grade.passed, grade.figure) == (False, None)
-        assert (grade.reason, grade.half["rate"]) == ("no comparison counts", 0.5)
+        found = (grade.passed, grade.figure, grade.reason, grade.half["rate"])
+        assert found == (False, None, "no comparison counts", 0.5)
 
     def test_a_response_cut_at_the_limit_is_judged_as_cut(self, folder, assets):
         """The same answer as the base's, cut at the 9 tokens that are allowed: worse than the base's."""
@@ -249,14 +233,11 @@ class TestSubmission:
         assert result["part_two"] is result["usage"] is None
 
     def test_thresholds_of_a_file_and_a_method_of_ones_own(self, folder, assets, tmp_path):
-        path = tmp_path / "thresholds.json"
-        path.write_text('{"simpo": 0.5}')
+        path = write_rows(tmp_path / "thresholds.json", [{"simpo": 0.5}])
         write_policy(folder, "simpo", response_rows(plan(win=6, loss=4)))
         assert only(grade_submission(folder, load_thresholds(path), **assets)).passed
 
     def test_refusals(self, folder, assets):
-        messages = [{"role": "user", "content": "Who are you?"}]
-        prompts = [{"row_id": f"row-{word}", "prompt_messages": messages} for word in WORDS]
-        write_rows(folder.parent / "assets" / "prompts.jsonl", prompts)
+        write_prompts(folder.parent / "assets" / "prompts.jsonl", {f"row-{word}": "Who are you?" for word in WORDS})
         asked = partial(grade_submission, folder, {"aot": 0.5}, **assets)
         assert_refused(asked, "row_id row-axe", "embedded task")
