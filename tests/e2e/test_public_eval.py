@@ -271,7 +271,7 @@ class TestGrade:
         }.items():
             assert_one_line(lines[method], words)
         assert lines["ipo"].split()[-2:] == ["1.000", "0.000"] and lines["gspo"].split()[-2:] == ["-", "-"]
-        assert f"cannot be graded: {path}: row_id elsewhere: line 5: foreign" in out
+        assert f"cannot be graded: {path}: line 5: row_id elsewhere: foreign" in out
         assert "; row_id row-blue: missing\n" in out
         assert "3 of 9 passed; part two, by either file: FAIL" in out
 
@@ -282,7 +282,7 @@ class TestGrade:
         assert code == 0 and "0 of 9 passed" in out
         write_scores(Path("submission"), [1.0, 2.0, float("nan"), -1.0])
         code, out, _ = run("grade", "submission", *course["all"], "--json")
-        assert code == 2 and "row_id pair-2: line 3: chosen_score: Input should be a finite number" in out
+        assert code == 2 and "line 3: row_id pair-2: chosen_score: Input should be a finite number" in out
         grades = {row["method"]: row for row in json.loads(out)["grades"]}
         assert grades["aot"]["figure"] == 0.2, "the other file is graded all the same"
         assert run("pack", "submission", *course["prompts_jsonl"], *course["prefs_jsonl"])[0] == 2

@@ -38,43 +38,50 @@ BUDGET = "over the token budget of 10: generated_num_tokens is"
 
 class TestReadResponses:
     @pytest.mark.parametrize(
-        "name, row, row_id, message",
+        "name, row, message",
         [
-            ("cat", response("cat", tokens=11), "cat", f"{BUDGET} 11"),
-            ("cat", response("cat", text="  "), "cat", "the response is empty"),
-            ("new", GOOD["dog"], "dog", "duplicate: on lines 2 and 5"),
-            ("new", response("emu"), "emu", "line 5: foreign: none of the 4 rows"),
-            ("new", {"prompt_text": "no id"}, "None", "line 5: foreign: none of the 4 rows"),
-            ("new", "[1]", None, "line 5: bad JSON: expected an object, got list"),
-            ("fox", None, "fox", "missing"),
-            ("owl", response("owl", prompt_text="?"), "owl", "prompt_text is not the benchmark's for this row_id"),
-            ("cat", response("cat", text=None), "cat", "line 1: response_text: Input should be a valid string"),
-            ("dog", response("dog", tokens="7"), "dog", f"line 2: {COUNT} a valid integer"),
-            ("dog", response("dog", tokens=-1), "dog", f"line 2: {COUNT} greater than or equal to 0"),
+            ("cat", response("cat", tokens=11), f"row_id cat: {BUDGET} 11"),
+            ("new", GOOD["dog"], "line 5: row_id dog: row_id: already used on line 2"),
+            ("new", response("emu"), "line 5: row_id emu: foreign: none of the 4 rows"),
+            ("new", {"prompt_text": "no id"}, "line 5: foreign: none of the 4 rows"),
+            ("new", "[1]", "line 5: bad JSON: expected an object, got list"),
+            ("fox", None, "row_id fox: missing"),
+            (
+                "owl",
+                response("owl", prompt_text="?"),
+                "row_id owl: prompt_text is not the benchmark's",
+            ),
+            (
+                "cat",
+                GOOD["cat"] | {"response_text": None},
+                "line 1: row_id cat: response_text: Input should",
+            ),
+            ("dog", response("dog", tokens="7"), f"line 2: row_id dog: {COUNT} a valid integer"),
+            ("dog", response("dog", tokens=-1), f"line 2: row_id dog: {COUNT} greater than or equal to 0"),
         ],
     )
-    def test_every_problem_is_named(self, tmp_path, name, row, row_id, message):
+    def test_every_problem_is_named(self, tmp_path, name, row, message):
         rows = [one for one in {**GOOD, name: row}.values() if one is not None]
-        _, problems = read_responses(write_rows(tmp_path / "aot.jsonl", rows), PROMPTS, max_new_tokens=10)
-        assert problems == [(row_id, message, message != "the response is empty")]
+        found = read_responses(write_rows(tmp_path / "aot.jsonl", rows), PROMPTS, max_new_tokens=10)
+        assert [problem.startswith(message) for problem in found.problems] == [True] and not found.warnings
 
     def test_good_rows_in_the_order_of_the_prompts(self, tmp_path):
         """At the limit of 10 tokens a response is truncated."""
         tokens = {"fox": 9, "cat": 9, "owl": 10, "dog": 9}
         rows = [response(name, f"{name} {name}", tokens[name]) for name in tokens]
-        responses, problems = read_responses(write_rows(tmp_path / "aot.jsonl", rows), PROMPTS, max_new_tokens=10)
+        responses, *problems = read_responses(write_rows(tmp_path / "aot.jsonl", rows), PROMPTS, max_new_tokens=10)
         assert [(r.row_id, r.finished) for r in responses] == [("cat", 1), ("dog", 1), ("owl", 0), ("fox", 1)]
-        assert responses[3].text == "fox fox" and problems == []
+        assert responses[3].text == "fox fox" and problems == [[], []]
 
 
 def test_scores_and_their_problems(tmp_path):
     scores = {"b": (1, -0.5), "a": (math.nan, 1), "c": (0.5, "1"), "e": (2, 3)}
     rows = [{"row_id": name, "chosen_score": own, "rejected_score": other} for name, (own, other) in scores.items()]
-    found, problems = read_pair_scores(write_rows(tmp_path / "scores.jsonl", rows), list("eabc"))
+    found, problems, _ = read_pair_scores(write_rows(tmp_path / "scores.jsonl", rows), list("eabc"))
     assert found == ([2, 1], [3, -0.5])
-    assert [str(problem) for problem in problems] == [
-        "row_id a: line 2: chosen_score: Input should be a finite number",
-        "row_id c: line 3: rejected_score: Input should be a valid number",
+    assert problems == [
+        "line 2: row_id a: chosen_score: Input should be a finite number",
+        "line 3: row_id c: rejected_score: Input should be a valid number",
     ]
 
 

@@ -70,11 +70,10 @@ def grade_submission(
     def figures(name: str, threshold: float) -> dict[str, Any]:
         if name not in files:
             return {"reason": "missing"}
-        rows, problems = files[name]
-        fatal = [str(problem) for problem in problems if problem.fatal]
-        told = {"problems": fatal, "warnings": [str(problem) for problem in problems if not problem.fatal]}
-        if fatal:
-            return {**told, "reason": f"{len(fatal)} bad row" + "s" * (len(fatal) > 1)}
+        rows, problems, warnings = files[name]
+        told = {"problems": problems, "warnings": warnings}
+        if problems:
+            return {**told, "reason": f"{len(problems)} bad row" + "s" * (len(problems) > 1)}
         if name == REWARD_MODEL:
             metrics = reward_metrics(*rows)
             accuracy, n = metrics["accuracy"], metrics["n"]

@@ -13,13 +13,12 @@ from typing import Any
 
 from trl_ext.evaluation.submissions.assets import (
     MAX_PROMPT_TOKENS,
-    RowProblem,
+    FileRows,
     default_max_new_tokens,
     load_pairs,
     load_prompts,
     read_pair_scores,
     read_responses,
-    refuse_fatal,
 )
 from trl_ext.files import replacing, write_json_lines
 
@@ -151,8 +150,8 @@ def read_submission(
     prompts_jsonl: str | Path | None = None,
     prefs_jsonl: str | Path | None = None,
     max_new_tokens: int | None = None,
-) -> dict[str, tuple[Any, list[RowProblem]]]:
-    """Read the files of these methods that are there: the result of `read_responses` or `read_pair_scores` by method.
+) -> dict[str, FileRows]:
+    """The files that are there, by method, as `read_responses` and `read_pair_scores` return them.
 
     Args:
         folder, methods: the submission, and the methods whose files are read.
@@ -171,7 +170,7 @@ def read_submission(
             found[name] = read_responses(path, prompts, max_new_tokens=limit)
         if path.read_bytes().startswith(BOM_UTF8):
             mark = "begins with a UTF-8 byte order mark, on which the course's grader stops; pack leaves it out"
-            found[name][1].append(RowProblem(None, mark, fatal=False))
+            found[name].warnings.append(mark)
     return found
 
 
@@ -196,9 +195,9 @@ def pack_submission(folder: str | Path, out: str | Path, methods: Collection[str
     if not there:
         raise FileNotFoundError(f"{folder} holds no file of a submission, such as {wanted[0]}")
     warnings = []
-    for file, (_, problems) in there.items():
-        refuse_fatal(folder / file, problems)
-        warnings += [f"{folder / file}: {problem}" for problem in problems]
+    for file, found in there.items():
+        found.of(folder / file)
+        warnings += [f"{folder / file}: {warning}" for warning in found.warnings]
     with replacing(out) as temporary, zipfile.ZipFile(temporary, "w", zipfile.ZIP_DEFLATED) as archive:
         for file in sorted(there):
             # Use a fixed time, so that the archive depends only on its content.
