@@ -48,9 +48,8 @@ class Fault:
 
 @dataclass
 class Call:
-    """One request: when it came, what was asked, and whether its reply went out whole."""
+    """One request: what was asked, and whether its reply went out whole."""
 
-    time: float
     question: Question
     body: dict[str, Any]
     authorization: str
@@ -101,11 +100,6 @@ class LoopbackServer:
         return f"http://127.0.0.1:{self.port}/v1"
 
     @property
-    def answered(self) -> Counter:
-        """How often each question's reply went out whole."""
-        return Counter(call.question for call in self.calls if call.answered)
-
-    @property
     def asked(self) -> Counter:
         """How often each question came in."""
         return Counter(call.question for call in self.calls)
@@ -134,7 +128,7 @@ class _Handler(BaseHTTPRequestHandler):
         question = read_question(body["messages"][-1]["content"])
         with owner.lock:
             fault = owner.next_fault(question, owner.asked[question])
-            call = Call(time.monotonic(), question, body, self.headers.get("authorization", ""))
+            call = Call(question, body, self.headers.get("authorization", ""))
             owner.calls.append(call)
             owner.open += 1
             owner.most_open = max(owner.most_open, owner.open)
