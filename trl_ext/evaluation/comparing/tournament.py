@@ -71,5 +71,5 @@ def run_tournament(
         "virtual_draws": found.virtual_draws,
         "matches": matches,
         "prompts": len(prompts),
-        "usage": usage.to_dict(),
+        "usage": vars(usage),
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
@@ -54,9 +53,6 @@ class Usage:
 
     def __add__(self, other: Usage) -> Usage:
         return Usage(*map(sum, zip(vars(self).values(), vars(other).values(), strict=True)))
-
-    def to_dict(self) -> dict[str, int]:
-        return dataclasses.asdict(self)
 
 
 class JudgeError(Exception):

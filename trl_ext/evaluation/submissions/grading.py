@@ -111,5 +111,5 @@ def grade_submission(
         "grades": grades,
         "passed": sum(one["passed"] for one in grades),
         "part_two": any(part_two) if part_two else None,
-        "usage": sum(usages, Usage()).to_dict() if usages else None,
+        "usage": vars(sum(usages, Usage())) if usages else None,
     }
