@@ -122,7 +122,7 @@ class TestGenerate:
 
 
 class TestBuildScoreAndPack:
-    def test_files_scores_and_archive(self, tiny_model_path, prompts_file, tmp_path, monkeypatch):
+    def test_files_scores_and_archive(self, tiny_model_path, prompts_file, tmp_path):
         folder, archive = tmp_path / "submission", tmp_path / "s.zip"
         reward_model = save_full_model(tiny_model_path, tmp_path / "reward")
         texts = {"chosen_text": "yes", "rejected_text": "no"}
@@ -132,9 +132,8 @@ class TestBuildScoreAndPack:
         names = ["policy_generations/aot", "part2/offline_best", "reward_model/public_test_pref_scores"]
         names = [f"{name}.jsonl" for name in names]
         files = [folder / name for name in names]
-        prompts = {name: data[name] for name in ("prompts_jsonl", "max_new_tokens")}
         for file in files[:2]:
-            generate_submission_file(tiny_model_path, file, **prompts)
+            write_rows(file, [response(f"p{number}", "fine", 3, text) for number, text in enumerate(TEXTS)])
         score_submission_file(reward_model, files[2], prefs_jsonl=data["prefs_jsonl"])
         model = AutoModelForSequenceClassification.from_pretrained(reward_model).eval()
         tokenizer = AutoTokenizer.from_pretrained(reward_model)
