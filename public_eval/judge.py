@@ -62,7 +62,7 @@ def main(arguments: list[str] | None = None) -> None:
                 {"candidates": [a.name, b.name], **paired_difference(a.outcomes, b.outcomes).to_dict()}
                 for a, b in itertools.combinations(results, 2)
             ],
-            "usage": sum((result.usage for result in results), Usage()).to_dict(),
+            "usage": vars(sum((result.usage for result in results), Usage())),
         }
         if options.verdicts:
             rows = [{"candidate": result.name, **row} for result in results for row in result.verdicts]

@@ -35,19 +35,19 @@ def main(arguments: list[str] | None = None) -> None:
             raise ValueError(f"{BASE}.jsonl: the base takes part anyway; give its file with --base_jsonl")
         systems = {BASE: base, **policies}
         judge = commands.make_judge(options, prompts)
-        tournament = run_tournament(judge, prompts, systems, **commands.judging_options(options))
-        summary = {"judge": commands.judge_settings(options), **tournament.to_dict()}
+        found = run_tournament(judge, prompts, systems, **commands.judging_options(options))
+        summary = {"judge": commands.judge_settings(options), **found}
         write_json(options.out / "tournament.json", summary)
     if options.json:
         print_json(summary)
         return
     rows = []
-    for row in tournament.table():
+    for row in found["ratings"]:
         expected = Estimate(row["expected_against_base"], row["expected_low"], row["expected_high"])
         rating = Estimate(row["rating"], row["low"], row["high"])
         rows.append((row["name"], f"{rating:.0f}", f"{expected:.3f}"))
     print(format_table(("policy", "rating", "expected against the base"), rows))
-    if tournament.ratings.virtual_draws:
+    if found["virtual_draws"]:
         print("somebody won or lost everything: a virtual draw was added to every pair, else ratings were infinite")
     print(commands.usage_line(summary["usage"]))
 

@@ -1,7 +1,4 @@
-"""The `trl-ext` command: the recipes, the evaluation and the report, wherever the package is installed.
-
-Each command runs the script or module behind it and repeats nothing of it.
-"""
+"""The `trl-ext` command: the recipes, the evaluation and the report, wherever the package is installed."""
 
 from __future__ import annotations
 
@@ -85,9 +82,6 @@ def _help() -> str:
     return f"usage: trl-ext COMMAND ... (every command has --help)\n\n{lines}\n\n{several}"
 
 
-# ---- Recipes ----
-
-
 def recipes() -> dict[str, str]:
     """Names of the recipes, each with the first sentence of its docstring."""
     found = {}
@@ -137,9 +131,6 @@ def _with_files(arguments: Sequence[str]) -> list[str]:
     return found
 
 
-# ---- Configurations ----
-
-
 def shipped_configs() -> list[str]:
     """The recipes' configurations that are shipped with the package, such as `toy/aot.yaml`, without mere bases."""
     return sorted(path.relative_to(CONFIGS).as_posix() for path in CONFIGS.rglob("[!_]*.yaml"))
@@ -169,9 +160,6 @@ def _configs(arguments: list[str]) -> None:
     print("\n".join(f"  {name}" for name in shipped_configs()))
     print(f"in {SCRIPTS}, for accelerate launch --config_file $(trl-ext configs NAME) -m trl_ext train RECIPE:")
     print("\n".join(f"  {name}" for name in _launcher_configs()))
-
-
-# ---- Modules ----
 
 
 def run_module(command: str, arguments: Sequence[str]) -> None:

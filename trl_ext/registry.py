@@ -97,12 +97,7 @@ EntryType = TypeVar("EntryType", bound=Entry)
 
 
 class Registry(dict[str, EntryType], Generic[EntryType]):
-    """A table from names to entries in which each name occurs once.
-
-    Args:
-        kind: what an entry is called in messages.
-        entry_class: the class of the entries.
-    """
+    """A table from names to entries of one class; `kind` is what an entry is called in messages."""
 
     def __init__(self, kind: str, entry_class: type[EntryType]):
         super().__init__()
@@ -118,11 +113,9 @@ class Registry(dict[str, EntryType], Generic[EntryType]):
         return register
 
     def add(self, entry: EntryType) -> None:
-        """Add an entry.
+        """Add an entry; ValueError if the name is taken by another function.
 
-        Raises:
-            ValueError: the name is taken by another function. (The same function defined again, as when a notebook
-                cell is run twice, replaces the earlier one.)
+        The same function defined again, as when a notebook cell is run twice, replaces the earlier one.
         """
         known = self.get(entry.name)
         if known is not None and not _same(known.function, entry.function):

@@ -9,7 +9,7 @@ _NAMES_BY_MODULE = {
     ".judging.cache": "CacheError VerdictCache",
     ".judging.openai_judge": "OpenAIJudge",
     ".judging.rubric": "RubricReward",
-    ".judging.pairs": "JudgingResult TooManyErrors compare judge_pairs",
+    ".judging.pairs": "JudgingResult TooManyErrors judge_pairs",
     ".judging.protocol": "JudgeError JudgeUnavailable Judgement PairwiseJudge Usage",
     ".judging.score_judges": "GroundTruthJudge RewardModelJudge",
     ".comparing.generations": "PolicyComparison compare_generations",

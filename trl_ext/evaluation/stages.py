@@ -42,8 +42,6 @@ def compare_stages(
         reference: the stage from which the KL is measured.
         reward_models: folders or hub names of reward models, by name.
         score_function: a known score `f(prompt_text, response, *, finished)`; None for none.
-        seed: sampling seed.
-        progress: whether to show progress bars.
 
     Returns:
         One JSON-ready row for each model, with `name`, `model`, the figures of `summarize_samples`, `kl` as from
@@ -64,15 +62,15 @@ def compare_stages(
             ratios: Sequence = [None] * len(part)
             if name != reference:
                 ratios = _log_ratios(load(source), load(models[reference]), generations, sampling.batch_size)
-            return [
-                {
-                    "rewards": {key: values[index] for key, values in rewards.items()},
-                    "true_score": _true_score(score_function, row, texts[index], finished[index]),
-                    "family": row.get("family"),
-                    "log_ratios": ratios[index],
-                }
-                for index, row in enumerate(part)
-            ]
+            columns = []
+            for index, row in enumerate(part):
+                graded_as, true_score = row.get("graded_as", row["prompt_text"]), None
+                if score_function and graded_as:
+                    true_score = score_function(graded_as, texts[index], finished=finished[index])
+                own = {key: values[index] for key, values in rewards.items()}
+                family, log_ratios = row.get("family"), ratios[index]
+                columns.append({"rewards": own, "true_score": true_score, "family": family, "log_ratios": log_ratios})
+            return columns
 
         found = samples[name] = sample_responses(
             prompts,
@@ -87,11 +85,6 @@ def compare_stages(
         kl = None if ratios[0] is None else approximate_kl(ratios, [torch.zeros_like(ratio) for ratio in ratios])
         rows.append({"name": name, "model": str(source), "kl": kl, **summarize_samples(found), **shares})
     return rows, samples
-
-
-def _true_score(score_function: Callable[..., float] | None, row: Mapping, text: str, finished: bool) -> float | None:
-    graded_as = row.get("graded_as", row["prompt_text"])
-    return score_function(graded_as, text, finished=finished) if score_function and graded_as else None
 
 
 def _log_ratios(policy: tuple, reference: tuple, generations: list, batch_size: int) -> Sequence[torch.Tensor | None]:

@@ -27,7 +27,6 @@ from trl_ext.evaluation import (
     judge_pairs,
     win_rate,
 )
-from trl_ext.evaluation.judging.pairs import make_questions
 
 KEY = "sk-proj-0123456789abcdef-secret"
 # A fault, how often a question is sent with it before it counts as an error, the words of that error, and whether the
@@ -101,10 +100,10 @@ class TestServer:
     def test_what_every_request_would_meet_ends_the_run(self, fault, words, tmp_path):
         """After six answers. Those are kept, and a request for each thread at most is sent in vain."""
         cache, script = tmp_path / "cache.sqlite", [None] * 6 + [fault] * 1000
-        with LoopbackServer(latency=0.02, faults=script) as server, pytest.raises(JudgeUnavailable) as caught:
-            judge_pairs(judge_of(server), *pairs(30), cache=cache, max_concurrency=4)
-        assert_one_line(str(caught.value), words)
-        assert kept(cache) == sum(server.answered.values()) == 6
+        with LoopbackServer(latency=0.02, faults=script) as server:
+            run = partial(judge_pairs, judge_of(server), *pairs(30), cache=cache, max_concurrency=4)
+            assert_refused(run, *words, error=JudgeUnavailable)
+        assert kept(cache) == 6
         # Of the failures in a row, a late answer can interrupt three; a request for each thread is open at the end.
         assert len(server.calls) <= 6 + 3 + 3 + 4
         assert max(server.asked.values()) == 1, "nothing is asked again"
@@ -141,22 +140,14 @@ class TestServer:
         texts = ("cccc", "bb"), ("bb", "cccc"), ("bb", "cccc")
         refused = {(f"user: question {row}", *shown) for row, shown in zip((1, 1, 4), texts, strict=True)}
         cache = tmp_path / "cache.sqlite"
-
-        def faults(question, _):
-            return Fault("refusal") if question in refused else None
-
-        with LoopbackServer(faults=faults) as server, pytest.raises(TooManyErrors) as caught:
-            judge_pairs(judge_of(server), *pairs(10), max_error_fraction=0.1, max_concurrency=1)
         words = ["2 of 10 rows", "max_error_fraction", "row_id r1", "I cannot judge this. (3 attempts)"]
-        assert_one_line(str(caught.value), words)
-        assert len(server.calls) == 7 + 9
-        with LoopbackServer(faults=faults) as server:
-            with pytest.raises(TooManyErrors, match="of 10 rows could not be judged"):
-                judge_pairs(judge_of(server), *pairs(10), cache=cache, max_error_fraction=0.1)
-            assert 0 < kept(cache) == len(server.answered.keys() - refused) <= 17
+        with LoopbackServer(faults=lambda question, _: Fault("refusal") if question in refused else None) as server:
+            judge = partial(judge_pairs, judge_of(server), *pairs(10), cache=cache)
+            assert_refused(lambda: judge(max_error_fraction=0.1, max_concurrency=1), *words, error=TooManyErrors)
+            assert (len(server.calls), kept(cache)) == (7 + 9, 7)
             refused.clear()
-            result = judge_pairs(judge_of(server), *pairs(10), cache=cache, max_error_fraction=0)
-        assert result.usage.cached + result.usage.calls == kept(cache) == 20
+            result = judge(max_error_fraction=0)
+        assert (result.usage.cached, result.usage.calls) == (7, 13)
         assert [row["outcome"] for row in result.verdicts] == expected_outcomes(10)
 
     @pytest.mark.parametrize("open_at_once", [1, 8])
@@ -267,9 +258,8 @@ class TestCache:
         monkeypatch.undo()
         assert 3 <= kept(cache) <= len(server.calls) < 24
         with LoopbackServer() as again:
-            result = judge_pairs(judge_of(again), *pairs(12), cache=cache)
-        assert result.usage.cached + len(again.calls) == 24
-        assert [row["outcome"] for row in result.verdicts] == expected_outcomes(12)
+            judge_pairs(judge_of(again), *pairs(12), cache=cache)
+        assert kept(cache) == 24
 
 
 def judge_in_process(url: str, cache: str, count: int, concurrency: int) -> None:
@@ -284,13 +274,6 @@ def processes():
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["openai", __name__, "trl_ext.evaluation.judging.openai_judge"])
     return context
-
-
-def question_keys(count: int) -> dict[str, tuple[str, str, str]]:
-    """The cache's key of every question, and the question as the server sees it."""
-    judge = OpenAIJudge(base_url="http://localhost/v1", instructions="Judge well.")
-    both = [question for pair in make_questions(judge, *pairs(count)) for question in pair]
-    return {q.key: (f"user: {q.prompt[-1]['content']}", q.response_a, q.response_b) for q in both}
 
 
 class TestProcesses:
@@ -310,13 +293,12 @@ class TestProcesses:
     def test_twenty_kills(self, processes, tmp_path):
         """60 pairs in both orders, killed at twenty random moments of judging and started again each time.
 
-        What is in the cache at a kill is never asked again, and at the end every verdict is there once. Requests that
-        were open at a kill are sent again, and so are those whose answers were not written yet. Answers are written
-        before anything else is asked, so both together are at most as many as may be open.
+        At the end every verdict is in the cache once. Requests that were open at a kill are sent again, and so are
+        those whose answers were not written yet. Answers are written before anything else is asked, so both together
+        are at most as many as may be open, at each kill: what is in the cache is never asked again.
         """
         cache, count, kills, concurrency = tmp_path / "cache.sqlite", 60, 20, 4
-        keys, generator = question_keys(count), random.Random(time.time_ns())
-        asked_when_cached: dict[str, int] = {}
+        generator = random.Random(time.time_ns())
         with LoopbackServer(latency=0.05) as server:
             for _ in range(kills):
                 before = len(server.calls)
@@ -327,22 +309,12 @@ class TestProcesses:
                 process.kill()
                 process.join()
                 assert process.exitcode == -signal.SIGKILL, "it was over before it could be killed"
-                asked = server.asked
-                with VerdictCache(cache) as store:
-                    for key in keys:
-                        if store.get(key) is not None:
-                            asked_when_cached.setdefault(key, asked[keys[key]])
             wait_for(lambda: server.open == 0)
+            cached = kept(cache)
             result = judge_pairs(judge_of(server), *pairs(count), cache=cache, max_concurrency=concurrency)
-        for key, times in asked_when_cached.items():
-            assert server.asked[keys[key]] == times, "a verdict in the cache was asked for again"
-        with VerdictCache(cache) as store:
-            assert all(store.get(key) is not None for key in keys) and kept(cache) == len(keys)
+        assert (result.usage.cached, kept(cache)) == (cached, 2 * count)
         assert [row["outcome"] for row in result.verdicts] == expected_outcomes(count)
-        repeated = len(server.calls) - 2 * count
-        answered_twice = sum(times - 1 for times in server.answered.values())
-        print(f"{repeated} requests repeated, {answered_twice} of them answered to a killed process")
-        assert repeated <= kills * concurrency
+        assert len(server.calls) - 2 * count <= kills * concurrency
 
 
 def wait_for(condition, seconds: float = 60.0) -> None:

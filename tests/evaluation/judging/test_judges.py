@@ -22,7 +22,6 @@ from trl_ext.evaluation import (
     RewardModelJudge,
     RubricReward,
     Usage,
-    compare,
     judge_pairs,
     win_rate,
 )
@@ -56,14 +55,12 @@ class TestAnswer:
         usable, quality, tags = expected
         assert result == Judgement("A", usable, worst, 1.0, 3, quality, tags, "Better.")
 
-    def test_answers_outside_the_schema(self):
+    def test_schema_is_what_strict_output_takes(self):
+        """Every property required, none besides; the reason is written before the verdict that it leads to."""
         changes = {"best": "C", "strength": 6, "quality": "4", "confidence": 1.01, "usable": "true", "winner": "A"}
         for name, value in {**changes, "exclusion_tags": "none"}.items():
             with pytest.raises(ValidationError, match=name):
                 JudgeAnswer(**loopback_answer(QUESTION, **{name: value}))
-
-    def test_schema_is_what_strict_output_takes(self):
-        """Every property required, none besides; the reason is written before the verdict that it leads to."""
         assert SCHEMA["required"] == list(SCHEMA["properties"]) == list(loopback_answer(QUESTION))
         assert SCHEMA["additionalProperties"] is False and SCHEMA["required"][0] == "reason"
         strength = {"title": "Strength", "type": "integer", "minimum": 1, "maximum": 5}
@@ -106,7 +103,7 @@ class TestOpenAIJudge:
         assert body["reasoning_effort"] == "low" and body["max_completion_tokens"] == 77
         assert schema["strict"] is True and schema["schema"] == SCHEMA
 
-    def test_defaults_and_instructions_from_a_file(self, tmp_path):
+    def test_defaults_and_what_a_verdict_depends_on(self, tmp_path):
         """The server's defaults are left alone, and no verdict of a stand-in counts as the model's."""
         with LoopbackServer() as server:
             OpenAIJudge(base_url=server.url).judge("q", "a", "b")
@@ -115,8 +112,8 @@ class TestOpenAIJudge:
         assert "`best`" in call.body["messages"][0]["content"] and call.authorization == "Bearer none"
         path = tmp_path / "rubric.md"
         path.write_text("Judge by rhyme.")
-        identity = OpenAIJudge(instructions=path).identity
-        assert identity["instructions"] == "Judge by rhyme."
+        identity = {"kind": "openai", "model": "gpt-5.4", "instructions": "Judge by rhyme."}
+        assert OpenAIJudge(instructions=path).identity == identity
         assert OpenAIJudge(instructions=path, base_url=server.url).identity == {**identity, "server": "own"}
 
     def test_refusals(self, tmp_path, monkeypatch):
@@ -150,11 +147,9 @@ class TestRewardModelJudge:
 
     def test_each_response_is_scored_once_and_in_one_batch(self):
         judge = RewardModelJudge(FakeRewardModel())
-        judge_pairs(judge, prompt_rows(4), ["c", "cc", "c", "c"], ["b"] * 4)
-        [batch] = judge.reward_model.batches
-        assert len(batch) == 8
-        compare(judge, prompt_rows(4), ["c", "cc", "c", "c"], ["b"] * 4)
-        assert len(judge.reward_model.batches) == 1
+        for _ in range(2):
+            judge_pairs(judge, prompt_rows(4), ["c", "cc", "c", "c"], ["b"] * 4)
+            assert [len(batch) for batch in judge.reward_model.batches] == [8]
         judge.reward_model.score = lambda *_, **__: torch.tensor([1.0, float("nan")])
         assert_refused(lambda: judge.judge("p", "fine", "bad"), "nan", "'p'")
 
@@ -201,7 +196,7 @@ class TestJudgePairs:
             judge = OpenAIJudge(base_url=server.url)
             result = judge_pairs(judge, rows, *responses, cache=cache)
         assert [call.question[0] for call in server.calls] == ["user: question 1"] * 2
-        assert (result.usage.calls, kept(cache)) == (2, 2)
+        assert result.usage == Usage(calls=2, input_tokens=2 * 900, output_tokens=2 * 80) and kept(cache) == 2
         expected = {
             "outcome": ["tie", "candidate", "base", "base"],
             "reason": ["identical responses", None, "empty response", "empty response"],
@@ -209,6 +204,9 @@ class TestJudgePairs:
             "empty": [False, False, True, True],
         }
         assert {name: [row[name] for row in result.verdicts] for name in expected} == expected
+        # The server is gone: everything comes from the file.
+        again = judge_pairs(judge, rows, *responses, cache=cache)
+        assert again == result._replace(usage=Usage(cached=2))
         assert result.verdicts[0]["candidate_first"] is result.verdicts[0]["base_first"] is None
         summary = win_rate(result.outcomes)
         assert (summary.half.rate, summary.half.n) == (1.5 / 4, 4)
@@ -257,7 +255,6 @@ class TestCacheIdentity:
                 return result.usage.calls, result.usage.cached
 
             assert calls() == (2, 0)
-            assert calls() == (0, 2)
             # The base against the candidate are the same two questions.
             assert calls(candidate="b", base="cc") == (0, 2)
             assert calls(timeout=5, max_retries=1) == (0, 2)
@@ -268,19 +265,7 @@ class TestCacheIdentity:
             assert calls(max_output_tokens=2048) == (0, 2)
             assert calls(candidate="cc ") == (2, 0)
             rows[0]["prompt"] = [{"role": "system", "content": "s"}, *rows[0]["prompt"]]
-            assert calls() == (2, 0)
-            assert calls() == (0, 2)
-
-    def test_cached_verdicts_give_the_same_result(self, tmp_path):
-        cache, rows = tmp_path / "folder" / "cache.sqlite", prompt_rows(5)
-        candidate, base = ["c", "cc", "ccc", "c", ""], ["bb"] * 5
-        with LoopbackServer() as server:
-            first = judge_pairs(judge_of(server), rows, candidate, base, cache=cache)
-        # The server is gone: everything comes from the file.
-        second = judge_pairs(judge_of(server), rows, candidate, base, cache=cache)
-        assert second.outcomes == first.outcomes and second.verdicts == first.verdicts
-        assert (first.usage.calls, first.usage.input_tokens, first.usage.output_tokens) == (8, 8 * 900, 8 * 80)
-        assert (second.usage.cached, second.usage.calls, second.usage.input_tokens) == (8, 0, 0)
+            assert [calls(), calls()] == [(2, 0), (0, 2)]
 
 
 # ---- Rubrics ----
@@ -327,12 +312,14 @@ def test_the_share_of_weights_that_are_met():
 
 
 def test_one_rating_by_all_criteria():
+    """A response with tools may end in a call or in a tool's message: its last text by the assistant is judged."""
     server = Server(rating=7)
-    conversation = [[{"role": "user", "content": "q"}]]
-    found = reward_with(server, "implicit")(conversation, [[{"role": "assistant", "content": "r"}]], rubric=[RUBRIC])
+    said = [{"role": "assistant", "content": "r"}, {"role": "assistant", "tool_calls": []}, {"role": "tool"}]
+    found = reward_with(server, "implicit")([[{"role": "user", "content": "q"}]], [said], rubric=[RUBRIC])
     assert found == pytest.approx([6 / 9])
     (question,) = server.questions
     assert "1: says why\n1: names a source\n0.7: is polite" in question and "user: q" in question
+    assert "]\nr\n[" in question
 
 
 def test_a_question_without_an_answer_is_missing_and_not_a_zero(caplog):
@@ -367,13 +354,6 @@ def test_a_file_of_prompts_keeps_its_rubrics(tmp_path):
     criteria = [[(one.criterion, one.weight) for one in read_rubric(rubric)] for rubric in read[:2]]
     assert criteria == [[("says why", 1.0)], [("is polite", 2.0), ("is short", 1.0)]]
     assert_refused(lambda: read_rubric(read[2]), "rubric: 0.criterion")
-
-
-def test_the_last_text_of_the_assistant_is_judged():
-    """A response with tools may end in a call or in a tool's message."""
-    said = {"role": "assistant", "content": "why"}
-    completions = [[said, {"role": "tool", "content": "4"}], [{"role": "assistant", "tool_calls": []}]]
-    assert reward_with(Server())(["q", "q"], completions, rubric=[["says why"]] * 2) == [1.0, 0.0]
 
 
 def test_refusals():

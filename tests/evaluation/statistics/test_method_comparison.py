@@ -14,7 +14,7 @@ from tests.support.files import write_rows
 from tests.support.public_evaluation import plan, response_rows, write_assets
 from tests.support.refusals import assert_refused
 from trl_ext.evaluation import JudgeError
-from trl_ext.evaluation.comparing.runs import metric_values, read_method_run
+from trl_ext.evaluation.comparing.runs import compare_runs, read_method_run
 from trl_ext.evaluation.comparing.tournament import run_tournament
 from trl_ext.evaluation.statistics.crossed import (
     compare_with_baseline,
@@ -216,23 +216,20 @@ def test_methods_against_a_baseline():
     assert found["itself"].p_value == 1.0
 
 
-def read_runs(folder, rows=(), **runs: dict):
-    for name, run in runs.items():
-        about = {"objective": name, "model": "toy", "dataset": "toy", "seed": 0, **run}
-        (folder / name).mkdir()
-        write_json(folder / name / "results.json", {"run": about})
-        write_rows(folder / name / "generations.jsonl", rows)
-    return [read_method_run(folder / name, name, 0) for name in runs]
-
-
 def test_a_prompt_without_a_value_in_one_run_is_left_out_for_all(tmp_path):
-    """A method that fails on hard prompts does not win by it. Values that are not finite are none."""
-    runs = read_runs(tmp_path, dpo={}, kto={})
-    for run, scores in zip(runs, ((0.1, 0.9, 0.5, 0.7), (None, 0.8, math.nan, 0.6)), strict=True):
-        run.rows.update({f"p{place}": {"score": score} for place, score in enumerate(scores)})
-    values, left_out = metric_values(runs, "score")
-    assert left_out == 2
-    assert {method: found.tolist() for (method, _), found in values.items()} == {"dpo": [0.9, 0.7], "kto": [0.8, 0.6]}
+    """A method that fails on hard prompts does not win by it. Values that are not finite are none: two prompts remain,
+    with the means (0.9 + 0.7) / 2 and (0.8 + 0.6) / 2. A prompt's place in the file does not matter."""
+    runs = []
+    for name, scores in (("dpo", (0.1, 0.9, 0.5, 0.7)), ("kto", (None, 0.8, math.nan, 0.6))):
+        about = {"objective": name, "model": "toy", "dataset": "toy", "seed": 0}
+        write_json(tmp_path / name / "results.json", {"run": about})
+        rows = [{"row_id": f"p{place}", "score": score} for place, score in enumerate(scores)]
+        write_rows(tmp_path / name / "generations.jsonl", rows if name == "dpo" else rows[::-1])
+        runs.append(read_method_run(tmp_path / name, name, 0))
+    found = compare_runs(runs, "dpo")
+    assert found["prompts"] == 2 and found["notes"][-1].startswith("2 prompts lack a value")
+    assert [one["mean"] for one in found["methods"]] == pytest.approx([0.8, 0.7])
+    assert found["comparisons"][0]["difference"]["mean"] == pytest.approx(-0.1)
 
 
 # ---- Ratings ----
@@ -360,7 +357,7 @@ def test_matches_by_hand(systems):
     Even against bad: 5 wins, 5 ties between wrong answers: 0.75."""
     prompts, responses = systems
     result = run_tournament(known_score_judge(prompts), prompts, responses)
-    rates = {(match["first"], match["second"]): match["rate"] for match in result.matches}
+    rates = {(match["first"], match["second"]): match["rate"] for match in result["matches"]}
     assert rates == {
         ("base", "good"): pytest.approx(1 - (8 + 1) / 10),
         ("base", "even"): pytest.approx(0.5),
@@ -369,12 +366,11 @@ def test_matches_by_hand(systems):
         ("good", "bad"): 1.0,
         ("even", "bad"): pytest.approx(0.75),
     }
-    assert all(match["n"] == 10 and match["errors"] == 0 for match in result.matches)
+    assert all(match["n"] == 10 and match["errors"] == 0 for match in result["matches"])
     # In a round robin ratings rank by points: 0.9 + 0.75 + 1, 0.1 + 0.5 + 1, 0.5 + 0.25 + 0.75, and 0.25.
-    assert [row["name"] for row in result.table()] == ["good", "base", "even", "bad"]
-    base = result.names.index("base")
-    assert (result.ratings.ratings[base], result.ratings.low[base], result.ratings.high[base]) == (1000,) * 3
-    assert not result.ratings.virtual_draws, "bad draws with even, so it can be reached"
+    assert [row["name"] for row in result["ratings"]] == ["good", "base", "even", "bad"]
+    assert [result["ratings"][1][name] for name in ("rating", "low", "high")] == [1000] * 3
+    assert not result["virtual_draws"], "bad draws with even, so it can be reached"
 
 
 def test_one_policy_in_closed_form(systems):
@@ -382,7 +378,7 @@ def test_one_policy_in_closed_form(systems):
     prompts, responses = systems
     judge, two = known_score_judge(prompts), {name: responses[name] for name in ("base", "good")}
     result = run_tournament(judge, prompts, two)
-    row = result.table()[0]
+    row, base = result["ratings"]
     assert row["rating"] == pytest.approx(1000 + 400 * math.log10(9), abs=1e-6)
     assert row["expected_against_base"] == pytest.approx(0.9)
     assert row["low"] < row["rating"] < row["high"]
@@ -391,12 +387,11 @@ def test_one_policy_in_closed_form(systems):
         odds = 10 ** ((row[end] - 1000) / 400)
         assert row[f"expected_{end}"] == pytest.approx(odds / (1 + odds))
     assert row["expected_low"] < 0.9 < row["expected_high"]
-    base = result.table()[1]
     assert base["expected_against_base"] is base["expected_low"] is base["expected_high"] is None
     # Bad loses all 10; with a draw half each way 10.5 to 0.5.
     result = run_tournament(judge, prompts, {name: responses[name] for name in ("base", "bad")})
-    assert result.ratings.virtual_draws
-    assert result.table()[1]["rating"] == pytest.approx(1000 - 400 * math.log10(21), abs=1e-6)
+    assert result["virtual_draws"]
+    assert result["ratings"][1]["rating"] == pytest.approx(1000 - 400 * math.log10(21), abs=1e-6)
 
 
 def test_unjudged_rows_are_counted(systems):
@@ -409,6 +404,6 @@ def test_unjudged_rows_are_counted(systems):
         return known.judge(prompt, a, b)
 
     two = {name: responses[name] for name in ("base", "good")}
-    (match,) = run_tournament(fails_on_axes, prompts, two, max_error_fraction=0.1).matches
+    (match,) = run_tournament(fails_on_axes, prompts, two, max_error_fraction=0.1)["matches"]
     # Without the row of the axe, seven wins are left beside the two ties.
     assert (match["n"], match["errors"], match["rate"]) == (9, 1, pytest.approx(1 / 9))

@@ -13,7 +13,7 @@ from scipy.special import expit
 from scipy.stats import binomtest
 
 from tests.support.refusals import assert_refused
-from trl_ext.evaluation import GroundTruthJudge, PairOutcome, compare, mean_with_interval, win_rate
+from trl_ext.evaluation import GroundTruthJudge, PairOutcome, judge_pairs, mean_with_interval, win_rate
 from trl_ext.evaluation.judging.pairs import CallableJudge
 from trl_ext.evaluation.statistics.intervals import (
     mean_interval,
@@ -124,16 +124,18 @@ class ScriptedJudge:
 class TestCompare:
     def test_both_orders_and_labels_mapped_back(self):
         judge = ScriptedJudge("A", "A", "B", "A", "A", "tie")
-        outcomes = compare(judge, prompt_rows("p", "q", "s"), ["c0", "c1", "c2"], ["b0", "b1", "b2"])
+        responses = ["c0", "c1", "c2"], ["b0", "b1", "b2"]
+        outcomes = judge_pairs(judge, prompt_rows("p", "q", "s"), *responses, max_concurrency=1).outcomes
         shown = [("p", "c0", "b0"), ("p", "b0", "c0"), ("q", "c1", "b1"), ("q", "b1", "c1"), ("s", "c2", "b2")]
         assert judge.shown == [*shown, ("s", "b2", "c2")]
         found = [(outcome.row_id, outcome.first, outcome.second) for outcome in outcomes]
         assert found == [("r0", C, B), ("r1", B, B), ("r2", C, T)]
 
-    def test_the_judge_is_called_from_the_callers_thread(self):
+    def test_one_question_at_a_time_is_asked_in_the_callers_thread(self):
         """What torch, a database or an event loop keep by thread is there for it."""
         threads = set()
-        compare(CallableJudge(lambda *_: threads.add(threading.get_ident()) or "A"), prompt_rows("p"), ["c"], ["b"])
+        judge = CallableJudge(lambda *_: threads.add(threading.get_ident()) or "A")
+        judge_pairs(judge, prompt_rows("p"), ["c"], ["b"], max_concurrency=1)
         assert threads == {threading.get_ident()}
 
 
@@ -142,10 +144,11 @@ def test_the_higher_known_score_wins():
     judge = GroundTruthJudge(lambda prompt, text, finished=True: float(text.count(prompt)) if finished else 0.0)
     prompts, candidate, base = ("x", "y", "z", "l", "l"), ("xx", "-", "z", "lll", "l"), ("x", "y", "z", "l", "lll")
     flags = {"candidate_finished": [True] * 3 + [False, True], "base_finished": [True] * 4 + [False]}
-    outcomes = compare(judge, prompt_rows(*prompts), candidate, base, **flags)
+    outcomes = judge_pairs(judge, prompt_rows(*prompts), candidate, base, **flags).outcomes
     assert [(one.first, one.second) for one in outcomes] == [(C, C), (B, B), (T, T), (B, B), (C, C)]
     # By default it is the toy score.
-    [outcome] = compare(GroundTruthJudge(), prompt_rows("Sort these numbers: 7 2 9 4."), ["2 4 7 9"], ["9 9 9 9"])
+    asked = prompt_rows("Sort these numbers: 7 2 9 4."), ["2 4 7 9"], ["9 9 9 9"]
+    [outcome] = judge_pairs(GroundTruthJudge(), *asked).outcomes
     assert (outcome.first, outcome.second) == (C, C)
 
 

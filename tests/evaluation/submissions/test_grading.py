@@ -30,67 +30,58 @@ from trl_ext.evaluation.submissions.assets import (
 )
 from trl_ext.evaluation.submissions.submission import generate_submission_file
 
-PROMPTS = [{"row_id": name, "prompt_text": f"Say {name} twice."} for name in ("cat", "dog", "owl", "fox")]
-
-
 GOOD = {name: response(name) for name in ("cat", "dog", "owl", "fox")}
+PROMPTS = [{"row_id": name, "prompt_text": row["prompt_text"]} for name, row in GOOD.items()]
 COUNT = "generated_num_tokens: Input should be"
 BUDGET = "over the token budget of 10: generated_num_tokens is"
 
 
 class TestReadResponses:
     @pytest.mark.parametrize(
-        "name, row, row_id, message",
+        "name, row, message",
         [
-            ("cat", response("cat", tokens=11), "cat", f"{BUDGET} 11"),
-            ("cat", response("cat", text="  "), "cat", "the response is empty"),
-            ("new", GOOD["dog"], "dog", "duplicate: on lines 2 and 5"),
-            ("new", response("emu"), "emu", "line 5: foreign: none of the 4 rows"),
-            ("new", {"prompt_text": "no id"}, "None", "line 5: foreign: none of the 4 rows"),
-            ("new", "[1]", None, "line 5: bad JSON: expected an object, got list"),
-            ("fox", None, "fox", "missing"),
-            ("owl", response("owl", prompt_text="?"), "owl", "prompt_text is not the benchmark's for this row_id"),
+            ("cat", response("cat", tokens=11), f"row_id cat: {BUDGET} 11"),
+            ("new", GOOD["dog"], "line 5: row_id dog: row_id: already used on line 2"),
+            ("new", response("emu"), "line 5: row_id emu: foreign: none of the 4 rows"),
+            ("new", {"prompt_text": "no id"}, "line 5: foreign: none of the 4 rows"),
+            ("new", "[1]", "line 5: bad JSON: expected an object, got list"),
+            ("fox", None, "row_id fox: missing"),
+            (
+                "owl",
+                response("owl", prompt_text="?"),
+                "row_id owl: prompt_text is not the benchmark's",
+            ),
             (
                 "cat",
                 GOOD["cat"] | {"response_text": None},
-                "cat",
-                "line 1: response_text: Input should be a valid string",
+                "line 1: row_id cat: response_text: Input should",
             ),
-            *(
-                ("dog", GOOD["dog"] | {"generated_num_tokens": value}, "dog", f"line 2: {COUNT} {told}")
-                for value, told in (
-                    ("7", "a valid integer"),
-                    (True, "a valid integer"),
-                    (-1, "greater than or equal to 0"),
-                )
-            ),
+            ("dog", response("dog", tokens="7"), f"line 2: row_id dog: {COUNT} a valid integer"),
+            ("dog", response("dog", tokens=-1), f"line 2: row_id dog: {COUNT} greater than or equal to 0"),
         ],
     )
-    def test_every_problem_is_named(self, tmp_path, name, row, row_id, message):
+    def test_every_problem_is_named(self, tmp_path, name, row, message):
         rows = [one for one in {**GOOD, name: row}.values() if one is not None]
-        _, problems = read_responses(write_rows(tmp_path / "aot.jsonl", rows), PROMPTS, max_new_tokens=10)
-        assert problems == [(row_id, message, message != "the response is empty")]
+        found = read_responses(write_rows(tmp_path / "aot.jsonl", rows), PROMPTS, max_new_tokens=10)
+        assert [problem.startswith(message) for problem in found.problems] == [True] and not found.warnings
 
     def test_good_rows_in_the_order_of_the_prompts(self, tmp_path):
         """At the limit of 10 tokens a response is truncated."""
         tokens = {"fox": 9, "cat": 9, "owl": 10, "dog": 9}
         rows = [response(name, f"{name} {name}", tokens[name]) for name in tokens]
-        responses, problems = read_responses(write_rows(tmp_path / "aot.jsonl", rows), PROMPTS, max_new_tokens=10)
+        responses, *problems = read_responses(write_rows(tmp_path / "aot.jsonl", rows), PROMPTS, max_new_tokens=10)
         assert [(r.row_id, r.finished) for r in responses] == [("cat", 1), ("dog", 1), ("owl", 0), ("fox", 1)]
-        assert responses[3].text == "fox fox" and problems == []
+        assert responses[3].text == "fox fox" and problems == [[], []]
 
 
 def test_scores_and_their_problems(tmp_path):
-    scores = {"b": (1, -0.5), "a": (math.nan, 1), "c": (0.5, "1"), "e": (2, 3), "d": (math.inf, 1), "f": (True, 1)}
-    names = ("chosen_score", "rejected_score")
-    rows = [{"row_id": row_id, **dict(zip(names, pair, strict=True))} for row_id, pair in scores.items()]
-    found, problems = read_pair_scores(write_rows(tmp_path / "scores.jsonl", rows), list("eabcdf"))
+    scores = {"b": (1, -0.5), "a": (math.nan, 1), "c": (0.5, "1"), "e": (2, 3)}
+    rows = [{"row_id": name, "chosen_score": own, "rejected_score": other} for name, (own, other) in scores.items()]
+    found, problems, _ = read_pair_scores(write_rows(tmp_path / "scores.jsonl", rows), list("eabc"))
     assert found == ([2, 1], [3, -0.5])
-    assert [str(problem) for problem in problems] == [
-        "row_id a: line 2: chosen_score: Input should be a finite number",
-        "row_id c: line 3: rejected_score: Input should be a valid number",
-        "row_id d: line 5: chosen_score: Input should be a finite number",
-        "row_id f: line 6: chosen_score: Input should be a valid number",
+    assert problems == [
+        "line 2: row_id a: chosen_score: Input should be a finite number",
+        "line 3: row_id c: rejected_score: Input should be a valid number",
     ]
 
 
@@ -180,8 +171,8 @@ class TestPolicies:
     def test_nothing_settled_is_a_failure(self, folder, assets):
         write_policy(folder, "aot", response_rows(plan(tie=10)))
         grade = only(grade_submission(folder, {"aot": 0.0}, **assets))
-        assert (grade.passed, grade.figure) == (False, None)
-        assert (grade.reason, grade.half["rate"]) == ("no comparison counts", 0.5)
+        found = (grade.passed, grade.figure, grade.reason, grade.half["rate"])
+        assert found == (False, None, "no comparison counts", 0.5)
 
     def test_a_response_cut_at_the_limit_is_judged_as_cut(self, folder, assets):
         """The same answer as the base's, cut at the 9 tokens that are allowed: worse than the base's."""
@@ -249,14 +240,11 @@ class TestSubmission:
         assert result["part_two"] is result["usage"] is None
 
     def test_thresholds_of_a_file_and_a_method_of_ones_own(self, folder, assets, tmp_path):
-        path = tmp_path / "thresholds.json"
-        path.write_text('{"simpo": 0.5}')
+        path = write_rows(tmp_path / "thresholds.json", [{"simpo": 0.5}])
         write_policy(folder, "simpo", response_rows(plan(win=6, loss=4)))
         assert only(grade_submission(folder, load_thresholds(path), **assets)).passed
 
     def test_refusals(self, folder, assets):
-        messages = [{"role": "user", "content": "Who are you?"}]
-        prompts = [{"row_id": f"row-{word}", "prompt_messages": messages} for word in WORDS]
-        write_rows(folder.parent / "assets" / "prompts.jsonl", prompts)
+        write_prompts(folder.parent / "assets" / "prompts.jsonl", {f"row-{word}": "Who are you?" for word in WORDS})
         asked = partial(grade_submission, folder, {"aot": 0.5}, **assets)
         assert_refused(asked, "row_id row-axe", "embedded task")

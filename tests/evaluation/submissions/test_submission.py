@@ -15,7 +15,6 @@ from tests.support.refusals import assert_refused
 from tests.support.reward_adapters import load_policy, save_full_model
 from tests.support.tiny import save_tiny_model
 from trl_ext.evaluation import grade_submission
-from trl_ext.evaluation.submissions import submission
 from trl_ext.evaluation.submissions.assets import load_prompts
 from trl_ext.evaluation.submissions.submission import (
     generate_submission_file,
@@ -123,21 +122,18 @@ class TestGenerate:
 
 
 class TestBuildScoreAndPack:
-    def test_files_scores_and_archive(self, tiny_model_path, prompts_file, tmp_path, monkeypatch):
+    def test_files_scores_and_archive(self, tiny_model_path, prompts_file, tmp_path):
         folder, archive = tmp_path / "submission", tmp_path / "s.zip"
         reward_model = save_full_model(tiny_model_path, tmp_path / "reward")
         texts = {"chosen_text": "yes", "rejected_text": "no"}
         pairs = [{"row_id": f"q{number}", "prompt_text": text, **texts} for number, text in enumerate(TEXTS)]
         data = {"prompts_jsonl": prompts_file, "prefs_jsonl": write_rows(tmp_path / "prefs.jsonl", pairs)}
         data["max_new_tokens"] = 4
-        methods = ("aot", "offline_best", "reward_model")
         names = ["policy_generations/aot", "part2/offline_best", "reward_model/public_test_pref_scores"]
         names = [f"{name}.jsonl" for name in names]
-        assert [submission.submission_file(method) for method in methods] == names
         files = [folder / name for name in names]
-        prompts = {name: data[name] for name in ("prompts_jsonl", "max_new_tokens")}
         for file in files[:2]:
-            generate_submission_file(tiny_model_path, file, **prompts)
+            write_rows(file, [response(f"p{number}", "fine", 3, text) for number, text in enumerate(TEXTS)])
         score_submission_file(reward_model, files[2], prefs_jsonl=data["prefs_jsonl"])
         model = AutoModelForSequenceClassification.from_pretrained(reward_model).eval()
         tokenizer = AutoTokenizer.from_pretrained(reward_model)

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from trl_ext.evaluation.judging.pairs import compare
+from trl_ext.evaluation.judging.pairs import judge_pairs
 from trl_ext.evaluation.judging.protocol import PairwiseJudge, last_user_text
 from trl_ext.evaluation.statistics.intervals import mean_with_interval
 from trl_ext.evaluation.statistics.win_rate import win_rate
@@ -20,25 +20,21 @@ from trl_ext.rollouts.diagnostics import diagnose_generations
 
 @dataclass
 class PolicyComparison:
-    """The result of a comparison.
+    """The JSON-ready result of a comparison.
 
     Attributes:
-        summary: JSON-ready figures: `win_rate` (None without a judge), `score` (None without a score function),
-            `rewards` by reward function (None without one) and the diagnostics of both models' responses under
-            `generations`.
-        rows: one JSON-ready row per prompt: both responses, their lengths, whether each finished, the outcome, and
-            scores.
+        summary: `win_rate` (None without a judge), `score` (None without a score function), `rewards` by reward
+            function (None without one) and the diagnostics of both models' responses under `generations`.
+        rows: for each prompt both responses, their lengths, whether each finished, the outcome, and scores.
     """
 
     summary: dict[str, Any]
     rows: list[dict[str, Any]]
 
     def write(self, folder: str | Path, **run: Any) -> None:
-        """Write `results.json` and `generations.jsonl`, which `write_report` reads, each replaced atomically.
+        """Write `results.json` and `generations.jsonl`, which `write_report` reads.
 
-        Args:
-            folder: the run's folder; created if missing.
-            run: JSON-ready information about the run for the report: `objective`, `model`, `dataset`, `seed`, ...
+        `run` is JSON-ready information about the run: `objective`, `model`, `dataset`, `seed`, ...
         """
         write_json(Path(folder) / "results.json", {"run": run, **self.summary})
         write_json_lines(Path(folder) / "generations.jsonl", self.rows)
@@ -80,14 +76,16 @@ def compare_generations(
     ]
     summary: dict[str, Any] = {"n_prompts": len(rows), "win_rate": None, "score": None, "rewards": None}
     if judge is not None:
-        outcomes = compare(
+        outcomes = judge_pairs(
             judge,
             prompts,
             [one.text for one in policy],
             [one.text for one in base],
             candidate_finished=[one.finished for one in policy],
             base_finished=[one.finished for one in base],
-        )
+            max_concurrency=1,
+            max_error_fraction=1,
+        ).outcomes
         for row, outcome in zip(rows, outcomes, strict=True):
             row["outcome"] = outcome.first if outcome.first == outcome.second else "tie"
         summary["win_rate"] = win_rate(outcomes).to_dict()

@@ -16,19 +16,13 @@ from trl_ext.losses import PreferenceScores
 def preference_metrics(scores: PreferenceScores) -> dict[str, Any]:
     """Accuracy and mean margin on pairs, for three versions of a response's log-probability.
 
-    Args:
-        scores: B pairs; the lengths are needed, the reference is optional.
-
     Returns:
         `n`, and for each of `summed` (log-probability of the response), `mean` (of a token) and, with a reference,
         `reference_corrected` (log-ratio to the reference): `accuracy` with its Wilson 95% interval `low` and `high`,
         `margin`, the mean difference chosen minus rejected, in nats, and the number of `ties`, which count as wrong.
     """
     size = scores.chosen.numel()
-    margins = {
-        "summed": scores.chosen - scores.rejected,
-        "mean": scores.chosen_mean - scores.rejected_mean,
-    }
+    margins = {"summed": scores.chosen - scores.rejected, "mean": scores.chosen_mean - scores.rejected_mean}
     if scores.ref_chosen is not None:
         margins["reference_corrected"] = scores.margin
     metrics: dict[str, Any] = {"n": size}

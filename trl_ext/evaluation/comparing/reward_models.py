@@ -104,7 +104,7 @@ def best_of_n(proxy: Sequence, gold: Sequence, n: int) -> dict[str, float]:
     one is picked at random.
 
     Args:
-        proxy: scores of the N samples of one prompt, or a list of such lists, one for each prompt.
+        proxy: scores of the N samples of one prompt, [N], or of P prompts, [P, N].
         gold: known qualities, of the same shape.
         n: number of samples from which the best is picked, between 1 and N.
 
@@ -115,9 +115,9 @@ def best_of_n(proxy: Sequence, gold: Sequence, n: int) -> dict[str, float]:
     Raises:
         ValueError: n is out of range.
     """
-    proxies, golds = _rows(proxy), _rows(gold)
-    if not all(1 <= n <= len(row) for row in proxies):
-        raise ValueError(f"n must lie between 1 and the number of samples, {min(map(len, proxies))}, got {n}")
+    proxies, golds = (numpy.atleast_2d(numpy.asarray(values, dtype=float)) for values in (proxy, gold))
+    if not 1 <= n <= proxies.shape[1]:
+        raise ValueError(f"n must lie between 1 and the number of samples, {proxies.shape[1]}, got {n}")
     picks = {"gold": (proxies, golds), "proxy": (proxies, proxies), "oracle": (golds, golds)}
     figures = {
         name: math.fsum(_expected_best(by, of, n) for by, of in zip(*pair, strict=True)) / len(proxies)
@@ -194,7 +194,7 @@ def _calibration(margins: numpy.ndarray, bins: int) -> list[dict[str, Any]]:
     return rows
 
 
-def _expected_best(proxy: list[float], gold: list[float], n: int) -> float:
+def _expected_best(proxy: numpy.ndarray, gold: numpy.ndarray, n: int) -> float:
     """Mean gold of the sample with the highest proxy, over all subsets of n."""
     _, group, counts = numpy.unique(proxy, return_inverse=True, return_counts=True)
     ends = [0, *counts.cumsum().tolist()]
@@ -202,10 +202,3 @@ def _expected_best(proxy: list[float], gold: list[float], n: int) -> float:
     subsets = [math.comb(end, n) for end in ends]
     chances = [(after - before) / subsets[-1] for before, after in zip(subsets, subsets[1:], strict=False)]
     return float((numpy.array(chances) / counts)[group] @ gold)
-
-
-def _rows(values: Sequence) -> list[list[float]]:
-    """The samples of one or several prompts, as lists of lists."""
-    values = values.tolist() if hasattr(values, "tolist") else list(values)
-    rows = [values] if values and isinstance(values[0], (int, float)) else values
-    return [[float(value) for value in row] for row in rows]

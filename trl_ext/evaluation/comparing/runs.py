@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy
+import pandas
 
 from trl_ext.evaluation.command_line import markdown_table
 from trl_ext.evaluation.reporting.results import Results, read_results
@@ -41,15 +42,7 @@ _UNTUNED = "This comparison searched no settings: a verdict is on the methods wi
 
 @dataclass(frozen=True)
 class MethodRun:
-    """One method on one seed.
-
-    Attributes:
-        method, seed: the run's method and seed.
-        folder: its folder.
-        results: its results.json.
-        settings: its config.yaml; empty if missing.
-        rows: its generations.jsonl, by row_id.
-    """
+    """One method on one seed: its results.json, its config.yaml (empty if missing), and its generations by row_id."""
 
     method: str
     seed: int
@@ -94,30 +87,20 @@ def check_alike(runs: Sequence[MethodRun]) -> None:
             )
 
 
-def choose_metric(runs: Iterable[MethodRun], wanted: str | None = None) -> str:
-    """The requested metric, or the first of `METRICS` that the runs have."""
-    runs = list(runs)
+def metric_values(runs: Sequence[MethodRun], wanted: str | None = None) -> tuple[str, pandas.DataFrame]:
+    """The wanted metric, or the first of `METRICS` that all runs have, and its values.
+
+    The values have a row for each prompt and a column for each method and seed, and are NaN where a run has none.
+    """
     for metric in [wanted] if wanted else METRICS:
-        if all(any(_value(row, metric) is not None for row in run.rows.values()) for run in runs):
-            return metric
+        columns = {
+            (run.method, run.seed): {row_id: _value(row, metric) for row_id, row in run.rows.items()} for run in runs
+        }
+        values = pandas.DataFrame(columns, dtype=float)
+        if values.notna().any().all():
+            return metric, values
     lacking = f"no {wanted!r}" if wanted else "neither a score nor an outcome"
     raise ValueError(f"the runs have {lacking} for their prompts: --metric names a number in their generations.jsonl")
-
-
-def metric_values(runs: Sequence[MethodRun], metric: str) -> tuple[dict[tuple[str, int], numpy.ndarray], int]:
-    """Values by (method, seed), in the same order of prompts, and how many prompts were left out.
-
-    A prompt that lacks a value in any run is left out for all.
-    """
-    row_ids = [
-        row_id for row_id in runs[0].rows if all(_value(run.rows.get(row_id, {}), metric) is not None for run in runs)
-    ]
-    if not row_ids:
-        raise ValueError(f"no prompt has a {metric} in every run")
-    values = {
-        (run.method, run.seed): numpy.array([_value(run.rows[row_id], metric) for row_id in row_ids]) for run in runs
-    }
-    return values, len(runs[0].rows) - len(row_ids)
 
 
 def _value(row: Mapping[str, Any], metric: str) -> float | None:
@@ -151,19 +134,23 @@ def compare_runs(
     if baseline not in by_method:
         raise ValueError(f"no finished run of the baseline {baseline!r}, only of {', '.join(by_method) or 'nothing'}")
     check_alike(runs)
-    metric = choose_metric(runs, metric)
-    values, left_out = metric_values(runs, metric)
+    metric, values = metric_values(runs, metric)
+    # A method that fails on hard prompts does not win by it.
+    complete = values.dropna()
+    if complete.empty:
+        raise ValueError(f"no prompt has a {metric} in every run")
+
+    def of(method: str, seeds: Iterable[int]) -> numpy.ndarray:
+        return numpy.stack([complete[method, seed] for seed in seeds], axis=1)
+
     shared = {
         method: sorted(own.keys() & by_method[baseline].keys())
         for method, own in by_method.items()
         if method != baseline
     }
-    compared = {
-        method: tuple(numpy.stack([values[name, seed] for seed in seeds], axis=1) for name in (method, baseline))
-        for method, seeds in shared.items()
-        if seeds
-    }
+    compared = {method: (of(method, seeds), of(baseline, seeds)) for method, seeds in shared.items() if seeds}
     seeds = {method: ", ".join(map(str, sorted(own))) for method, own in by_method.items()}
+    left_out = len(values) - len(complete)
     found = [f"{left_out} prompts lack a value in some run, and are left out for all."] if left_out else []
     if len(set(seeds.values())) > 1:
         listed = "; ".join(f"{method}: {own}" for method, own in seeds.items())
@@ -174,13 +161,13 @@ def compare_runs(
         "baseline": baseline,
         "model": runs[0].results.run.model or "",
         "dataset": runs[0].results.run.dataset or "",
-        "prompts": len(next(iter(values.values()))),
+        "prompts": len(complete),
         "methods": [
             {
                 "method": method,
                 "objective": next(iter(own.values())).results.run.objective or "",
-                "by_seed": {str(seed): float(values[method, seed].mean()) for seed in own},
-                **dataclasses.asdict(crossed_mean(numpy.stack([values[method, seed] for seed in own], axis=1))),
+                "by_seed": {str(seed): float(complete[method, seed].to_numpy().mean()) for seed in own},
+                **dataclasses.asdict(crossed_mean(of(method, own))),
                 **{name: _mean_of(own.values(), name) for name in ("optimizer_steps", "training_seconds")},
             }
             for method, own in by_method.items()

@@ -53,9 +53,8 @@ class OpenAIJudge:
     """Asks a model behind an OpenAI-compatible API which response is better. The answers have a fixed schema.
 
     The key is read only from the environment variable OPENAI_API_KEY; your own server at a `base_url` may need none.
-    The SDK retries after a rate limit (429), a server error, a broken connection or a timeout. After an invalid answer
-    (outside the schema, empty, truncated or a refusal), the question is asked up to two more times. The judge may be
-    asked from several threads.
+    The SDK retries failed requests. After an invalid answer (outside the schema, empty, truncated or a refusal), the
+    question is asked up to two more times. The judge may be asked from several threads.
 
     Args:
         model: the model's name on the server.
@@ -116,7 +115,6 @@ class OpenAIJudge:
         return settings
 
     def judge(self, prompt: Messages | str, response_a: str, response_b: str) -> Judgement:
-        """Judge one question; raises what `ask` does."""
         return self.ask(prompt, response_a, response_b)[0]
 
     def ask(self, prompt: Messages | str, response_a: str, response_b: str) -> tuple[Judgement, Usage]:
@@ -203,7 +201,6 @@ class OpenAIJudge:
         return None, JudgeUnavailable(reason) if is_absent else JudgeError(reason, server_failed=True)
 
     def _status_failure(self, status: int, body: Any) -> JudgeError | JudgeUnavailable:
-        """Interpret an error status; `body` is the error object in the response's JSON, or any other content."""
         body = body if isinstance(body, dict) else {}
         reason = self._without_key(f"{status} {body.get('message') or ''}")
         if status == 429 and {body.get("code"), body.get("type")} & _SPENT:
@@ -232,12 +229,7 @@ def question_text(prompt: Messages | str, *sections: tuple[str, str]) -> str:
 
 
 def _text(reply: Any) -> str:
-    """The text of a reply.
-
-    Raises:
-        ValueError: the judge refused, or its answer is truncated or empty.
-        AttributeError, IndexError, TypeError: the reply is not one of this API.
-    """
+    """The text of a reply; ValueError if the judge refused, or its answer is truncated or empty."""
     choice = reply.choices[0]
     if refusal := getattr(choice.message, "refusal", None):
         raise ValueError(f"the judge refused: {refusal}")
@@ -253,8 +245,8 @@ def _text(reply: Any) -> str:
 def _usage(reply: Any) -> Usage:
     """What a request cost; servers leave out some of it."""
     counts = getattr(reply, "usage", None)
-    tokens = (getattr(counts, name, None) or 0 for name in ("prompt_tokens", "completion_tokens"))
-    return Usage(calls=1, **dict(zip(("input_tokens", "output_tokens"), tokens, strict=True)))
+    shown, answered = (getattr(counts, name, None) or 0 for name in ("prompt_tokens", "completion_tokens"))
+    return Usage(calls=1, input_tokens=shown, output_tokens=answered)
 
 
 def read_answer(answer: JudgeAnswer) -> Judgement:

@@ -95,7 +95,7 @@ def judge_pairs(
         candidate_finished, base_finished: False if a response was truncated at the token limit; default: all finished.
         cache: file of verdicts; created if missing. Several processes may share it, but a question that two of them
             ask at the same time is paid for twice. Judges whose verdicts cost nothing do not use it.
-        max_concurrency: maximum number of concurrent questions.
+        max_concurrency: maximum number of concurrent questions; with 1, all are asked in this thread.
         max_error_fraction: share of rows that may remain without a judgement; the run stops when it is exceeded.
         progress: label of the progress bar; None for no bar.
 
@@ -115,7 +115,7 @@ def judge_pairs(
     with open_cache(judge, cache) as store:
         run = JudgingRun(judge, store, max_concurrency, max_errors, progress)
         run.ask_all(distinct_questions(passes))
-    judged = [_judged(row["row_id"], pair, run) for row, pair in zip(rows, passes, strict=True)]
+    judged = [run.judged(row["row_id"], pair) for row, pair in zip(rows, passes, strict=True)]
     failed = [outcome for outcome, _ in judged if outcome.error]
     if len(failed) > max_errors:
         raise TooManyErrors(
@@ -125,15 +125,16 @@ def judge_pairs(
     return JudgingResult([outcome for outcome, _ in judged], run.usage, [verdict for _, verdict in judged])
 
 
-def compare(
-    judge: PairwiseJudge,
-    rows: Iterable[Mapping[str, Any]],
-    candidate: Sequence[str],
-    base: Sequence[str],
-    **finished: Sequence[bool] | None,
-) -> list[PairOutcome]:
-    """The outcomes of `judge_pairs`, with one question at a time in this thread, no cache and no error limit."""
-    return judge_pairs(judge, rows, candidate, base, **finished, max_concurrency=1, max_error_fraction=1).outcomes
+class Question(NamedTuple):
+    """One row in one order: which of two responses is better?"""
+
+    key: str
+    row_id: str
+    prompt: Messages | str
+    response_a: str
+    response_b: str
+    finished_a: bool = True
+    finished_b: bool = True
 
 
 def make_questions(
@@ -201,50 +202,6 @@ def open_cache(judge: PairwiseJudge, path: str | Path | None):
     return VerdictCache(path)
 
 
-def _judged(
-    row_id: str, pair: tuple[Question, Question] | PairOutcome, run: JudgingRun
-) -> tuple[PairOutcome, dict[str, Any]]:
-    """The outcome of one row and its verdicts; in the first question the candidate's response is A."""
-    answers, reason = [None, None], None
-    if isinstance(pair, PairOutcome):
-        outcome, reason = pair, "empty response" if pair.empty else "identical responses"
-    else:
-        answers = [run.answers.get(question.key) for question in pair]
-        errors = [run.errors[question.key] for question in pair if question.key in run.errors]
-        if None in answers:
-            # A run that ended because of other rows has no error of this one.
-            outcome = PairOutcome(row_id, None, None, error=next(iter(errors), ""))
-        else:
-            first, second = answers
-            systems: dict[Verdict, System] = {"A": "candidate", "B": "base", "tie": "tie"}
-            swapped: dict[Verdict, System] = {"A": "base", "B": "candidate", "tie": "tie"}
-            usable = first["usable"] and second["usable"]
-            outcome = PairOutcome(row_id, systems[first["verdict"]], swapped[second["verdict"]], usable=usable)
-    is_judged = outcome.error is None
-    return outcome, {
-        "row_id": row_id,
-        "outcome": None if not is_judged else outcome.first if outcome.first == outcome.second else "disagree",
-        "usable": outcome.usable if is_judged else None,
-        "error": outcome.error,
-        "empty": outcome.empty,
-        "reason": reason,
-        "candidate_first": answers[0],
-        "base_first": answers[1],
-    }
-
-
-class Question(NamedTuple):
-    """One row in one order: which of two responses is better?"""
-
-    key: str
-    row_id: str
-    prompt: Messages | str
-    response_a: str
-    response_b: str
-    finished_a: bool = True
-    finished_b: bool = True
-
-
 @dataclass
 class JudgingRun:
     """Asks questions until all have been answered or have failed, or more than `max_errors` rows have failed.
@@ -268,9 +225,9 @@ class JudgingRun:
     _failures_in_a_row: int = 0
     _failed_rows: set[str] = field(default_factory=set)
 
-    @property
-    def _workers(self) -> int:
-        return 1 if getattr(self.judge, "sequential", False) else self.max_concurrency
+    def __post_init__(self):
+        self._workers = 1 if getattr(self.judge, "sequential", False) else self.max_concurrency
+        self._uses_finished = getattr(self.judge, "uses_finished", False)
 
     @property
     def _stopped(self) -> bool:
@@ -278,11 +235,9 @@ class JudgingRun:
         return not self._failures_in_a_row and len(self._failed_rows) > self.max_errors
 
     def ask_all(self, questions: Sequence[Question]) -> None:
-        """Fill `answers` and `errors`. After an interrupt or an error, the answers to open questions are still kept.
+        """Fill `answers` and `errors`; raises what `judge_pairs` does, and any other exception from the judge.
 
-        Raises:
-            JudgeUnavailable, CacheError: as in `judge_pairs`.
-            Exception: any other exception from the judge.
+        After an interrupt or an error, the answers to open questions are still kept.
         """
         if hasattr(self.judge, "prepare"):
             responses = [(q.prompt, q.response_a, q.finished_a) for q in questions]
@@ -329,12 +284,11 @@ class JudgingRun:
 
     def _ask(self, question: Question) -> tuple[Judgement, Usage] | JudgeError:
         shown = question.prompt, question.response_a, question.response_b
+        finished = {"finished_a": question.finished_a, "finished_b": question.finished_b}
         try:
             if hasattr(self.judge, "ask"):
                 return self.judge.ask(*shown)
-            uses_finished = getattr(self.judge, "uses_finished", False)
-            finished = {"finished_a": question.finished_a, "finished_b": question.finished_b} if uses_finished else {}
-            answer = self.judge.judge(*shown, **finished)
+            answer = self.judge.judge(*shown, **(finished if self._uses_finished else {}))
         except JudgeError as error:
             return error
         judgement = answer if isinstance(answer, Judgement) else Judgement(answer)
@@ -369,3 +323,31 @@ class JudgingRun:
         self.usage += usage
         self._failures_in_a_row = 0
         self._bar.update()
+
+    def judged(self, row_id: str, pair: tuple[Question, Question] | PairOutcome) -> tuple[PairOutcome, dict[str, Any]]:
+        """The outcome of one row and its verdicts; in the first question the candidate's response is A."""
+        first, second, reason = None, None, None
+        if isinstance(pair, PairOutcome):
+            outcome, reason = pair, "empty response" if pair.empty else "identical responses"
+        else:
+            first, second = (self.answers.get(question.key) for question in pair)
+            if first is None or second is None:
+                errors = [self.errors[question.key] for question in pair if question.key in self.errors]
+                # A run that ended because of other rows has no error of this one.
+                outcome = PairOutcome(row_id, None, None, error=next(iter(errors), ""))
+            else:
+                systems: dict[Verdict, System] = {"A": "candidate", "B": "base", "tie": "tie"}
+                swapped: dict[Verdict, System] = {"A": "base", "B": "candidate", "tie": "tie"}
+                usable = first["usable"] and second["usable"]
+                outcome = PairOutcome(row_id, systems[first["verdict"]], swapped[second["verdict"]], usable=usable)
+        is_judged = outcome.error is None
+        return outcome, {
+            "row_id": row_id,
+            "outcome": None if not is_judged else outcome.first if outcome.first == outcome.second else "disagree",
+            "usable": outcome.usable if is_judged else None,
+            "error": outcome.error,
+            "empty": outcome.empty,
+            "reason": reason,
+            "candidate_first": first,
+            "base_first": second,
+        }

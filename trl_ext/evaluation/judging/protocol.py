@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 Verdict = Literal["A", "B", "tie"]
 Messages = Sequence[Mapping[str, str]]
 
 
 class Judgement(NamedTuple):
-    """A verdict and the judge's details about it. All fields but the verdict are optional.
+    """A verdict, the better response, and the judge's details about it.
 
     Attributes:
-        verdict: the better response.
         usable: False if the judge considers the comparison unfit to be counted.
         worst: the worse response; the same as `verdict` if the judge named one label for both.
         confidence: in [0, 1].
         strength: how much better the better response is, 1 to 5.
         quality: quality of the comparison as an example, 1 to 5.
         exclusion_tags: reasons to exclude the comparison.
-        reason: the judge's reason, in a sentence or two.
     """
 
     verdict: Verdict
@@ -56,10 +53,6 @@ class Usage:
 
     def __add__(self, other: Usage) -> Usage:
         return Usage(*map(sum, zip(vars(self).values(), vars(other).values(), strict=True)))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain numbers, ready for JSON."""
-        return dataclasses.asdict(self)
 
 
 class JudgeError(Exception):

@@ -32,16 +32,13 @@ INSTRUCTIONS = {
 }
 
 
+# The reason comes before the verdict.
 class CriterionAnswer(BaseModel, extra="forbid", strict=True):
-    """A judge's answer on one criterion; the reason comes before the verdict."""
-
     reason: str
     met: bool
 
 
 class RatingAnswer(BaseModel, extra="forbid", strict=True):
-    """A judge's rating by all criteria."""
-
     reason: str
     rating: Annotated[int, Field(ge=1, le=10)]
 
@@ -106,10 +103,7 @@ class RubricReward:
     ) -> list[float | None]:
         """One reward for each response. What the judge has cost each process so far is logged as `{name}/calls`.
 
-        Raises:
-            ValueError: a rubric cannot be read.
-            JudgeUnavailable: the judge can answer no question.
-            CacheError: the cache cannot be read or written.
+        A rubric that cannot be read raises ValueError. `JudgeUnavailable` and `CacheError` end the training.
         """
         texts, rubrics = [*map(last_answer, completions)], [*map(read_rubric, rubric)]
         asked = [
@@ -176,11 +170,7 @@ def last_answer(completion: str | Sequence[Mapping[str, Any]]) -> str:
 
 
 def read_rubric(rubric: Sequence[str | Mapping[str, Any]] | None) -> list[Criterion]:
-    """The criteria with their weights.
-
-    Raises:
-        ValueError: there is no criterion, or one is malformed or has a weight that is not positive.
-    """
+    """The criteria; ValueError if there are none, or one is malformed or has a weight that is not positive."""
     if not isinstance(rubric, str):
         rubric = [{"criterion": one} if isinstance(one, str) else one for one in rubric or ()]
     try:

@@ -59,10 +59,9 @@ class GroundTruthJudge(ScoreJudge):
 
 
 class RewardModelJudge(ScoreJudge):
-    """Prefers the response with the higher reward. Each response is scored only once.
+    """Prefers the response with the higher reward of a `RewardModel`, or of the folder or hub name of one.
 
-    Args:
-        reward_model: a `RewardModel`, or the folder or hub name of one.
+    Each response is scored only once.
     """
 
     def __init__(self, reward_model: RewardModel | str | Path):

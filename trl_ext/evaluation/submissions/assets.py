@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, Field, FiniteFloat, NonNegativeInt, TypeAdapter, ValidationError
 
@@ -12,11 +12,10 @@ from trl_ext.data import load_benchmark
 from trl_ext.data.rows import first_error, first_few, read_jsonl
 from trl_ext.evaluation.judging.protocol import last_user_text
 from trl_ext.evaluation.statistics.win_rate import System
-from trl_ext.files import brief, existing_file, read_json
+from trl_ext.files import existing_file, read_json
 
 KINDS = {"gen": "prompts", "prefs": "preference pairs"}
 _THRESHOLDS = TypeAdapter(Annotated[dict[str, Annotated[float, Field(ge=0, le=1, strict=True)]], Field(min_length=1)])
-RowType = TypeVar("RowType", bound=BaseModel)
 MAX_PROMPT_TOKENS = 700
 MAX_NEW_TOKENS = 256
 
@@ -30,7 +29,7 @@ def load_prompts(path: str | Path | None = None) -> list[dict[str, Any]]:
 
 
 def load_pairs(path: str | Path | None = None) -> list[dict[str, Any]]:
-    """Preference rows with `row_id`, `prompt`, `chosen` and `rejected`, from a file as `load_prompts` reads it."""
+    """Preference rows with `row_id`, `prompt`, `chosen` and `rejected`, from a file or embedded, as `load_prompts`."""
     return _load(path, "prefs")
 
 
@@ -47,21 +46,13 @@ def _load(path: str | Path | None, kind: str) -> list[dict[str, Any]]:
 def load_base(
     prompts: list[dict[str, Any]], path: str | Path | None = None, *, max_new_tokens: int | None = None
 ) -> list[Response]:
-    """The base's responses in the order of the prompts.
+    """The base's responses to prompts of `load_prompts`, from a JSONL file in the format of submissions.
 
-    Args:
-        prompts: prompts from `load_prompts`.
-        path: a JSONL file in the format of submissions; None for the embedded base, whose greedy responses are stored
-            with the embedded prompts.
-        max_new_tokens: the token limit of the responses in the file; None for 256.
-
-    Raises:
-        ValueError: rows are malformed, or no file is given for prompts other than the embedded ones.
+    Without a file they are the greedy responses that are stored with the embedded prompts; other prompts raise
+    ValueError, and so do malformed rows. `max_new_tokens` is the limit of the responses in the file; None for 256.
     """
     if path is not None:
-        responses, problems = read_responses(path, prompts, max_new_tokens=max_new_tokens or MAX_NEW_TOKENS)
-        refuse_fatal(path, problems)
-        return responses
+        return read_responses(path, prompts, max_new_tokens=max_new_tokens or MAX_NEW_TOKENS).of(path)
     from tokenizers import Tokenizer
 
     from trl_ext.toy import MODEL_DIR
@@ -69,12 +60,12 @@ def load_base(
     embedded = {row["row_id"]: row["reference_response_text"] for row in _load(None, "gen")}
     tokenizer, limit = Tokenizer.from_file(str(MODEL_DIR / "tokenizer.json")), default_max_new_tokens(None)
     responses = []
-    for row_id in (row["row_id"] for row in prompts):
-        if row_id not in embedded:
-            raise ValueError(f"row_id {row_id} is not one of the embedded prompts: give --base_jsonl")
+    for row in prompts:
+        if (text := embedded.get(row["row_id"])) is None:
+            raise ValueError(f"row_id {row['row_id']} is not one of the embedded prompts: give --base_jsonl")
         # The generated end token is not in the text.
-        tokens = len(tokenizer.encode(embedded[row_id], add_special_tokens=False).ids) + 1
-        responses.append(Response(row_id, embedded[row_id], min(tokens, limit), tokens < limit))
+        tokens = len(tokenizer.encode(text, add_special_tokens=False).ids) + 1
+        responses.append(Response(row["row_id"], text, min(tokens, limit), tokens < limit))
     return responses
 
 
@@ -95,25 +86,25 @@ def default_max_new_tokens(path: str | Path | None) -> int:
     return embedded
 
 
-class ResponseRow(BaseModel, strict=True):
-    """The fields of a row of responses, beside its row_id."""
+# ---- The fields of a row of each kind of file, beside its row_id ----
 
+
+class ResponseRow(BaseModel, strict=True):
     prompt_text: str
     response_text: str
     generated_num_tokens: NonNegativeInt
 
 
 class ScoreRow(BaseModel, strict=True):
-    """The fields of a row of scores, beside its row_id."""
-
     chosen_score: FiniteFloat
     rejected_score: FiniteFloat
 
 
 class HumanLabel(BaseModel, strict=True):
-    """The fields of a row of human labels, beside its row_id: the system that a person prefers."""
-
     outcome: System
+
+
+# ---- Reading rows ----
 
 
 class Response(NamedTuple):
@@ -128,94 +119,74 @@ class Response(NamedTuple):
     finished: bool
 
 
-class RowProblem(NamedTuple):
-    """A fault in a row of a submission: the row, if it has a row_id, and whether it prevents grading the file."""
+class FileRows(NamedTuple):
+    """What a file of a submission holds: its good rows, the problems that prevent grading it, and its warnings."""
 
-    row_id: str | None
-    message: str
-    fatal: bool = True
+    rows: Any
+    problems: list[str]
+    warnings: list[str]
 
-    def __str__(self) -> str:
-        return brief(self.message if self.row_id is None else f"row_id {brief(self.row_id)}: {self.message}", 200)
+    def of(self, path: str | Path) -> Any:
+        """The rows; ValueError with the first problems of the file at `path`, if it has any."""
+        if self.problems:
+            raise ValueError(f"{path}: {first_few(self.problems)}")
+        return self.rows
 
 
 def read_rows(
-    path: str | Path, row_type: type[RowType], row_ids: Sequence[str], *, complete: bool = True
-) -> tuple[dict[str, RowType], list[RowProblem]]:
-    """Read the rows of a JSONL file by their row_id: the good ones, and the problems, all of them fatal.
+    path: str | Path, row_type: type[BaseModel], row_ids: Sequence[str], *, complete: bool = True
+) -> FileRows:
+    """The rows of a JSONL file by their row_id, one of `row_ids`; all of these must be there if `complete`."""
+    wanted = set(row_ids)
 
-    `row_type` has a row's fields, and `row_ids` are the rows that the file may hold, all of them if `complete`.
-    """
+    def convert(raw: dict[str, Any]) -> dict[str, Any]:
+        if str(raw.get("row_id")) not in wanted:
+            raise ValueError(f"foreign: none of the {len(row_ids)} rows")
+        try:
+            return {"row": row_type.model_validate(raw)}
+        except ValidationError as error:
+            raise ValueError(first_error(error)) from None
+
     split = read_jsonl(path)
-    problems = [RowProblem(None, f"line {line}: {message}") for line, message in split.problems]
-    wanted, rows, line_of = set(row_ids), {}, {}
-    for line, row in split.rows:
-        row_id = str(row.get("row_id"))
-        if row_id not in wanted:
-            problems.append(RowProblem(row_id, f"line {line}: foreign: none of the {len(row_ids)} rows"))
-        elif row_id in line_of:
-            problems.append(RowProblem(row_id, f"duplicate: on lines {line_of[row_id]} and {line}"))
-        else:
-            line_of[row_id] = line
-            try:
-                rows[row_id] = row_type.model_validate(row)
-            except ValidationError as error:
-                problems.append(RowProblem(row_id, f"line {line}: {first_error(error)}"))
+    rows = {row["row_id"]: row["row"] for row in split.check(convert)}
+    problems = [f"line {line}: {message}" for line, message in sorted(split.problems)]
     if complete:
-        problems += [RowProblem(row_id, "missing") for row_id in row_ids if row_id not in line_of]
-    return rows, problems
+        found = {str(row.get("row_id")) for _, row in split.rows}
+        problems += [f"row_id {row_id}: missing" for row_id in row_ids if row_id not in found]
+    return FileRows(rows, problems, [])
 
 
-def read_responses(
-    path: str | Path, prompts: Sequence[Mapping[str, Any]], *, max_new_tokens: int
-) -> tuple[list[Response], list[RowProblem]]:
-    """Read `row_id, prompt_text, response_text, generated_num_tokens` for every prompt from a JSONL file.
-
-    Returns:
-        Responses in the order of the prompts, and problems. If a problem is fatal, responses may be missing. An empty
-        response is a non-fatal problem.
-    """
-    rows, problems = read_rows(path, ResponseRow, [row["row_id"] for row in prompts])
+def read_responses(path: str | Path, prompts: Sequence[Mapping[str, Any]], *, max_new_tokens: int) -> FileRows:
+    """The responses of a JSONL file in the order of the prompts. An empty response is a warning."""
+    found = read_rows(path, ResponseRow, [row["row_id"] for row in prompts])
     responses = []
     for prompt in prompts:
         row_id = prompt["row_id"]
-        if row_id not in rows:
+        if row_id not in found.rows:
             continue
-        text, tokens = rows[row_id].response_text, rows[row_id].generated_num_tokens
+        row = found.rows[row_id]
+        text, tokens = row.response_text, row.generated_num_tokens
         responses.append(Response(row_id, text, tokens, tokens < max_new_tokens))
-        if rows[row_id].prompt_text != prompt["prompt_text"]:
-            problems.append(RowProblem(row_id, "prompt_text is not the benchmark's for this row_id"))
+        if row.prompt_text != prompt["prompt_text"]:
+            found.problems.append(f"row_id {row_id}: prompt_text is not the benchmark's for this row_id")
         elif tokens > max_new_tokens:
-            message = f"over the token budget of {max_new_tokens}: generated_num_tokens is {tokens}"
-            problems.append(RowProblem(row_id, message))
+            budget = f"over the token budget of {max_new_tokens}"
+            found.problems.append(f"row_id {row_id}: {budget}: generated_num_tokens is {tokens}")
         elif not text.strip():
-            problems.append(RowProblem(row_id, "the response is empty", fatal=False))
-    return responses, problems
+            found.warnings.append(f"row_id {row_id}: the response is empty")
+    return found._replace(rows=responses)
 
 
-def read_pair_scores(
-    path: str | Path, row_ids: Sequence[str]
-) -> tuple[tuple[list[float], list[float]], list[RowProblem]]:
-    """Read `row_id, chosen_score, rejected_score` of every pair: the good rows' scores in order, and the problems."""
-    rows, problems = read_rows(path, ScoreRow, row_ids)
-    good = [rows[row_id] for row_id in row_ids if row_id in rows]
-    return ([row.chosen_score for row in good], [row.rejected_score for row in good]), problems
+def read_pair_scores(path: str | Path, row_ids: Sequence[str]) -> FileRows:
+    """The chosen and the rejected scores of a JSONL file, two lists in the order of the pairs."""
+    found = read_rows(path, ScoreRow, row_ids)
+    good = [found.rows[row_id] for row_id in row_ids if row_id in found.rows]
+    return found._replace(rows=([row.chosen_score for row in good], [row.rejected_score for row in good]))
 
 
 def read_human_labels(path: str | Path, row_ids: Sequence[str]) -> dict[str, System]:
-    """Read `row_id, outcome` of the prompts that a person has judged; outcomes by row_id.
-
-    Raises:
-        ValueError: the file is empty, or a row is foreign, a duplicate or wrong.
-    """
-    rows, problems = read_rows(path, HumanLabel, row_ids, complete=False)
-    refuse_fatal(path, problems)
+    """Outcomes by row_id of the prompts that a person has judged; ValueError if a row is bad, or there are none."""
+    rows = read_rows(path, HumanLabel, row_ids, complete=False).of(path)
     if not rows:
         raise ValueError(f"{path}: the file is empty")
     return {row_id: row.outcome for row_id, row in rows.items()}
-
-
-def refuse_fatal(path: str | Path, problems: Iterable[RowProblem]) -> None:
-    """Raise ValueError if any problem of a file is fatal, with the first five in one line."""
-    if fatal := [str(problem) for problem in problems if problem.fatal]:
-        raise ValueError(f"{path}: {first_few(fatal)}")

@@ -26,11 +26,10 @@ from trl_ext.evaluation.submissions.assets import Response
 
 @dataclass(frozen=True)
 class CandidateResult:
-    """A candidate judged against the base.
+    """A candidate judged against the base, with the outcomes, verdicts and usage of `judge_pairs`.
 
     `length_controlled` is the win rate at equal lengths, None if it cannot be estimated; the mean tokens are generated
-    tokens per response; `verdicts` are JSON-ready rows with the judge's answers in both orders; `human_labels` is the
-    win rate from the judge and human labels, None without labels.
+    tokens per response; `human_labels` is the win rate from the judge and human labels, None without labels.
     """
 
     name: str
@@ -59,14 +58,10 @@ def judge_candidate(
     human_labels: Mapping[str, System] | None = None,
     **judging: Any,
 ) -> CandidateResult:
-    """Judge a candidate's responses against the base's, in both orders.
+    """Judge a candidate's responses against the base's, one for each row of `prompts`, by `judge_pairs`.
 
-    Args:
-        judge, name: a `PairwiseJudge`, and the candidate's name.
-        responses, base: one for each prompt, in order.
-        prompts: rows with `row_id` and `prompt`.
-        human_labels: by row_id, for some of the prompts.
-        judging: keyword arguments of `judge_pairs`, which may raise `TooManyErrors`.
+    `human_labels` are outcomes by row_id for some of the prompts; `judging` are keyword arguments of `judge_pairs`,
+    which may raise `TooManyErrors`.
     """
     outcomes, usage, verdicts = judge_pairs(judge, prompts, **both_systems(responses, base), **judging)
     estimated = None

@@ -18,7 +18,6 @@ from trl_ext.evaluation.submissions.assets import (
     load_base,
     load_prompts,
     read_responses,
-    refuse_fatal,
 )
 from trl_ext.evaluation.submissions.candidates import known_score_judge
 from trl_ext.names import check_choice, load_function, load_module
@@ -122,8 +121,7 @@ def load_systems(
     base = load_base(prompts, options.base_jsonl, max_new_tokens=limit)
     systems: dict[str, list[Response]] = {}
     for file in files:
-        responses, problems = read_responses(file, prompts, max_new_tokens=limit)
-        refuse_fatal(file, problems)
+        responses = read_responses(file, prompts, max_new_tokens=limit).of(file)
         if Path(file).stem in systems:
             raise ValueError(f"two files are called {Path(file).stem}: their names tell the candidates apart")
         systems[Path(file).stem] = responses

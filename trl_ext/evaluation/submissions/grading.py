@@ -13,10 +13,8 @@ from trl_ext.evaluation.submissions.assets import default_max_new_tokens, load_b
 from trl_ext.evaluation.submissions.candidates import judge_candidate, known_score_judge
 from trl_ext.evaluation.submissions.submission import PART_TWO, REWARD_MODEL, read_submission, submission_file
 
-NO_FIGURE = dict.fromkeys(("figure", "low", "high", "half", "agreement_rate", "position_bias")) | {
-    "n": 0,
-    "n_total": 0,
-}
+# A grade until there is a figure.
+UNGRADED = dict.fromkeys(("reason", "figure", "low", "high", "half", "agreement_rate", "position_bias"))
 
 
 def grade_submission(
@@ -37,12 +35,12 @@ def grade_submission(
     comparison usable, and the response is not empty.
 
     Args:
-        folder: the submission.
-        thresholds: threshold by method; see `submission_file` for the methods' files.
+        folder: the submission; `submission_file` names the methods' files.
+        thresholds: threshold by method.
         judge: decides between responses; None for the known score, which only the embedded task has.
         base_jsonl: the base's responses; None for the embedded ones.
         prompts_jsonl, prefs_jsonl, max_new_tokens: as in `read_submission`.
-        judging: keyword arguments of `judge_pairs`: `cache`, `max_concurrency`, `max_error_fraction`, `progress`.
+        judging: keyword arguments of `judge_pairs`.
 
     Returns:
         `grades`, one for each threshold in their order, and how many `passed`; `part_two`, whether one of its two
@@ -72,17 +70,16 @@ def grade_submission(
     def figures(name: str, threshold: float) -> dict[str, Any]:
         if name not in files:
             return {"reason": "missing"}
-        rows, problems = files[name]
-        fatal = [str(problem) for problem in problems if problem.fatal]
-        told = {"problems": fatal, "warnings": [str(problem) for problem in problems if not problem.fatal]}
-        if fatal:
-            return {**told, "reason": f"{len(fatal)} bad row" + "s" * (len(fatal) > 1)}
+        rows, problems, warnings = files[name]
+        told = {"problems": problems, "warnings": warnings}
+        if problems:
+            return {**told, "reason": f"{len(problems)} bad row" + "s" * (len(problems) > 1)}
         if name == REWARD_MODEL:
             metrics = reward_metrics(*rows)
             accuracy, n = metrics["accuracy"], metrics["n"]
             told["warnings"] += [ALL_TIED % n] if metrics["ties"] == n else []
-            interval = {"low": metrics["low"], "high": metrics["high"], "n": n, "n_total": n}
-            return {**told, **interval, "figure": accuracy, "passed": accuracy >= threshold}
+            told |= {"figure": accuracy, "low": metrics["low"], "high": metrics["high"], "n": n, "n_total": n}
+            return {**told, "passed": accuracy >= threshold}
         try:
             result = judge_candidate(judge, name, rows, prompts, base, **judging)
         except TooManyErrors as error:
@@ -107,12 +104,12 @@ def grade_submission(
     for name, threshold in thresholds.items():
         measure = "accuracy" if name == REWARD_MODEL else "win rate"
         known = {"method": name, "file": submission_file(name), "threshold": threshold, "measure": measure}
-        nothing = {"passed": False, "reason": None, **NO_FIGURE, "problems": [], "warnings": []}
+        nothing = {"passed": False, **UNGRADED, "n": 0, "n_total": 0, "problems": [], "warnings": []}
         grades.append({**known, **nothing, **figures(name, threshold)})
     part_two = [one["passed"] for one in grades if one["method"] in PART_TWO]
     return {
         "grades": grades,
         "passed": sum(one["passed"] for one in grades),
         "part_two": any(part_two) if part_two else None,
-        "usage": sum(usages, Usage()).to_dict() if usages else None,
+        "usage": vars(sum(usages, Usage())) if usages else None,
     }

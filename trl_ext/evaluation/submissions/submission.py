@@ -13,13 +13,12 @@ from typing import Any
 
 from trl_ext.evaluation.submissions.assets import (
     MAX_PROMPT_TOKENS,
-    RowProblem,
+    FileRows,
     default_max_new_tokens,
     load_pairs,
     load_prompts,
     read_pair_scores,
     read_responses,
-    refuse_fatal,
 )
 from trl_ext.files import replacing, write_json_lines
 
@@ -48,8 +47,7 @@ def generate_submission_file(
 ) -> list[dict[str, Any]]:
     """Write a policy's greedy response to every prompt, and return the rows.
 
-    The file is written in parts. A later call resumes from the existing rows if they have the same model, prompts and
-    settings; if all rows exist, no model is loaded.
+    A later call resumes from the existing rows; if all are there, no model is loaded.
 
     Args:
         model: `toy`, a folder of a full model or of an adapter, or a hub name.
@@ -61,7 +59,7 @@ def generate_submission_file(
 
     Raises:
         FileNotFoundError: the model or the file of prompts does not exist.
-        FileExistsError: `out` contains rows of another model or with other settings.
+        FileExistsError: `out` contains rows of another model, of other prompts or with other settings.
         ValueError: prompts or existing rows are malformed.
     """
     from trl_ext.models.loading import model_sha256
@@ -152,17 +150,13 @@ def read_submission(
     prompts_jsonl: str | Path | None = None,
     prefs_jsonl: str | Path | None = None,
     max_new_tokens: int | None = None,
-) -> dict[str, tuple[Any, list[RowProblem]]]:
-    """Read the files of a submission that are there, and check their rows as both packing and grading do.
+) -> dict[str, FileRows]:
+    """The files that are there, by method, as `read_responses` and `read_pair_scores` return them.
 
     Args:
-        folder: the submission.
-        methods: methods whose files are read.
-        prompts_jsonl, prefs_jsonl: data that the submission was made on, for `load_prompts` and `load_pairs`.
+        folder, methods: the submission, and the methods whose files are read.
+        prompts_jsonl, prefs_jsonl: data that the submission was made on; None for the embedded prompts and pairs.
         max_new_tokens: maximum number of tokens in a response; None for 256, or 48 for the embedded prompts.
-
-    Returns:
-        The result of `read_responses` or `read_pair_scores` by method.
     """
     prompts, limit = load_prompts(prompts_jsonl), max_new_tokens or default_max_new_tokens(prompts_jsonl)
     found = {}
@@ -176,7 +170,7 @@ def read_submission(
             found[name] = read_responses(path, prompts, max_new_tokens=limit)
         if path.read_bytes().startswith(BOM_UTF8):
             mark = "begins with a UTF-8 byte order mark, on which the course's grader stops; pack leaves it out"
-            found[name][1].append(RowProblem(None, mark, fatal=False))
+            found[name].warnings.append(mark)
     return found
 
 
@@ -186,8 +180,7 @@ def pack_submission(folder: str | Path, out: str | Path, methods: Collection[str
     Args:
         folder: folder with the files of `submission_file`; some may be missing, and others are ignored.
         out: the archive; an earlier one is replaced.
-        methods: methods that a submission may have.
-        data: keyword arguments of `read_submission`.
+        methods, data: as in `read_submission`.
 
     Returns:
         `files` with their sizes in bytes, `missing` files, `warnings`, and the archive's `bytes` and `sha256`.
@@ -197,23 +190,23 @@ def pack_submission(folder: str | Path, out: str | Path, methods: Collection[str
         ValueError: some rows of a file would not be graded; the message names the first five.
     """
     folder, out = Path(folder), Path(out)
-    files = {name: submission_file(name) for name in methods}
-    there = read_submission(folder, methods, **data)
+    there = {submission_file(name): found for name, found in read_submission(folder, methods, **data).items()}
+    wanted = [submission_file(name) for name in methods]
     if not there:
-        raise FileNotFoundError(f"{folder} holds no file of a submission, such as {next(iter(files.values()))}")
+        raise FileNotFoundError(f"{folder} holds no file of a submission, such as {wanted[0]}")
     warnings = []
-    for name, (_, problems) in there.items():
-        refuse_fatal(folder / files[name], problems)
-        warnings += [f"{folder / files[name]}: {problem}" for problem in problems]
+    for file, found in there.items():
+        found.of(folder / file)
+        warnings += [f"{folder / file}: {warning}" for warning in found.warnings]
     with replacing(out) as temporary, zipfile.ZipFile(temporary, "w", zipfile.ZIP_DEFLATED) as archive:
-        for file in sorted(files[name] for name in there):
+        for file in sorted(there):
             # Use a fixed time, so that the archive depends only on its content.
             entry = zipfile.ZipInfo(file, date_time=(1980, 1, 1, 0, 0, 0))
             entry.compress_type, entry.external_attr = zipfile.ZIP_DEFLATED, 0o644 << 16
             archive.writestr(entry, (folder / file).read_bytes().removeprefix(BOM_UTF8))
     return {
-        "files": {files[name]: (folder / files[name]).stat().st_size for name in there},
-        "missing": [file for name, file in files.items() if name not in there],
+        "files": {file: (folder / file).stat().st_size for file in there},
+        "missing": [file for file in wanted if file not in there],
         "warnings": warnings,
         "bytes": out.stat().st_size,
         "sha256": hashlib.sha256(out.read_bytes()).hexdigest(),
