@@ -167,14 +167,9 @@ def fast_rollouts(model, *, dtype: torch.dtype | None = None) -> Sampler:
 
     Returns:
         The sampler: the `reason` if it is not used, the last call's `log_probs`, and `remove()`.
-
-    Raises:
-        TypeError: the argument is neither a model nor a trainer.
     """
-    found = model if isinstance(model, nn.Module) else getattr(model, "model", None)
+    found = model if isinstance(model, nn.Module) else model.model
     inner = unwrapped(found)
-    if not hasattr(inner, "generate"):
-        raise TypeError(f"fast_rollouts takes a causal language model or a trainer, got {type(model).__name__}")
     if (previous := sampler_of(inner)) is not None:
         previous.remove()
     sampler = Sampler(inner, dtype, _obstacle(found))

@@ -101,7 +101,7 @@ def sample(
     do_sample: bool,
     padding: int,
 ) -> tuple[Tensor, Tensor]:
-    """Sample a response to every prompt of a left-padded batch.
+    """Sample a response of at most `limit` tokens to every prompt of a left-padded batch.
 
     A row's numbers depend on the seed of the call and on its place in the batch, not on the rows beside it.
 
@@ -109,7 +109,6 @@ def sample(
         decoder: made for the batch's prompts.
         input_ids: [B, L].
         logits_processor, stopping_criteria: as transformers prepares them for `generate`.
-        limit: the largest number of response tokens.
         do_sample: False for the most likely tokens.
         padding: the id that fills ended rows.
 
