@@ -192,8 +192,7 @@ def prompt_tokens(tokenizer, prompt: list[dict] | str, max_prompt_tokens: int | 
 def without_template(tokenizer, prompts: Sequence[list[dict] | str]) -> str | None:
     """A line about plain texts that a model with a chat template is prompted with; None if nothing is to be said.
 
-    The template is not applied to texts. Those that hold its special tokens, or end with a colon or a tag as a text to
-    continue does, are taken to be intended.
+    Texts that hold special tokens, or end with a colon or a tag as a text to continue does, are taken to be intended.
     """
     special = tokenizer.all_special_tokens
     texts = (prompt for prompt in prompts if isinstance(prompt, str))

@@ -60,10 +60,8 @@ def select_pairs(
 
 
 class Response(NamedTuple):
-    """A sampled response: token ids, and sums of log-probabilities in nats.
-
-    `ids` are an array of 32-bit integers; `log_prob` is under the policy that sampled it, NaN if unused, and
-    `ref_log_prob` under the loss's reference, NaN for a loss without one.
+    """A sampled response: token ids, and its log-probability in nats under the policy that sampled it, and under the
+    loss's reference; NaN where it is not used.
     """
 
     ids: array

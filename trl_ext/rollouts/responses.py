@@ -91,17 +91,15 @@ def save_rows(
     """Compute a row for each item, in parts of `save_every` items that are appended to a file one after another.
 
     A call that finds rows in the file continues after the last complete part and returns the same rows as an
-    uninterrupted call.
+    uninterrupted call with the same `save_every`.
 
     Args:
         items: rows with their prompt and the number of the response.
         compute: `f(items, seed=, done=)`, which returns JSON-ready rows with `row_id` and perhaps `sample`; `done` is
-            the number of items before these.
+            the number of items before these. Each part has a seed of its own.
         path: a JSON Lines file; None to keep the rows in memory alone.
         settings: how rows are made, JSON-ready, kept beside the file as `NAME.settings.json`; None if the caller makes
             sure that the file is its own. Those in `MAY_CHANGE` are not compared.
-        seed: seed of the first part; each part has its own.
-        save_every: items of a part. A call that continues a file needs the same number.
         accelerator: for several processes, which divide the work; each must call this function and gets all rows.
 
     Raises:
