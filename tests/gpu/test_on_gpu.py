@@ -9,11 +9,11 @@ import pytest
 import torch
 import yaml
 from datasets import Dataset
-from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM
 
 from tests.support import REPOSITORY, recipes
 from tests.support.packing import compare, forward, ragged, tiny_model
+from tests.support.sharded import TRAINED, check_saved_adapter, check_saved_model, with_arguments
 from tests.support.tiny import pairs
 from tests.support.train_once import largest_difference, launch, relative_difference, train_under
 from trl_ext import PreferenceConfig, PreferenceTrainer
@@ -76,16 +76,7 @@ def test_trained_in_mixed_precision(tiny_model_path, tmp_path):
 
 # ---- FSDP2 on one GPU or two: what data parallelism gives, saved, loaded and taken up again ----
 
-# As in the tests of ZeRO: an update is a smooth function of the gradient.
-SETTINGS = {"optim": "adamw_torch", "adam_epsilon": 0.01, "max_steps": 3, "learning_rate": 0.01, "max_grad_norm": 1.0}
-SETTINGS |= {"use_cpu": False, "bf16": False}
-COMMON = {"dtype": None, "pairs": 12, "shift": True, "saves": True}
-TRAINED = {
-    "dpo": {"trainer": "PreferenceTrainer", "args": {"loss": "dpo"}},
-    "aot": {"lora": True, "pairs": 24, "args": {"loss": "aot", "gradient_accumulation_steps": 2}},
-    "reward": {"trainer": "RewardTrainer"},
-    "policy": {"trainer": "PolicyTrainer", "fixed": True, "args": {"per_device_train_batch_size": 4, "beta": 0.05}},
-}
+NAMES = ["dpo", "aot", "reward", "policy"]
 
 
 def processes() -> int:
@@ -93,13 +84,12 @@ def processes() -> int:
 
 
 def specification(name: str, model: str, **arguments) -> dict:
-    spec = {**COMMON, **TRAINED[name], "model": model}
-    return {**spec, "args": {**SETTINGS, **spec.get("args", {}), **arguments}}
+    return with_arguments({**TRAINED[name], "model": model}, use_cpu=False, bf16=False, **arguments)
 
 
 @pytest.fixture(scope="module")
 def plain(tiny_model_path, tmp_path_factory):
-    specs = {name: specification(name, tiny_model_path) for name in TRAINED}
+    specs = {name: specification(name, tiny_model_path) for name in NAMES}
     folder, settings = tmp_path_factory.mktemp("plain"), {"mixed_precision": "no"}
     return train_under("multi_gpu", specs, folder, processes=processes(), settings=settings)
 
@@ -107,7 +97,7 @@ def plain(tiny_model_path, tmp_path_factory):
 @pytest.fixture(scope="module")
 def sharded(tiny_model_path, tmp_path_factory):
     folder, specs = tmp_path_factory.mktemp("fsdp2"), {}
-    for name in TRAINED:
+    for name in NAMES:
         specs[name] = specification(name, tiny_model_path, save_strategy="steps", save_steps=2)
         specs[f"resumed_{name}"] = {**specs[name], "resume_from_checkpoint": str(folder / name / "checkpoint-2")}
     # Every process loads the weights, which a specification then moves.
@@ -123,7 +113,7 @@ def test_the_engine_is_fsdp2_and_was_foreseen(sharded):
         assert "packed_tokens" not in run.facts
 
 
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("name", NAMES)
 def test_training_is_that_of_data_parallelism(name, sharded, plain):
     run, expected = sharded[name], plain[name]
     assert largest_difference(run.start, expected.start) < 1e-6
@@ -133,7 +123,7 @@ def test_training_is_that_of_data_parallelism(name, sharded, plain):
         assert entry["loss"] == pytest.approx(other["loss"], rel=1e-3, abs=1e-5)
 
 
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_resumed_run_ends_where_the_straight_one_does(name, sharded):
     run, expected = sharded[f"resumed_{name}"], sharded[name]
     assert largest_difference(run.parameters, expected.parameters) < 1e-5
@@ -142,20 +132,11 @@ def test_a_resumed_run_ends_where_the_straight_one_does(name, sharded):
 
 @pytest.mark.parametrize("name", ["dpo", "reward", "policy"])
 def test_a_saved_model_loads(name, sharded):
-    run = sharded[name]
-    kind = AutoModelForSequenceClassification if name == "reward" else AutoModelForCausalLM
-    model = kind.from_pretrained(run.folder, dtype=torch.float32)
-    assert largest_difference(dict(model.named_parameters()), run.parameters) == 0.0
+    check_saved_model(name, sharded[name])
 
 
 def test_a_saved_adapter_merges(sharded, tiny_model_path):
-    run = sharded["aot"]
-    base = AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.float32)
-    name = "model.layers.1.self_attn.v_proj"
-    before = base.state_dict()[f"{name}.weight"].clone()
-    merged = PeftModel.from_pretrained(base, run.folder).merge_and_unload().state_dict()[f"{name}.weight"]
-    a, b = (run.parameters[f"base_model.model.{name}.lora_{side}.default.weight"] for side in "AB")
-    torch.testing.assert_close(merged, before + 2 * b @ a, rtol=0, atol=1e-6)
+    check_saved_adapter("aot", sharded["aot"], tiny_model_path)
 
 
 def test_a_recipe_trains_by_the_configuration_that_users_get(tmp_path):

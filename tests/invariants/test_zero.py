@@ -7,10 +7,17 @@ import json
 
 import pytest
 import torch
-from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.support import recipes
+from tests.support.sharded import (
+    ADAPTERS,
+    TRAINED,
+    check_saved_adapter,
+    check_saved_model,
+    specification,
+    with_arguments,
+)
 from tests.support.tiny import pairs, save_tiny_model
 from tests.support.train_once import Run, largest_difference, launch, relative_difference, train_under
 from trl_ext import toy
@@ -20,30 +27,6 @@ from trl_ext.rewards import RewardModel
 HAS_DEEPSPEED = importlib.util.find_spec("deepspeed") is not None
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not HAS_DEEPSPEED, reason="needs the extra: trl_ext[deepspeed]")]
 
-# Models are given by path, as ZeRO-3 divides their parameters among the processes while they are loaded. Adam has so
-# large an epsilon that an update is a smooth function of the gradient: rounding stays rounding.
-COMMON = {"dtype": None, "pairs": 12, "shift": True, "saves": True}
-ADAM = {"optim": "adamw_torch", "adam_epsilon": 0.01, "max_steps": 3, "learning_rate": 0.01, "max_grad_norm": 1.0}
-
-
-def specification(trainer: str, **keys) -> dict:
-    """An optimizer step takes 4 pairs, or 8 responses to 2 prompts."""
-    own = {"per_device_train_batch_size": 4, "beta": 0.05} if trainer == "PolicyTrainer" else {}
-    return {**COMMON, "trainer": trainer, **keys, "args": {**ADAM, **own, **keys.get("args", {})}}
-
-
-TRAINED = {
-    "dpo": specification("PreferenceTrainer", args={"loss": "dpo"}),
-    # An optimizer step takes 8 pairs.
-    "aot": specification(
-        "PreferenceTrainer", lora=True, pairs=24, args={"loss": "aot", "gradient_accumulation_steps": 2}
-    ),
-    "reward": specification("RewardTrainer"),
-    "reward_adapter": specification("RewardTrainer", lora=True),
-    "policy": specification("PolicyTrainer", fixed=True),
-    "policy_adapter": specification("PolicyTrainer", fixed=True, lora=True),
-}
-ADAPTERS = [name for name, spec in TRAINED.items() if spec.get("lora")]
 SAMPLED = specification("PolicyTrainer", lora=True)
 PRECOMPUTED = specification("PreferenceTrainer", args={"loss": "dpo", "precompute_ref_log_probs": True})
 STAGES = {"zero2": 2, "zero3": 3}
@@ -66,20 +49,16 @@ def uneven_pairs() -> list[dict]:
 def specifications(tiny_model_path, tmp_path_factory) -> dict[str, dict]:
     other = tmp_path_factory.mktemp("other-model")
     save_tiny_model(other, seed=1)
-    specs = {**TRAINED, "sampled": SAMPLED, "generated": _with(SAMPLED, fast_rollouts="off")}
-    specs["uneven"] = _with({**TRAINED["dpo"], "rows": uneven_pairs()}, per_device_train_batch_size=1)
+    specs = {**TRAINED, "sampled": SAMPLED, "generated": with_arguments(SAMPLED, fast_rollouts="off")}
+    specs["uneven"] = with_arguments({**TRAINED["dpo"], "rows": uneven_pairs()}, per_device_train_batch_size=1)
     specs = {name: {**spec, "model": tiny_model_path} for name, spec in {**specs, "precomputed": PRECOMPUTED}.items()}
     return {**specs, "precomputed_other": {**PRECOMPUTED, "model": str(other)}}
-
-
-def _with(spec: dict, **arguments) -> dict:
-    return {**spec, "args": {**spec["args"], **arguments}}
 
 
 @pytest.fixture(scope="module")
 def plain(specifications, tmp_path_factory) -> dict[str, Run]:
     """Data parallelism; what is of `TRAINED` is not packed."""
-    unpacked = {name: _with(specifications[name], packing="off") for name in TRAINED}
+    unpacked = {name: with_arguments(specifications[name], packing="off") for name in TRAINED}
     return train_under(None, specifications | unpacked, tmp_path_factory.mktemp("plain"))
 
 
@@ -88,7 +67,7 @@ def sharded(request, specifications, tmp_path_factory) -> dict[str, Run]:
     """Under one of the stages, packed; what is of `TRAINED` is also resumed from a checkpoint at step 2."""
     folder, specs = tmp_path_factory.mktemp(request.param), dict(specifications)
     for name in TRAINED:
-        specs[name] = _with(specs[name], save_strategy="steps", save_steps=2)
+        specs[name] = with_arguments(specs[name], save_strategy="steps", save_steps=2)
         checkpoint = str(folder / name / "checkpoint-2")
         specs[f"resumed_{name}"] = {**specifications[name], "resume_from_checkpoint": checkpoint}
     runs = train_under(request.param, specs, folder)
@@ -170,34 +149,12 @@ def test_a_resumed_run_ends_where_the_straight_one_does(name, sharded):
 
 @pytest.mark.parametrize("name", ["dpo", "reward", "policy"])
 def test_a_saved_model_loads(name, sharded):
-    run = sharded[name]
-    kind = AutoModelForSequenceClassification if name == "reward" else AutoModelForCausalLM
-    model = kind.from_pretrained(run.folder, dtype=torch.float32)
-    assert largest_difference(dict(model.named_parameters()), run.parameters) == 0.0
+    check_saved_model(name, sharded[name])
 
 
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_a_saved_adapter_loads_and_merges(name, sharded, tiny_model_path):
-    """The merged weight is W + 8 / 4 B A, from A and B as they were gathered after training."""
-    run = sharded[name]
-    kind, options = AutoModelForCausalLM, {}
-    if name == "reward_adapter":
-        kind, options = AutoModelForSequenceClassification, {"num_labels": 1}
-    base = kind.from_pretrained(tiny_model_path, dtype=torch.float32, **options)
-    before = {name: weight.clone() for name, weight in base.state_dict().items()}
-    merged = PeftModel.from_pretrained(base, run.folder).merge_and_unload().state_dict()
-    for layer in (0, 1):
-        for target in ("q_proj", "v_proj"):
-            module = f"model.layers.{layer}.self_attn.{target}"
-            a, b = (run.parameters[f"base_model.model.{module}.lora_{side}.default.weight"] for side in "AB")
-            added = 2 * b @ a
-            assert added.abs().max() > 0.01
-            torch.testing.assert_close(
-                merged[f"{module}.weight"], before[f"{module}.weight"] + added, rtol=0, atol=1e-6
-            )
-    if name == "reward_adapter":
-        (head,) = (weight for key, weight in run.parameters.items() if "score" in key)
-        assert torch.equal(merged["score.weight"], head)
+    check_saved_adapter(name, sharded[name], tiny_model_path)
 
 
 @pytest.mark.parametrize("name", ["reward", "reward_adapter"])

@@ -1,4 +1,4 @@
-"""Ensembles of rewards: values worked by hand, calibration, names, and what reaches the members and the logs."""
+"""Ensembles and shaping of rewards: values worked by hand, calibration, names, faults, and what is logged."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from tests.support.reward_adapters import COMPLETIONS, PROMPTS, save_full_model
-from trl_ext.rewards import RewardEnsemble, RewardModel, combine
+from trl_ext.rewards import RewardEnsemble, RewardModel, ShapedReward, combine, parse_shaping
+from trl_ext.rewards.shaping import innermost
 
 # Scores of three members for two responses.
 SCORES = torch.tensor([[1.0, 0.9], [0.4, 0.8], [0.7, 0.85]], dtype=torch.float64)
@@ -87,19 +88,18 @@ def table(values, name="table"):
 
 
 def test_an_ensemble_of_functions():
-    """Lengths 4 and 2, vowels 1 and 2: means 2.5 and 2, population variances 2.25 and 0."""
-    prompts, completions = ["p", "p"], ["tres", "ae"]
-    assert (length(prompts, completions), vowels(prompts, completions)) == ([4.0, 2.0], [1.0, 2.0])
-    assert RewardEnsemble([length, vowels])(prompts, completions) == [2.5, 2.0]
+    """Lengths 4 and 2, vowels 1 and 2: means 2.5 and 2, population variances 2.25 and 0, mean deviation 0.75."""
+    prompts, completions, metrics = ["p", "p"], ["tres", "ae"], {}
+    ensemble = RewardEnsemble([length, vowels])
+    assert (ensemble.__name__, ensemble.names) == ("ensemble", ["length", "vowels"])
+    assert ensemble.member_scores(prompts, completions).tolist() == [[4.0, 2.0], [1.0, 2.0]]
+    assert ensemble(prompts, completions, log_metric=metrics.__setitem__) == [2.5, 2.0]
+    assert metrics["ensemble_std"] == pytest.approx(0.75)
     assert RewardEnsemble([length, vowels], aggregate="min")(prompts, completions) == [1.0, 2.0]
     assert RewardEnsemble([length, vowels], aggregate="uwo")(prompts, completions) == [2.5 - 0.5 * 2.25, 2.0]
-    assert RewardEnsemble([length])(prompts, completions) == [4.0, 2.0]
-    assert RewardEnsemble([length, vowels]).member_scores(prompts, completions).tolist() == [[4.0, 2.0], [1.0, 2.0]]
-    assert RewardEnsemble([length, vowels])([], []) == []
-    ensemble = RewardEnsemble([length, vowels])
-    assert ensemble.__name__ == "ensemble"
-    assert ensemble.names == ["length", "vowels"]
-    assert ensemble.members == [length, vowels]
+    assert RewardEnsemble([length])(prompts, completions, log_metric=metrics.__setitem__) == [4.0, 2.0]
+    assert metrics["ensemble_std"] == 0
+    assert ensemble([], []) == []
 
 
 def test_a_completion_that_a_member_cannot_score_has_no_reward():
@@ -125,14 +125,6 @@ def test_a_completion_that_a_member_cannot_score_has_no_reward():
     metrics.clear()
     assert nothing(["p"], ["0"], log_metric=metrics.__setitem__) == [None]
     assert metrics == {}, "a mean of nothing is not logged"
-
-
-def test_the_spread_over_members():
-    """That of (4, 1) and (2, 2) is 1.5 and 0, half of it on average; of one member it is 0."""
-    for members, expected in (([length, vowels], 0.75), ([length], 0)):
-        metrics = {}
-        RewardEnsemble(members)(["p", "p"], ["tres", "ae"], log_metric=metrics.__setitem__)
-        assert metrics["ensemble_std"] == pytest.approx(expected)
 
 
 def test_members_get_what_the_trainer_passes():
@@ -223,3 +215,66 @@ def test_names_of_members_never_agree(tiny_model_path, tmp_path):
     members = [table([0.0], name) for name in ("best", "best-2", "best", "best")]
     assert RewardEnsemble(members).names == ["best", "best-2", "best-3", "best-4"]
     assert ensemble.to_dict()["members"][0]["source"] == first
+
+
+# ---- Shaping ----
+
+
+def test_clipping_and_faults():
+    """No reward stays none, and what is not finite is neither clipped nor hidden."""
+    reward = table([2.0, 0.25, None, -1.0, math.nan, -math.inf])
+    rewards = ShapedReward(reward, [{"kind": "clip", "limit": 0.5}])(["p"] * 6, list("012345"))
+    assert rewards[:4] == [0.5, 0.25, None, -0.5]
+    assert not math.isfinite(rewards[4]) and not math.isfinite(rewards[5])
+    with pytest.raises(ValueError, match="the reward returned 1 rewards for 2 completions"):
+        ShapedReward(lambda prompts, completions: [1.0], ["center_reference"]).calibrate(["p"] * 2, ["c"] * 2)
+
+
+def test_calibration_is_at_its_place():
+    """References score 1 and 3. Clipped to 2 first they average 1.5, and 2 as they are."""
+    clip = {"kind": "clip", "limit": 2}
+    for steps, value, expected in ((["center_reference", clip], 2.0, 2.0), ([clip, "center_reference"], 1.5, 0.5)):
+        shaped = ShapedReward(table([1.0, 3.0, None, 9.0]), steps)
+        assert shaped.needs_calibration
+        with pytest.raises(ValueError, match="center_reference has no value"):
+            shaped(["p"], ["3"])
+        shaped.calibrate(["p"] * 3, ["0", "2", "1"])
+        assert not shaped.needs_calibration
+        centre = {"kind": "center_reference", "value": value}
+        assert shaped.to_dict()["steps"] == [clip if step == clip else centre for step in steps]
+        assert shaped(["p"], ["3"]) == [expected]
+
+
+def test_what_it_wraps_is_told_everything_and_reports():
+    """An ensemble behind a step: members' means are logged by the ensemble, its own before shaping by the wrapper."""
+    logged, seen = {}, {}
+
+    def one(prompts, completions, finished, column, log_metric=None, **rest):
+        seen.update(finished=finished, column=column)
+        return [2.0, 4.0]
+
+    ensemble = RewardEnsemble([one, table([0.0, 2.0])])
+    shaped = ShapedReward(ensemble, [{"kind": "clip", "limit": 1.5}])
+    rewards = shaped(["p"] * 2, ["0", "1"], finished=[True, False], column=[7, 8], log_metric=logged.__setitem__)
+    assert rewards == [1.0, 1.5] and seen == {"finished": [True, False], "column": [7, 8]}
+    assert logged["rewards/ensemble/mean"] == 2.0 and logged["rewards/one/mean"] == 3.0
+    assert shaped.__name__ == "ensemble+clip" and innermost(shaped) is ensemble
+    both = ShapedReward(ensemble, parse_shaping('["center_reference", {"kind": "clip", "limit": 1.5}]'))
+    assert both.__name__ == "ensemble+center_reference+clip" and both.needs_calibration
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[", "reward_shaping: bad JSON"),
+        ("[]", "give a list of steps"),
+        ('["center_reference", "clipp"]', "unknown kind 'clipp'; did you mean 'clip'"),
+        ('["clip"]', "clip: .*limit"),
+        ('[{"kind": "clip", "limits": 5}]', "clip: .*limits"),
+        ('[{"kind": "clip", "limit": 0}]', "clip: .* positive limit"),
+        ('[{"kind": "center_reference", "value": 1}]', "center_reference has none"),
+    ],
+)
+def test_steps_that_are_refused(text, message):
+    with pytest.raises(ValueError, match=message):
+        parse_shaping(text)

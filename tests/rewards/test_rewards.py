@@ -115,17 +115,12 @@ def test_plain_text(tiny_model_path, folders):
     assert (only_end - plain_scores(model, [[end]])).abs().max() <= 2e-6
 
 
-def with_limits(folder: str, target: Path, text: str) -> Path:
-    shutil.copytree(folder, target)
-    (target / "reward_model.json").write_text(text)
-    return target
-
-
 @pytest.mark.parametrize("shared", [False, True])
 def test_truncation(shared, tiny_model_path, folders, tmp_path):
     """The last 7 tokens of the prompt and the first 5 of the completion, its end token only if it fits."""
-    limits = '{"max_prompt_tokens": 7, "max_response_tokens": 5}'
-    reward = RewardModel(with_limits(folders["adapter"], tmp_path / "short", limits))
+    shutil.copytree(folders["adapter"], tmp_path / "short")
+    (tmp_path / "short" / "reward_model.json").write_text('{"max_prompt_tokens": 7, "max_response_tokens": 5}')
+    reward = RewardModel(tmp_path / "short")
     if shared:
         reward.share(SharedBackbone(load_policy(tiny_model_path)))
     tokenizer = reward.tokenizer
@@ -162,32 +157,23 @@ def with_end_as_padding(folder: str, target: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["adapter", "full"])
-def test_padding_that_is_the_end_token(kind, tiny_model_path, folders, tmp_path):
-    """The score is then read before the end token, as transformers does: alone, shared, and by hand."""
+def test_padding_that_is_the_end_token(kind, tiny_model_path, folders, tmp_path, caplog):
+    """The score is then read before the end token, as transformers does: alone, shared, and by hand.
+
+    A truncated completion scores as a finished one, which is said once, when the first one is scored.
+    """
     folder = with_end_as_padding(folders[kind], tmp_path / kind)
     reward = RewardModel(folder)
     expected = plain_scores(plain_model(tiny_model_path, str(folder)), turns(reward.tokenizer, finished=False))
-    assert (reward.score(PROMPTS, COMPLETIONS) - expected).abs().max() <= 2e-6
+    said = {None: 0, (True, True, True, True): 0, (True, False, False, True): 1, (False, False, False, False): 1}
+    for finished, count in said.items():
+        assert (reward.score(PROMPTS, COMPLETIONS, finished=finished) - expected).abs().max() <= 2e-6
+        assert caplog.text.count("pads with its end-of-turn token") == count
     if kind == "adapter":
         shared = RewardModel(folder).share(SharedBackbone(load_policy(tiny_model_path)))
         assert (shared.score(PROMPTS, COMPLETIONS) - expected).abs().max() <= 2e-6
-
-
-def test_that_ends_do_not_show_is_said_once(folders, tmp_path, caplog):
-    """Where padding is the end token, a cut completion scores as a finished one: said when one is to be scored."""
-
-    def lines() -> list[str]:
-        return [r.getMessage() for r in caplog.records if "pads with its end-of-turn token" in r.getMessage()]
-
-    padded = RewardModel(with_end_as_padding(folders["adapter"], tmp_path / "padded"))
-    scores = padded.score(PROMPTS, COMPLETIONS)
-    padded.score(PROMPTS, COMPLETIONS, finished=[True] * 4)
-    assert not lines()
-    for _ in range(2):
-        assert (padded.score(PROMPTS, COMPLETIONS, finished=[True, False, False, True]) - scores).abs().max() <= 2e-6
-        assert len(lines()) == 1
-    RewardModel(folders["adapter"]).score(PROMPTS, COMPLETIONS, finished=[False] * 4)
-    assert len(lines()) == 1
+        RewardModel(folders["adapter"]).score(PROMPTS, COMPLETIONS, finished=[False] * 4)
+        assert caplog.text.count("pads with its end-of-turn token") == 1
 
 
 def test_loading_is_lazy_idempotent_and_draws_no_random_numbers(folders):
@@ -219,22 +205,17 @@ def test_what_it_says_of_itself(tiny_model_path, folders, tmp_path):
     assert adapter.adapter.base == tiny_model_path and full.adapter is None
     assert (adapter.name, adapter.__name__) == ("adapter-run", "adapter-run")
     assert (full.name, full.__name__) == ("helpfulness", "helpfulness")
-    for inside, name in (("run/best", "run-best"), ("run/checkpoint-50", "run-checkpoint-50"), ("run/rm", "rm")):
+    for inside, name in (("run/best/", "run-best"), ("run/checkpoint-50", "run-checkpoint-50"), ("run/rm", "rm")):
         shutil.copytree(folders["full"], tmp_path / inside)
-        assert RewardModel(tmp_path / inside).name == name
-        assert RewardModel(f"{tmp_path / inside}/").name == name
+        assert RewardModel(f"{tmp_path}/{inside}").name == name
 
 
-def test_the_tokenizer_comes_from_the_model_or_else_from_its_base(tiny_model_path, folders, tmp_path):
-    bare = save_adapter(tiny_model_path, tmp_path / "bare", tokenizer=False)
-    expected = RewardModel(folders["adapter"])
-    assert torch.equal(RewardModel(bare).score(PROMPTS, COMPLETIONS), expected.score(PROMPTS, COMPLETIONS))
-
-
-def test_a_base_that_has_moved(tiny_model_path, tmp_path):
+def test_a_base_that_has_moved(tiny_model_path, folders, tmp_path):
+    """An adapter without a tokenizer has that of its base."""
     shutil.copytree(tiny_model_path, tmp_path / "base")
-    folder = save_adapter(str(tmp_path / "base"), tmp_path / "adapter")
+    folder = save_adapter(str(tmp_path / "base"), tmp_path / "adapter", tokenizer=False)
     expected = RewardModel(folder).score(PROMPTS, COMPLETIONS)
+    assert torch.equal(expected, RewardModel(folders["adapter"]).score(PROMPTS, COMPLETIONS))
     shutil.move(tmp_path / "base", tmp_path / "moved")
     with pytest.raises(FileNotFoundError, match="its base .*base is not on this machine; say with base= where it is"):
         RewardModel(folder)
@@ -270,10 +251,6 @@ def no_reward_models(tmp_path: Path, folders: dict[str, str], base: str) -> dict
         save_file(kept | {f"base_model.model.score.{name}": tensor for name, tensor in head.items()}, file)
         return target
 
-    def empty() -> Path:
-        (tmp_path / "empty").mkdir()
-        return tmp_path / "empty"
-
     def half_a_file() -> Path:
         weights = copy("full") / "model.safetensors"
         weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
@@ -286,7 +263,7 @@ def no_reward_models(tmp_path: Path, folders: dict[str, str], base: str) -> dict
             "no model folder '.*nowhere': give a folder, .*; recipes/reward_model.py trains a reward model",
         ),
         "no such hub name": (lambda: "nobody/no-such-reward-model", "no reward model 'nobody/no-such-reward-model'"),
-        "empty": (empty, "holds no config.json: it is not a saved model"),
+        "no weights or settings": (lambda: without("*"), "holds no config.json: it is not a saved model"),
         "no head": (with_head, "no score head, so the scores would be random"),
         "not LoRA": (lambda: copy("adapter", peft_type="IA3"), "peft_type is IA3; only LoRA"),
         "no base": (

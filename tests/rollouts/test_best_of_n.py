@@ -116,11 +116,10 @@ def test_prompts_without_enough_rewards_are_left_out_of_every_n():
 # ---- Sampling ----
 
 
-def test_samples_are_scored_and_picked():
+def test_samples_are_scored():
     result = best_of_n(ROWS, Engine(), reward, 4, seed=1)
-    assert [[(row["row_id"], row["sample"]) for row in group] for group in result] == [
-        [(name, sample) for sample in range(4)] for name in "ab"
-    ]
+    found = [[(row["row_id"], row["sample"]) for row in group] for group in result]
+    assert found == [[(name, sample) for sample in range(4)] for name in "ab"]
     for row in itertools.chain(*result):
         assert row["reward"] == random.Random(row["response_text"]).random()
         assert row["generated_num_tokens"] == len(row["response_text"])
@@ -165,18 +164,13 @@ def test_a_file_is_of_one_setting(tmp_path):
         best_of_n(ROWS, Engine(), reward, 4, path=path, settings=settings)
 
 
-def test_the_penalty_for_cut_responses():
+def test_the_penalty_for_truncated_responses_and_rewards_that_are_no_numbers():
     """By hand: 3 - 1 < 2.5, so that the whole response is picked; what has no reward gets none."""
-    engine = Engine(texts=["cut", "whole", "cut again"])
-    [rows] = best_of_n(ROWS[:1], engine, lambda **columns: [3.0, 2.5, None], 3, missing_eos_penalty=1.0)
-    assert [row["reward"] for row in rows] == [2.0, 2.5, None]
+    engine = Engine(texts=["cut", "whole", "cut again", "so", "so"])
+    values = [3.0, 2.5, None, math.nan, math.inf]
+    [rows] = best_of_n(ROWS[:1], engine, lambda **columns: values, 5, missing_eos_penalty=1.0)
+    assert [row["reward"] for row in rows] == [2.0, 2.5, None, None, None]
     assert pick_best(rows)["response_text"] == "whole"
-
-
-def test_rewards_that_are_no_numbers():
-    [rows] = best_of_n(ROWS[:1], Engine(), lambda **columns: [1.0, math.nan, None, math.inf], 4)
-    assert [row["reward"] for row in rows] == [1.0, None, None, None]
-    assert pick_best(rows)["sample"] == 0
 
 
 # ---- Data to fine-tune on ----

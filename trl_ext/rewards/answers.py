@@ -60,16 +60,11 @@ def truth_texts(truth: str | float | Iterable[str | float]) -> list[str]:
     return [inside.strip()]
 
 
-def _readable(text: str) -> bool:
-    """Whether a text is short and shallow enough to parse."""
-    return 0 < len(text) <= MAX_CHARACTERS and nesting(text) <= MAX_NESTING
-
-
 def _matches(answer: str, truth: str) -> bool:
     answer = answer.strip()
     if answer == truth:
         return True
-    if not (_readable(answer) and _readable(truth)):
+    if any(not 0 < len(text) <= MAX_CHARACTERS or nesting(text) > MAX_NESTING for text in (answer, truth)):
         return False
     given, true = clean(answer), clean(truth)
     if given.contradicts(true):
@@ -79,10 +74,8 @@ def _matches(answer: str, truth: str) -> bool:
 
 def _same_numbers(answer: str, truth: str) -> bool:
     """Whether lists have the same numbers: `100, 200` is a list, and `100,200` may be the same list."""
-    answer, truth = answer.strip("$ "), truth.strip("$ ")
-    if not (NUMBERS.fullmatch(answer) and NUMBERS.fullmatch(truth)):
-        return False
-    return "".join(answer.split()) == "".join(truth.split())
+    lists = [text.strip("$ ") for text in (answer, truth)]
+    return all(map(NUMBERS.fullmatch, lists)) and len({"".join(text.split()) for text in lists}) == 1
 
 
 def _bodies_match(answer: str, truth: str) -> bool:

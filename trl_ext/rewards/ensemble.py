@@ -20,7 +20,7 @@ DEFAULT_COEFFICIENTS = {"mean_minus_std": 1.0, "uwo": 0.5}
 def combine(
     scores: Tensor, aggregate: Aggregate = "mean", *, coefficient: float | None = None, quantile: float = 0.25
 ) -> Tensor:
-    """Combine the scores of K members into one reward per completion.
+    """Combine the scores of K members, [K, N], into one reward per completion, [N]. NaN stays NaN.
 
     `mean`; `min`, the worst case; `uwo`, uncertainty-weighted: mean minus coefficient times *variance*;
     `mean_minus_std`, a lower confidence bound: mean minus coefficient times standard deviation; `quantile` over the
@@ -28,13 +28,8 @@ def combine(
     al. 2023, arXiv 2310.02743, section 3, defines the mean, the worst case and the uncertainty-weighted form.
 
     Args:
-        scores: members' scores, [K, N]; a NaN makes its completion's reward NaN.
-        aggregate: as above.
         coefficient: at least 0; the default is 0.5 for `uwo` and 1 for `mean_minus_std`. Other aggregates use none.
         quantile: in [0, 1].
-
-    Returns:
-        Rewards, [N].
 
     Raises:
         ValueError: a name or a value is invalid.
@@ -73,12 +68,8 @@ class RewardEnsemble:
         aggregate, coefficient, quantile: as for `combine`.
 
     Attributes:
-        members: as above.
         names: the members' names, numbered where they collide.
         shifts, scales: for each member, the value subtracted from its scores and the divisor applied afterwards.
-
-    Raises:
-        ValueError: no members, or settings as for `combine`.
     """
 
     def __init__(
@@ -130,18 +121,16 @@ class RewardEnsemble:
         return ((self._raw_scores(prompts, completions, **columns).double() - shifts) / scales).float()
 
     def _raw_scores(self, prompts: Sequence, completions: Sequence, **columns: Any) -> Tensor:
-        rows = []
-        for name, member in zip(self.names, self.members, strict=True):
-            values = member(prompts=prompts, completions=completions, **columns)
-            rows.append(as_tensor(values, len(completions), f"member {name}"))
+        given = [member(prompts=prompts, completions=completions, **columns) for member in self.members]
+        rows = [as_tensor(row, len(completions), f"member {n}") for n, row in zip(self.names, given, strict=True)]
         return torch.stack(rows).float()
 
     def __call__(self, prompts: Sequence, completions: Sequence, **columns: Any) -> list[float | None]:
         """TRL's reward signature; all arguments are passed on to the members.
 
-        Logs each member's scores as the column `reward/<name>` and their mean as `rewards/<name>/mean`, calibrated
-        if the ensemble is. Logs the standard deviation over members, averaged over completions, as `ensemble_std`;
-        its growth during training is the first sign of over-optimisation.
+        Logs each member's scores, calibrated if the ensemble is, as the column `reward/<name>`, and their mean as
+        `rewards/<name>/mean`. `ensemble_std` is the standard deviation over members, averaged over completions; its
+        growth during training is the first sign of over-optimisation.
         """
         scores = self.member_scores(prompts, completions, **columns)
         log_extra, log_metric = columns.get("log_extra"), columns.get("log_metric")

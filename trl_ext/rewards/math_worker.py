@@ -1,9 +1,8 @@
 """math-verify in a separate process, with a limit on time and memory.
 
-math-verify's own time limit uses `signal.alarm`, which works only in the main thread. This module starts one process
-at the first question, communicates over pipes, and replaces the process after a question that reaches a limit. A
-question whose process was killed from outside, as when the machine is out of memory, is asked once more. The process
-runs `math_judge.py` by path, so that it imports nothing but math-verify.
+math-verify's own time limit uses `signal.alarm`, which works only in the main thread. The process starts at the first
+question, and is replaced after a question that reaches a limit. A question whose process was killed from outside, as
+when the machine is out of memory, is asked once more.
 """
 
 from __future__ import annotations
@@ -44,13 +43,9 @@ def _verdict(answer: str, truth: str) -> bool:
 
 
 class MathWorker:
-    """A process that answers one question at a time; threads wait for each other.
+    """A process that answers one question at a time, each within `seconds` of processor time; threads wait.
 
-    Args:
-        seconds: the limit on one question, in processor time.
-
-    Attributes:
-        started: how many processes have been started.
+    `started` counts the processes.
     """
 
     def __init__(self, seconds: float = TIME_LIMIT_SECONDS):
@@ -64,12 +59,7 @@ class MathWorker:
         self._lock = threading.Lock()
 
     def verify(self, answer: str, truth: str) -> bool:
-        """Whether math-verify accepts the answer as the truth. Also False if it reaches a limit.
-
-        Raises:
-            QuestionLost: the process was killed from outside, and so was the one that replaced it.
-            RuntimeError: the process does not start.
-        """
+        """Whether math-verify accepts the answer as the truth. Also False if it reaches a limit."""
         with self._lock:
             for _ in range(2):
                 reply, status = self._ask(json.dumps([answer, truth]).encode() + b"\n")
@@ -103,7 +93,8 @@ class MathWorker:
         return process.returncode
 
     def _start(self) -> None:
-        # -P keeps this folder off the import path: its file names could shadow other modules.
+        # Run by path, it imports nothing but math-verify. -P keeps this folder, whose names could shadow other
+        # modules, off the import path.
         command = [sys.executable, "-P", str(JUDGE), str(self.seconds)]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0

@@ -117,13 +117,7 @@ SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 1
 
 @dataclass(frozen=True)
 class Answer:
-    """A normalised answer.
-
-    Attributes:
-        body: the remaining text, still in LaTeX.
-        unit: the unit that was removed, in a canonical spelling; empty for none.
-        variable: the `x` of `x = 5` and the `f(2)` of `f(2) = 5`; empty for none.
-    """
+    """A normalised answer: its body, still in LaTeX; its unit in one spelling; the `f(2)` of `f(2) = 5`."""
 
     body: str
     unit: str = ""

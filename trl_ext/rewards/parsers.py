@@ -56,20 +56,13 @@ def parse_gsm8k_response(model_output: str) -> str | None:
 
 
 def parse_mmlu_response(mmlu_example: Mapping[str, Any], model_output: str) -> str | None:
-    """The letter of the option that a response chooses.
+    """The letter of the option that a response chooses; None if it chooses none, several, or one that is not there.
 
     The forms are tried in this order: the last `answer is B`; a response that is a letter or begins with one, as `B`
     or `(B) ...`; the only letter that is marked, as `(B)` or `option B`; the text of an option as the whole response.
 
-    Args:
-        mmlu_example: a row with its `options`, the first of which is A.
-        model_output: the response.
-
-    Returns:
-        The letter; None if no letter or more than one is chosen, or there is no such option.
-
     Raises:
-        ValueError: the row has no options.
+        ValueError: the row has no `options`, the first of which is A.
     """
     options = mmlu_example.get("options")
     if not options or isinstance(options, str) or len(options) > 26:

@@ -37,8 +37,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 class RewardModel:
     """Scores completions of prompts with a saved reward model: a full model with a score head, or a LoRA adapter.
 
-    The constructor reads only configurations and the headers of weights, which `load`, `share` or the first score
-    loads. The object is also a reward function for TRL's trainers.
+    The constructor reads only configurations and the headers of weights; `load`, `share` or the first score loads
+    the model. The object is also a reward function for TRL's trainers.
 
     Args:
         folder_or_hub_name: where the model was saved.
@@ -46,10 +46,10 @@ class RewardModel:
             generic name (`reward-model-toy/best` becomes `reward-model-toy-best`).
         batch_size: completions per forward pass.
         dtype: the type of its own copy: float32, bfloat16 or float16; None for bfloat16 on a GPU that has it, and
-            float32 elsewhere. The score head is in float32. A shared backbone keeps its owner's type.
+            float32 elsewhere. The score head is in float32. A shared backbone keeps its owner's type and packing.
         base: folder or hub name of an adapter's base, if it differs from the one in the adapter's configuration.
         packing: `auto` to score without padding and to encode common prefixes once, if the model allows it; `off`
-            for padded batches. A shared backbone keeps its owner's setting.
+            for padded batches.
 
     Attributes:
         limits: `max_prompt_tokens`, beyond which prompts lose their beginning, and `max_response_tokens`, beyond which
@@ -109,11 +109,8 @@ class RewardModel:
     def load(self, device=None) -> RewardModel:
         """Load the model, or move the loaded copy. Does nothing if the model shares a backbone.
 
-        Args:
-            device: None to leave a loaded copy in place, or to load onto this process's GPU, or the CPU without one.
-
-        Raises:
-            ValueError: an adapter does not match its base in shape, or tensors are missing.
+        Without a device, a loaded copy stays in place, and others go onto this process's GPU, or the CPU without one.
+        ValueError if an adapter does not match its base in shape, or tensors are missing.
         """
         if self.backbone is not None:
             return self
@@ -138,11 +135,7 @@ class RewardModel:
         return self
 
     def share(self, backbone: SharedBackbone) -> RewardModel:
-        """Score on this backbone from now on, and drop the model's own copy.
-
-        Raises:
-            ValueError: the model cannot run on this backbone.
-        """
+        """Score on this backbone from now on, and drop the model's own copy; ValueError if it cannot run there."""
         if self.backbone is not backbone:
             if self.adapter is None:
                 raise ValueError(f"the reward model {self.folder} has no adapter, so it cannot share a backbone")
@@ -161,17 +154,14 @@ class RewardModel:
         finished: Sequence[bool] | None = None,
         progress: str | None = None,
     ) -> Tensor:
-        """One score for each completion.
+        """One score for each completion, in float32 on the CPU, [N].
 
         Args:
             prompts: messages, or plain texts.
             completions: texts, or lists of the one assistant message.
-            finished: False for a completion that was cut at a length limit: it has no end-of-turn token and is
+            finished: False for a completion that was truncated at a length limit: it has no end-of-turn token and is
                 scored at its last token. None if all completions ended.
             progress: label of the progress bar; None for no bar.
-
-        Returns:
-            Float32 scores on the CPU, [N].
 
         Raises:
             ValueError: the lengths differ, or a completion cannot be encoded.
@@ -179,7 +169,14 @@ class RewardModel:
         if not all(finished or ()) and self.pad_token_id == self.tokenizer.eos_token_id:
             pads = f"reward model {self.name} pads with its end-of-turn token"
             warn_once_per_run(f"{pads}, so a truncated completion scores as a complete one: use missing_eos_penalty")
-        sequences = self._encode(prompts, completions, finished)
+        finished = [True] * len(completions) if finished is None else finished
+        sequences = []
+        for index, (prompt, completion, ended) in enumerate(zip(prompts, completions, finished, strict=True)):
+            try:
+                ids = encode_turn(self.tokenizer, prompt, completion, finished=bool(ended), **self.limits)
+            except ValueError as error:
+                raise ValueError(f"reward model {self.name}: completion {index}: {error}") from error
+            sequences.append([*ids[0], *ids[1]])
         options = {"batch_size": self.batch_size, "pad_token_id": self.pad_token_id, "progress": progress}
         if self.backbone is not None:
             return self.backbone.score(self._shared_name, sequences, **options)
@@ -189,29 +186,9 @@ class RewardModel:
         """TRL's reward signature; other columns and hooks that it passes are not used."""
         return self.score(prompts, completions, finished=finished).tolist()
 
-    def _encode(self, prompts, completions, finished) -> list[list[int]]:
-        finished = [True] * len(completions) if finished is None else finished
-        sequences = []
-        for index, (prompt, completion, ended) in enumerate(zip(prompts, completions, finished, strict=True)):
-            try:
-                prompt_ids, response_ids = encode_turn(
-                    self.tokenizer, prompt, completion, finished=bool(ended), **self.limits
-                )
-            except ValueError as error:
-                raise ValueError(f"reward model {self.name}: completion {index}: {error}") from error
-            sequences.append([*prompt_ids, *response_ids])
-        return sequences
-
 
 def find_reward_model(folder_or_hub_name: str | Path, *, base: str | None = None) -> tuple[Path, RewardAdapter | None]:
-    """The folder of a reward model, and its adapter; None for a full model.
-
-    A hub name is downloaded, or taken from the hub's cache. No weights are read.
-
-    Raises:
-        FileNotFoundError: the folder does not exist or holds no model.
-        ValueError: the model is not a reward model with one label.
-    """
+    """The folder of a reward model, downloaded if need be, and its adapter, None for a full model."""
     try:
         folder = Path(resolve_model_path(str(folder_or_hub_name)))
     except FileNotFoundError as error:
@@ -224,10 +201,8 @@ def find_reward_model(folder_or_hub_name: str | Path, *, base: str | None = None
             files = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
             folder = Path(snapshot_download(str(folder_or_hub_name), allow_patterns=files))
         except (OSError, ValueError) as error:
-            raise FileNotFoundError(
-                f"no reward model {str(folder)!r}: there is no such folder, and the hub has none of that name within "
-                "reach"
-            ) from error
+            message = f"no reward model {str(folder)!r}: there is no such folder, and none on the hub within reach"
+            raise FileNotFoundError(message) from error
     if (folder / "adapter_config.json").is_file():
         return folder, read_reward_adapter(folder, base=base)
     if base is not None:
@@ -252,21 +227,17 @@ def share_or_load(
     """Load reward models with as few copies of their bases as possible.
 
     Adapters go onto the policy's backbone if they can. Otherwise, adapters with the same base share a frozen copy of
-    it. Every other model gets its own copy.
+    it. Every other model gets its own copy. Models that already share a backbone keep it.
 
     Args:
-        models: the reward models; those that already share a backbone keep it.
         policy: the policy under training, unwrapped; None if there is none to share with.
-        mode: `auto`; `never` to give every model its own copy; `always` to raise if a model cannot use the policy's
-            backbone.
+        mode: `auto`; `never` to give every model its own copy; `always` to raise ValueError if a model cannot use the
+            policy's backbone.
         policy_reason: why the policy's backbone cannot be used, if the caller knows (a sharded engine).
         device: the device for copies; None for this process's GPU, or the CPU without one.
 
     Returns:
         For each model, a line that says where it was placed and, if not on the policy's backbone, why.
-
-    Raises:
-        ValueError: `mode` is `always` and a model cannot use the policy's backbone.
     """
     lines: dict[RewardModel, str] = {}
     alone: dict[RewardModel, str] = {}

@@ -27,10 +27,7 @@ class ShapedReward:
 
     Args:
         reward: a function with TRL's signature, a `RewardModel` or a `RewardEnsemble`.
-        steps: names of steps, or objects with `kind` and settings.
-
-    Raises:
-        ValueError: a step or its setting is not known.
+        steps: names of steps, or objects with `kind` and settings; ValueError if one is not known.
     """
 
     def __init__(self, reward: Callable, steps: Sequence[dict[str, Any] | str]):
@@ -44,20 +41,12 @@ class ShapedReward:
         """Whether `calibrate` must be called before the first score."""
         return any(step.get("value", 0.0) is None for step in self.steps)
 
-    def __call__(
-        self,
-        prompts: Sequence,
-        completions: Sequence,
-        log_metric: Callable[[str, float], None] | None = None,
-        **columns: Any,
-    ) -> list[float | None]:
+    def __call__(self, prompts: Sequence, completions: Sequence, **columns: Any) -> list[float | None]:
         """Shaped rewards; TRL's reward signature."""
         if self.needs_calibration:
             raise ValueError("center_reference has no value: calibrate it on reference responses")
-        if log_metric is not None:
-            columns["log_metric"] = log_metric
         rewards = self._score(prompts, completions, columns)
-        known = rewards[rewards.isfinite()]
+        known, log_metric = rewards[rewards.isfinite()], columns.get("log_metric")
         if log_metric is not None and len(known):
             log_metric(f"rewards/{self.inner_name}/mean", known.mean().item())
         return [None if math.isnan(reward) else _shaped(reward, self.steps) for reward in rewards.tolist()]
@@ -87,11 +76,7 @@ def innermost(reward: Any) -> Any:
 
 
 def parse_shaping(text: str) -> list[dict[str, Any] | str]:
-    """The steps of a `ShapedReward` that a JSON text lists.
-
-    Raises:
-        ValueError: the text is not a list of steps; the message names the step and the setting.
-    """
+    """The steps of a `ShapedReward` that a JSON text lists; ValueError names a wrong step and its setting."""
     try:
         found = parse_json(text)
         if not isinstance(found, list) or not found:

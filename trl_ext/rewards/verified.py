@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trl_ext.names import nearest
-from trl_ext.rewards.answers import is_correct, last_boxed, truth_texts
+from trl_ext.rewards.answers import is_correct, last_boxed
 from trl_ext.rewards.parsers import countdown_is_solved, parse_gsm8k_response
 
 Truth = str | float | Iterable[str | float]
@@ -21,37 +21,35 @@ def r1_zero_reward(response: str, ground_truth: Truth) -> dict[str, float]:
 
     Args:
         response: the text after the prompt, which ends with `<think>`.
-        ground_truth: text, a number, `\\boxed{...}`, or a list of alternatives.
+        ground_truth: as for `is_correct`.
 
     Returns:
         `format_reward`, `answer_reward` and `reward`, each 0 or 1. The reward is that of the answer: 0 in the
         wrong form.
 
     Raises:
-        ValueError: the truth is not an answer.
+        ValueError: the truth is not an answer, whatever the response is.
     """
     answer = _tagged_answer(response)
-    return _graded(answer is not None, _unboxed(answer), ground_truth)
+    return _scores(answer is not None, is_correct(_unboxed(answer) or "", ground_truth))
 
 
 def question_only_reward(response: str, ground_truth: Truth) -> dict[str, float]:
-    """The reward of a response whose answer is in its last `\\boxed{...}`.
+    """The reward of a response whose answer is in its last `\\boxed{...}`, as `r1_zero_reward`.
 
-    The form is correct if that box is closed. `\\fbox{}` and `\\boxed 5` do not count as boxes. Arguments and result
-    are those of `r1_zero_reward`.
+    The form is correct if that box is closed. `\\fbox{}` and `\\boxed 5` do not count as boxes.
     """
     answer = last_boxed(response)
-    return _graded(answer is not None, answer, ground_truth)
+    return _scores(answer is not None, is_correct(answer or "", ground_truth))
 
 
 def gsm8k_reward(response: str, ground_truth: Truth) -> dict[str, float]:
-    """The reward of a response whose answer is its last number.
+    """The reward of a response whose answer is its last number, as `r1_zero_reward`.
 
     The form is correct if there is a number. This is the grading of GSM8K (https://arxiv.org/abs/2110.14168).
-    Arguments and result are those of `r1_zero_reward`.
     """
     answer = parse_gsm8k_response(response)
-    return _graded(answer is not None, answer, ground_truth)
+    return _scores(answer is not None, is_correct(answer or "", ground_truth))
 
 
 def countdown_reward(response: str, numbers: Sequence[int], target: float) -> dict[str, float]:
@@ -64,8 +62,7 @@ def countdown_reward(response: str, numbers: Sequence[int], target: float) -> di
         ValueError: the numbers or the target are not numeric.
     """
     answer = _tagged_answer(response)
-    inside = _unboxed(answer)
-    return _scores(answer is not None, countdown_is_solved(inside or "", numbers, target) and inside is not None)
+    return _scores(answer is not None, countdown_is_solved(_unboxed(answer) or "", numbers, target))
 
 
 # f(response, row) -> `reward`, `format_reward` and `answer_reward`, each 0 or 1.
@@ -93,7 +90,6 @@ class VerifiedGrader:
             raise ValueError(f"the reward must be one of {known}, got {kind!r}{nearest(kind, [*KINDS])}")
 
     def __call__(self, response: str, row: Mapping[str, Any]) -> dict[str, float]:
-        """`reward`, `format_reward` and `answer_reward` of a response, each 0 or 1."""
         if self.kind == "countdown":
             return countdown_reward(response, row.get("numbers"), row["answer"])
         return ANSWER_REWARDS[self.kind](response, row["answer"])
@@ -126,13 +122,10 @@ class VerifiedReward:
         log_metric: Callable[[str, float], None] | None = None,
         **columns: Any,
     ) -> list[float]:
-        """Return one reward per completion, which is a text or a list of messages.
+        """TRL's reward signature; a completion is a text or a list of messages.
 
         Logs the two parts of each reward as the columns `reward/<name>/format` and `reward/<name>/answer`, and their
         means as `rewards/<name>/format` and `rewards/<name>/answer`.
-
-        Raises:
-            ValueError: the truth's column is missing, or a row has no truth.
         """
         if self.truth_column not in columns:
             raise ValueError(f"{self.__name__}: the dataset has no column {self.truth_column!r}: give truth_column")
@@ -173,14 +166,6 @@ def _tagged_answer(response: str) -> str | None:
 def _unboxed(answer: str | None) -> str | None:
     """The content of the answer's last box; the answer itself if it has no box, None if the box is not closed."""
     return last_boxed(answer) if answer is not None and "\\boxed" in answer else answer
-
-
-def _graded(formatted: bool, answer: str | None, truth: Truth) -> dict[str, float]:
-    if answer is None:
-        # A bad truth must raise at the first response, even at one without an answer.
-        truth_texts(truth)
-        return _scores(formatted, False)
-    return _scores(formatted, is_correct(answer, truth))
 
 
 def _scores(formatted: bool, correct: bool) -> dict[str, float]:

@@ -14,11 +14,7 @@ Reward = Callable[..., Sequence[float | None]]
 
 
 def pick_best(samples: Sequence[Mapping[str, Any]], n: int | None = None) -> Mapping[str, Any] | None:
-    """The row with the highest `reward` among the first n (None for all); ties go to the first. None without rewards.
-
-    Raises:
-        ValueError: n is below 1 or above the number of rows.
-    """
+    """The first row with the highest `reward` among the first n (None for all); None where no row has a reward."""
     n = len(samples) if n is None else n
     if not 1 <= n <= len(samples):
         raise ValueError(f"n must lie between 1 and the number of responses, {len(samples)}, got {n}")
@@ -48,20 +44,14 @@ def best_of_n(
 
     Args:
         rows: prompts with `row_id` and `prompt` (messages or text); other columns are passed to the reward.
-        engine: as for `sample_responses`.
+        engine, options: as for `sample_responses`, which also says what is raised.
         reward: a function with TRL's signature, which also receives `finished`; a number that is not finite counts as
             None, no reward.
-        n: responses to each prompt.
         score_function: the known quality `f(prompt_text, response, *, finished)`, for the column `score`; or None.
         missing_eos_penalty: what is subtracted from the reward of a response that was truncated at the token limit.
-        options: other keyword arguments of `sample_responses`.
 
     Returns:
         The n rows of each prompt, in sampling order: those of `sample_responses` with `reward`, which may be None.
-
-    Raises:
-        ValueError: as `sample_responses`; the reward returns the wrong number of values.
-        FileExistsError: the file was made with other settings.
     """
 
     def score(part: list, generations: list[Generation]) -> list[Row]:
@@ -80,8 +70,7 @@ def best_of_n(
             penalty = 0.0 if one.finished else missing_eos_penalty
             columns.append({"reward": float(value) - penalty if rewarded else None})
             if score_function is not None:
-                known = score_function(prompt_text(row["prompt"]), one.text, finished=one.finished)
-                columns[-1]["score"] = known
+                columns[-1]["score"] = score_function(prompt_text(row["prompt"]), one.text, finished=one.finished)
         return columns
 
     done = sample_responses(rows, [row["prompt"] for row in rows], engine, score, samples=n, **options)
@@ -92,14 +81,8 @@ def demonstrations(samples: Sequence[Sequence[Row]], prompts: Sequence[Mapping[s
     """Rejection sampling: each prompt's best response, in the prompt-completion format of TRL's `SFTTrainer`.
 
     Responses that were truncated or have no text are left out: the model would learn an end token that was never
-    sampled.
-
-    Args:
-        samples: the result of `best_of_n`.
-        prompts: the rows passed to it, in the same order.
-
-    Returns:
-        Rows: `row_id`, `prompt`, `completion` (messages if the prompt is), `reward`, `sample` and `best_of`.
+    sampled. `samples` is the result of `best_of_n` for these prompts. The rows have `row_id`, `prompt`, `completion`
+    (messages if the prompt is), `reward`, `sample` and `best_of`.
     """
     found = []
     for prompt, group in zip(prompts, samples, strict=True):

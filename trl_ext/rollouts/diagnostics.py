@@ -21,7 +21,6 @@ def diagnose_generations(
     """Measure a set of responses, and find out whether the policy has collapsed.
 
     Args:
-        responses: texts, at least one.
         token_ids: the token ids of each response, without padding; default: the words between whitespace.
         finished: False for a response that was truncated at the token limit.
 

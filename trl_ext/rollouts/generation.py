@@ -30,7 +30,7 @@ class Generation:
         prompt_ids: the prompt that the model received; if it was too long, without its beginning.
         response_ids: generated tokens, including the end token or a stop string.
         text: the response without special tokens, including a stop string that ended it.
-        finished: True if the model or a stop string ended it; False if it was truncated at the token limit.
+        finished: False if it was truncated at the token limit.
         log_probs: log-probability of each response token under the distribution from which it was drawn; None if the
             engine does not give them in float32 or better.
     """
@@ -98,9 +98,8 @@ def generate_responses(
     restored. On a CPU, responses are sampled as by `fast_rollouts`.
 
     Args:
-        model: a causal language model of transformers; temporarily put into evaluation mode.
+        model: a causal language model of transformers.
         tokenizer: its tokenizer, with a chat template if prompts are messages.
-        max_new_tokens: maximum length of a response, in tokens.
         max_prompt_tokens: longer prompts lose their beginning; None for no limit.
         temperature: 0 for greedy decoding.
         top_k: the number of most likely tokens to sample from; 0 for all.
@@ -193,8 +192,7 @@ def prompt_tokens(tokenizer, prompt: list[dict] | str, max_prompt_tokens: int | 
 def without_template(tokenizer, prompts: Sequence[list[dict] | str]) -> str | None:
     """A line about plain texts that a model with a chat template is prompted with; None if nothing is to be said.
 
-    The template is not applied to texts. Those that hold its special tokens, or end with a colon or a tag as a text to
-    continue does, are taken to be intended.
+    Texts that hold special tokens, or end with a colon or a tag as a text to continue does, are taken to be intended.
     """
     special = tokenizer.all_special_tokens
     texts = (prompt for prompt in prompts if isinstance(prompt, str))
@@ -228,11 +226,7 @@ class TransformersEngine:
 class VLLMEngine:
     """Samples with vLLM, from the same prompt token ids as transformers; called like `TransformersEngine`.
 
-    Args:
-        model_path: a folder or hub name.
-        tokenizer: the model's tokenizer.
-        settings: sampling settings.
-        options: arguments for `vllm.LLM`, such as `gpu_memory_utilization`.
+    `options` are arguments for `vllm.LLM`, such as `gpu_memory_utilization`.
     """
 
     def __init__(self, model_path: str, tokenizer, settings: SamplingSettings, **options: Any):
@@ -283,9 +277,9 @@ class VLLMEngine:
 
 
 def response_entropies(model, generations: Sequence[Generation], **options: Any) -> list[float | None]:
-    """Mean entropy over the tokens of each response, in nats, under the model at temperature 1.
+    """Mean entropy over the tokens of each response, in nats, at temperature 1; None for a response without tokens.
 
-    One number per response; None for a response without tokens. The options are those of `score_responses`.
+    The options are those of `score_responses`.
     """
     prompt_ids, response_ids = ([getattr(g, name) for g in generations] for name in ("prompt_ids", "response_ids"))
     entropies = score_responses(model, prompt_ids, response_ids, entropy=True, **options)

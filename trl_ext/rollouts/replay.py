@@ -2,8 +2,7 @@
 
 A preference label is valid whichever policy sampled the pair, so the loss is consistent without weights. The
 distribution of pairs, however, depends on the policy that sampled them; the weights approximate pairs sampled by the
-current policy. The sampling policy and the loss's reference are different models, so the buffer keeps
-log-probabilities under both.
+current policy.
 """
 
 from __future__ import annotations
@@ -34,7 +33,6 @@ def select_pairs(
 
     Args:
         rewards: one per response, group after group; NaN for a response without a reward, which is left out.
-        group_size: responses to each prompt.
         choice: `best_worst` to pair the first best with the first worst response of a group; `all` for every pair of
             its responses.
         tolerance: rewards that differ by no more than this are a tie.
@@ -62,10 +60,8 @@ def select_pairs(
 
 
 class Response(NamedTuple):
-    """A sampled response: token ids, and sums of log-probabilities in nats.
-
-    `ids` are an array of 32-bit integers; `log_prob` is under the policy that sampled it, NaN if unused, and
-    `ref_log_prob` under the loss's reference, NaN for a loss without one.
+    """A sampled response: token ids, and its log-probability in nats under the policy that sampled it, and under the
+    loss's reference; NaN where it is not used.
     """
 
     ids: array
@@ -85,15 +81,10 @@ class SampledPair:
 
 
 class ReplayBuffer:
-    """Keeps the most recent pairs, and draws from them without replacement.
+    """Keeps the most recent pairs up to a capacity, and draws from them without replacement.
 
     A draw depends only on the seed, the policy's version and the stored pairs. There is no random state, so processes
-    that store the same pairs draw the same ones.
-
-    Args:
-        capacity: maximum number of pairs; the oldest are dropped first.
-        max_age: policy versions after which a pair is dropped.
-        seed: seed of the draws.
+    that store the same pairs draw the same ones. `max_age` is in versions of the policy.
     """
 
     def __init__(self, capacity: int, max_age: int, seed: int = 0):

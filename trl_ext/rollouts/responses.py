@@ -51,10 +51,6 @@ def sample_responses(
     Returns:
         JSON-ready rows, grouped by prompt in order: `row_id`, `sample` (from 0), `prompt_text`, `response_text`,
         `generated_num_tokens`, `finished`, and the columns of `score`.
-
-    Raises:
-        ValueError: there are no rows, or not one prompt for each; `samples` is below 1; a faulty file.
-        FileExistsError: the file was made with other settings.
     """
     if not rows or len(rows) != len(prompts):
         raise ValueError(f"{len(prompts)} prompts for {len(rows)} rows; give one for each, and at least one")
@@ -95,17 +91,15 @@ def save_rows(
     """Compute a row for each item, in parts of `save_every` items that are appended to a file one after another.
 
     A call that finds rows in the file continues after the last complete part and returns the same rows as an
-    uninterrupted call.
+    uninterrupted call with the same `save_every`.
 
     Args:
         items: rows with their prompt and the number of the response.
         compute: `f(items, seed=, done=)`, which returns JSON-ready rows with `row_id` and perhaps `sample`; `done` is
-            the number of items before these.
+            the number of items before these. Each part has a seed of its own.
         path: a JSON Lines file; None to keep the rows in memory alone.
         settings: how rows are made, JSON-ready, kept beside the file as `NAME.settings.json`; None if the caller makes
             sure that the file is its own. Those in `MAY_CHANGE` are not compared.
-        seed: seed of the first part; each part has its own.
-        save_every: items of a part. A call that continues a file needs the same number.
         accelerator: for several processes, which divide the work; each must call this function and gets all rows.
 
     Raises:
@@ -152,11 +146,7 @@ def settings_path(path: str | Path) -> Path:
 
 
 def check_settings(path: str | Path, settings: Mapping[str, Any]) -> None:
-    """Record the settings of a file that is not there yet.
-
-    Raises:
-        FileExistsError: the file was made with other or with unknown settings.
-    """
+    """Record the settings of a new file; FileExistsError if it was made with others or with unknown ones."""
     place = settings_path(path)
     if not Path(path).exists():
         write_json(place, settings)
@@ -202,10 +192,6 @@ def load_engine(
     """The engine that samples from a model, and the model's tokenizer.
 
     `model`, `dtype` and `device` are those of `load_policy`; `use_vllm` samples with vLLM instead of transformers.
-
-    Raises:
-        FileNotFoundError, ValueError: as `load_policy`, or vLLM was given an adapter.
-        ImportError: vLLM is not installed.
     """
     from trl_ext.models.loading import find_policy, load_policy
 
@@ -240,9 +226,6 @@ def evaluate_reasoning(
         prompts, engine, options: as for `sample_responses`, whose rows get the columns of `graded`.
         grade: `f(response, row)`, such as a `VerifiedGrader`.
         entropies: computes the mean entropy of each response, for the column `entropy`; None to leave it out.
-
-    Raises:
-        ValueError: as `sample_responses`, or a problem cannot be graded.
     """
 
     def score(part: list, generations: list[Generation]) -> list[Row]:
@@ -256,19 +239,14 @@ def evaluate_reasoning(
 
 
 def graded(row: Mapping[str, Any], generation: Generation, grade: Grader) -> Row:
-    """The columns of a graded response.
-
-    They are `answer`, `category`, `reward`, `format_reward`, `answer_reward`, and `parsed_answer` (None for a response
-    without one) if the grader has it.
-    """
+    """The columns of a graded response; `parsed_answer` is None for a response without one."""
     try:
         rewards = grade(generation.text, row)
-        category = category_of(rewards["format_reward"], rewards["answer_reward"])
     except ValueError as error:
         raise ValueError(f"row_id {row['row_id']}: {error}") from error
     return {
         "answer": row["answer"],
-        "category": category,
+        "category": category_of(rewards["format_reward"], rewards["answer_reward"]),
         **{name: rewards[name] for name in ("reward", "format_reward", "answer_reward")},
         **({"parsed_answer": grade.parsed_answer(generation.text)} if hasattr(grade, "parsed_answer") else {}),
     }

@@ -14,15 +14,10 @@ _FURTHER_TOKENS = 8
 
 
 class StopInResponse(StoppingCriteria):
-    """Ends the rows of `generate` whose response contains a stop string.
+    """Ends the rows of `generate` whose response, after `width` columns of the prompt, contains a stop string.
 
     transformers' own criterion also sees the prompt. A string that begins there would end a response that does not
     contain it, and from which `cut_at_stop` could not remove the padding.
-
-    Args:
-        tokenizer: the tokenizer of the tokens.
-        stop: stop strings, as `check_stop` returns them.
-        width: columns of the prompts.
     """
 
     def __init__(self, tokenizer, stop: Sequence[str], width: int):

@@ -31,7 +31,7 @@ class Sampler:
     Attributes:
         model: the transformers model, without wrappers.
         dtype: precision of the products.
-        reason: why the model's responses are left to transformers, in a few words; None while they are not.
+        reason: why the model's responses are left to transformers; None while they are not.
         largest_difference: of the canary's log-probabilities from a plain forward pass; None until the first call.
         log_probs: of the last call's response tokens, under the distribution from which they were drawn,
             [B, longest response]; 0 after a row's end; None if transformers sampled them.
@@ -167,14 +167,9 @@ def fast_rollouts(model, *, dtype: torch.dtype | None = None) -> Sampler:
 
     Returns:
         The sampler: the `reason` if it is not used, the last call's `log_probs`, and `remove()`.
-
-    Raises:
-        TypeError: the argument is neither a model nor a trainer.
     """
-    found = model if isinstance(model, nn.Module) else getattr(model, "model", None)
+    found = model if isinstance(model, nn.Module) else model.model
     inner = unwrapped(found)
-    if not hasattr(inner, "generate"):
-        raise TypeError(f"fast_rollouts takes a causal language model or a trainer, got {type(model).__name__}")
     if (previous := sampler_of(inner)) is not None:
         previous.remove()
     sampler = Sampler(inner, dtype, _obstacle(found))
@@ -190,10 +185,7 @@ def sampler_of(model: nn.Module) -> Sampler | None:
 
 
 def evaluation_sampler(model: nn.Module) -> Sampler | None:
-    """A sampler beside that of a trainer, in the precision of the weights or of autocast; None if it cannot be used.
-
-    The model keeps it, so that it is checked once.
-    """
+    """A sampler beside that of a trainer, in the precision of weights or autocast; None if it cannot be used."""
     inner = unwrapped(model)
     if inner.device.type != "cpu" or _learns_prompts(model) or _is_replaced(inner):
         return None

@@ -16,15 +16,9 @@ PREFILL_TOKENS = 4096
 
 
 class Decoder:
-    """The rows of a batch that have not ended.
+    """The rows of a batch that have not ended, for a model as `prepared` returns it. Equal prompts are encoded once.
 
-    Args:
-        model: a causal language model of transformers, as `prepared` returns it.
-        prompts: token ids of each prompt; equal ones are encoded once.
-        limit: the largest number of response tokens.
-
-    Attributes:
-        order: numbers of the rows in the batch, those of a prompt side by side.
+    `order` has the numbers of the rows in the batch, those of a prompt side by side.
     """
 
     def __init__(self, model, prompts: Sequence[Sequence[int]], limit: int):
@@ -101,16 +95,13 @@ def sample(
     do_sample: bool,
     padding: int,
 ) -> tuple[Tensor, Tensor]:
-    """Sample a response to every prompt of a left-padded batch.
+    """Sample a response of at most `limit` tokens to every prompt of a left-padded batch.
 
     A row's numbers depend on the seed of the call and on its place in the batch, not on the rows beside it.
 
     Args:
-        decoder: made for the batch's prompts.
         input_ids: [B, L].
         logits_processor, stopping_criteria: as transformers prepares them for `generate`.
-        limit: the largest number of response tokens.
-        do_sample: False for the most likely tokens.
         padding: the id that fills ended rows.
 
     Returns:
@@ -146,7 +137,7 @@ def sample(
 
 
 def draw(scores: Tensor, uniform: Tensor | None) -> tuple[Tensor, Tensor]:
-    """A token for each row, and its log-probability.
+    """A token for each row, [n], and its log-probability in float32, [n].
 
     The token is where the cumulative distribution passes the row's number. The search runs over sums of blocks and
     then within one block, which costs less than the random number for each entry that `torch.multinomial` draws.
@@ -154,9 +145,6 @@ def draw(scores: Tensor, uniform: Tensor | None) -> tuple[Tensor, Tensor]:
     Args:
         scores: logits after all processors, [n, vocabulary size]; overwritten, since fresh memory is slow.
         uniform: numbers in [0, 1), in float64, [n]; None for the most likely token.
-
-    Returns:
-        Tokens [n], and their log-probabilities in float32 [n].
     """
     if uniform is None:
         tokens = scores.argmax(-1)
@@ -182,10 +170,7 @@ def draw(scores: Tensor, uniform: Tensor | None) -> tuple[Tensor, Tensor]:
 
 def uniform_numbers(seed: int, rows: int, steps: int) -> Tensor:
     """Each row's numbers, which depend on the seed and the row's index alone. [rows, steps], float64."""
-    generator = torch.Generator()
-    return torch.stack(
-        [
-            torch.rand(steps, generator=generator.manual_seed(seed * 1_000_003 + row), dtype=torch.float64)
-            for row in range(rows)
-        ]
-    )
+    generator, numbers = torch.Generator(), torch.empty(rows, steps, dtype=torch.float64)
+    for row in range(rows):
+        numbers[row].uniform_(generator=generator.manual_seed(seed * 1_000_003 + row))
+    return numbers

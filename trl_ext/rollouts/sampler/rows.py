@@ -16,15 +16,9 @@ _FIRST_ROOM = 32
 
 
 class Prompts:
-    """Prompts of similar length, whose keys and values are stored once, and the rows that respond to them.
+    """Prompts of similar length, P in all, whose keys and values are stored once, and the rows that respond to them.
 
-    Args:
-        tokens: token ids of each prompt, P in all.
-        prompt: index of each row's prompt, ascending, [n].
-        limit: the largest number of response tokens.
-
-    Attributes:
-        prompt: as above, for the rows that are left.
+    `prompt` is the index of each remaining row's prompt, ascending, [n]; `limit` the number of response tokens.
     """
 
     def __init__(self, tokens: Sequence[Sequence[int]], prompt: Tensor, limit: int):

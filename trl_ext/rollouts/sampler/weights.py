@@ -45,7 +45,6 @@ def prepared(model: nn.Module, dtype: torch.dtype | None, rows: int) -> nn.Modul
     The model stays as it is. The blocked weights take as much memory as those of the linear layers.
 
     Args:
-        model: a transformers model, with adapters or without.
         dtype: precision of the weights and products; None for each weight's own.
         rows: the approximate number of rows of a decoding step, for which the layout is chosen.
     """
