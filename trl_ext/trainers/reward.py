@@ -6,7 +6,7 @@ import copy
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from datasets import Dataset
 from peft import PeftConfig, PeftModel, TaskType
 from torch import Tensor
+from transformers.hf_argparser import HfArg
 from trl import RewardConfig as TRLRewardConfig
 from trl import RewardTrainer as TRLRewardTrainer
 from trl import maybe_extract_prompt
@@ -50,16 +51,14 @@ class RewardConfig(TruncatedFields, TRLRewardConfig):
         ValueError: a value is out of range, or `max_length` is set; the message names the field and what to do.
     """
 
-    margin_column: str | None = field(
+    margin_column: str | None = HfArg(
         default=None,
-        metadata={
-            "help": "Column of numbers by how much a chosen response should win, such as avg_preference_strength. "
-            "Default: the column margin where the data has one."
-        },
+        help="Column of numbers by how much a chosen response should win, such as avg_preference_strength. "
+        "Default: the column margin where the data has one.",
     )
-    margin_scale: float = field(default=1.0, metadata={"help": "Factor on the margins."})
-    label_smoothing: float = field(
-        default=0.0, metadata={"help": "Probability that a label is wrong, in [0, 0.5); 0 trusts every label."}
+    margin_scale: float = HfArg(default=1.0, help="Factor on the margins.")
+    label_smoothing: float = HfArg(
+        default=0.0, help="Probability that a label is wrong, in [0, 0.5); 0 trusts every label."
     )
 
     def __post_init__(self):
