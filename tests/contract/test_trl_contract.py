@@ -24,7 +24,7 @@ from tests.support.rollout_once import prompts
 from tests.support.train_once import build
 from trl_ext.trainers.policy.trainer import _OF_IMAGES
 
-WINDOW = "trl_ext.trainers.preference.trainer.PreferenceTrainer.get_batch_samples"
+WINDOW = "trl_ext.trainers.passes.PairPasses.get_batch_samples"
 LOSS_STEP = "trl_ext.trainers.preference.trainer.PreferenceTrainer.compute_loss"
 
 
@@ -141,7 +141,7 @@ METHODS = {
     "_run_epoch": (EPOCH, RESUMABLE),
     "_load_from_checkpoint": (["self", "resume_from_checkpoint", "model"], "trl_ext.ExpertIterationTrainer._begin"),
     "_save": (["self", "output_dir", "state_dict"], "trl_ext.RewardTrainer._save"),
-    "get_batch_samples": (["self", "epoch_iterator", "num_batches", "device"], f"{PREFERENCE}.get_batch_samples"),
+    "get_batch_samples": (["self", "epoch_iterator", "num_batches", "device"], WINDOW),
     "_get_grad_norm": (["self", "model", "grad_norm"], GUARD),
     "_save_optimizer_and_scheduler": (["self", "output_dir"], "trl_ext.OnlinePreferenceTrainer"),
 }
