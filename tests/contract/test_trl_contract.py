@@ -199,9 +199,8 @@ SOURCES = [
 ]
 # Attributes that `GRPOTrainer._compute_loss` reads, and so does ours in its place.
 POLICY_ATTRIBUTES = (
-    "top_entropy_quantile _entropy_bonus_enabled use_adaptive_entropy _last_world_entropy _entropy_window_stats "
-    "entropy_coef args.entropy_target args.entropy_coef_delta args.entropy_coef_min args.entropy_coef_max "
-    "aux_loss_enabled router_aux_loss_coef off_policy_mask_threshold vllm_importance_sampling_correction"
+    "top_entropy_quantile _entropy_bonus_enabled entropy_coef aux_loss_enabled router_aux_loss_coef "
+    "off_policy_mask_threshold vllm_importance_sampling_correction"
 )
 
 

@@ -171,7 +171,7 @@ class PairPasses:
         return batches, num_items_in_batch
 
     def open_window(self, passes: list[dict[str, Any]], micro_batches: int) -> list[dict[str, Any]]:
-        """The passes with what their loss needs of the whole window, over which the trainer averages as micro-batches."""
+        """The passes with what their loss needs of the window, which has so many micro-batches."""
         raise NotImplementedError
 
 
