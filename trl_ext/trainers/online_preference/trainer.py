@@ -250,16 +250,20 @@ class OnlinePreferenceTrainer(PolicyTrainer):
             The inputs of the loss; the entropies summed over the tokens of each pair's responses, [P]; and the
             load-balancing loss of a mixture of experts, None for other models.
         """
-        rows = forward_rows(inputs)
-        responses = (rows.input_ids, rows.attention_mask, rows.mask.size(1))
+        input_ids, attention_mask, mask, rows = forward_rows(inputs)
         log_probs, entropies, auxiliary_loss = self._get_per_token_logps_and_entropies(
-            model, *responses, compute_entropy=True, compute_aux_loss=self.aux_loss_enabled
+            model,
+            input_ids,
+            attention_mask,
+            mask.size(1),
+            compute_entropy=True,
+            compute_aux_loss=self.aux_loss_enabled,
         )
-        sums = (log_probs * rows.mask).sum(dim=1)[rows.index]
-        lengths = rows.mask.sum(dim=1)[rows.index]
+        sums = (log_probs * mask).sum(dim=1)[rows]
+        lengths = mask.sum(dim=1)[rows]
         reference = inputs["reference"].unbind(1) if self.preference.needs_reference else (None, None)
         scores = PreferenceScores(*sums.unbind(1), *reference, *lengths.unbind(1))
-        of_pairs = (entropies.detach() * rows.mask).sum(dim=1)[rows.index].sum(dim=1)
+        of_pairs = (entropies.detach() * mask).sum(dim=1)[rows].sum(dim=1)
         return scores, of_pairs, auxiliary_loss
 
     def _look_ahead(self, model, window: Window, scores: PreferenceScores) -> list[CoupledShare]:
