@@ -1,6 +1,6 @@
 """`PreferenceTrainer`: TRL's `DPOTrainer` with its own loss step, for any function from log-probabilities to losses.
 
-`compute_loss` is the step: reference, forward pass, scores, loss, metrics. `get_batch_samples` sees a whole
+`compute_loss` is the step: reference, forward pass, scores, loss, metrics. `open_window` sees a whole
 accumulation window before training on it, which exact normalisation and batch-coupled losses require.
 """
 
