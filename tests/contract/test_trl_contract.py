@@ -24,7 +24,7 @@ from tests.support.rollout_once import prompts
 from tests.support.train_once import build
 from trl_ext.trainers.policy.trainer import _OF_IMAGES
 
-WINDOW = "trl_ext.trainers.preference.trainer.PreferenceTrainer.get_batch_samples"
+WINDOW = "trl_ext.trainers.passes.PairPasses.get_batch_samples"
 LOSS_STEP = "trl_ext.trainers.preference.trainer.PreferenceTrainer.compute_loss"
 
 
@@ -141,7 +141,7 @@ METHODS = {
     "_run_epoch": (EPOCH, RESUMABLE),
     "_load_from_checkpoint": (["self", "resume_from_checkpoint", "model"], "trl_ext.ExpertIterationTrainer._begin"),
     "_save": (["self", "output_dir", "state_dict"], "trl_ext.RewardTrainer._save"),
-    "get_batch_samples": (["self", "epoch_iterator", "num_batches", "device"], f"{PREFERENCE}.get_batch_samples"),
+    "get_batch_samples": (["self", "epoch_iterator", "num_batches", "device"], WINDOW),
     "_get_grad_norm": (["self", "model", "grad_norm"], GUARD),
     "_save_optimizer_and_scheduler": (["self", "output_dir"], "trl_ext.OnlinePreferenceTrainer"),
 }
@@ -199,9 +199,8 @@ SOURCES = [
 ]
 # Attributes that `GRPOTrainer._compute_loss` reads, and so does ours in its place.
 POLICY_ATTRIBUTES = (
-    "top_entropy_quantile _entropy_bonus_enabled use_adaptive_entropy _last_world_entropy _entropy_window_stats "
-    "entropy_coef args.entropy_target args.entropy_coef_delta args.entropy_coef_min args.entropy_coef_max "
-    "aux_loss_enabled router_aux_loss_coef off_policy_mask_threshold vllm_importance_sampling_correction"
+    "top_entropy_quantile _entropy_bonus_enabled entropy_coef aux_loss_enabled router_aux_loss_coef "
+    "off_policy_mask_threshold vllm_importance_sampling_correction"
 )
 
 

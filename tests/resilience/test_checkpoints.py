@@ -112,8 +112,11 @@ def test_the_marker_is_written_last_and_the_earlier_checkpoint_deleted_after_it(
         (checkpoint / MARKER).touch()
 
     monkeypatch.setattr(checkpoints, "mark_complete", mark_complete)
-    trainer = build({**spec, "args": {**spec["args"], "save_total_limit": limit}}, str(tmp_path))
+    trainer, pushed = build({**spec, "args": {**spec["args"], "save_total_limit": limit}}, str(tmp_path)), []
+    trainer.args.push_to_hub = True
+    trainer._push_from_checkpoint = lambda folder: pushed.append((Path(folder) / MARKER).is_file())
     trainer.train()
+    assert pushed == [True] * 3
     assert seen == ([[1, 2], [1, 2], [2, 3]] if limit else [[1, 2], [1, 2], [1, 2, 3]])
     assert steps_in(tmp_path) == ([3] if limit else [1, 2, 3])
     assert trainer.args.save_total_limit == limit

@@ -27,7 +27,6 @@ from trl_ext.rollouts.replay import importance_weights
 from trl_ext.trainers.online_preference import trainer as online_preference
 from trl_ext.trainers.online_preference.judge_rewards import JudgeRewards
 from trl_ext.trainers.online_preference.pairs import deal_pairs
-from trl_ext.trainers.online_preference.trainer import _ScoredPairs
 from trl_ext.trainers.policy.scoring import ScoringTemperature
 
 pytestmark = pytest.mark.usefixtures("in_float64")
@@ -142,7 +141,7 @@ def test_the_logged_divergence_is_of_new_pairs():
     scores = PreferenceScores(*torch.tensor([[-1.0, -2, -9], [-3.0, -4, -9], [-2.0, -7, 0], [-5.0, -9, 0]]))
     mask = torch.tensor([[[1, 1, 1], [1, 0, 0]], [[1, 1, 0], [1, 1, 0]], [[1, 1, 1], [1, 1, 1]]])
     inputs = {"completion_mask": mask, "counted": torch.tensor([1.0, 1, 0]), "fresh": torch.tensor([1.0, 0, 1])}
-    trainer._log(_ScoredPairs(scores, torch.zeros(3), None), inputs, torch.tensor(0.0))
+    trainer._log(scores, torch.zeros(3), None, inputs, torch.tensor(0.0))
     assert [value.item() for value in logged["kl"]] == [3, 4]
     assert [value.item() for value in logged["rewards/chosen"]] == [pytest.approx(0.1 * (1 + 5)), 2]
     assert [value.item() for value in logged["entropy"]] == [0, 8]

@@ -94,12 +94,10 @@ EQUAL = {
         {**STOCK, "beta": 0.0}, PLAIN_GRPO, {"rewards": ["thirds", "evens"]},
     ),
 }  # fmt: skip
-ADAPTIVE = {"use_adaptive_entropy": True, "entropy_target": 5.2, "entropy_coef_delta": 0.05}
 EQUAL |= {
     name: ({**OFF_POLICY, **options}, {**STOCK, "beta": 0.0}, PLAIN_GRPO, {})
     for name, options in {
         "entropy bonus": {"entropy_coef": 0.1},
-        "adaptive entropy": {"entropy_coef": 0.1, **ADAPTIVE},
         "entropy bonus on top entropy": {"top_entropy_quantile": 0.4, "entropy_coef": 0.1},
         "truncated masked": {"mask_truncated_completions": True, "learning_rate": 0.02},
         "off-policy mask": {"off_policy_mask_threshold": 0.01},

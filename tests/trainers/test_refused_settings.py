@@ -52,6 +52,7 @@ REFUSED = {
         ({"delta": 1.1}, "delta", "1 + epsilon_high, 1.2"),
         ({"sapo_temperature_pos": 2.0}, "sapo_temperature_pos", "--algorithm_kwargs"),
         ({"vespo_k_neg": 2.0}, "vespo_k_neg", "recipes/own/vespo.py"),
+        ({"use_adaptive_entropy": True}, "use_adaptive_entropy", "trl.GRPOTrainer"),
         *singly(multi_objective_aggregation="normalize_then_sum", loss_type="vespo", overlong_share=1.5),
         {"algorithm": "dapo_full", "resample_groups": 0},
         {"algorithm": "dapo_full", "overlong_share": 0.0},

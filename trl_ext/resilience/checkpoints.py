@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from trl_ext.files import read_json, write_json
+from trl_ext.files import write_json
 from trl_ext.processes import warn_once_per_run
 
 MARKER = "checkpoint_complete.json"
@@ -45,11 +45,6 @@ def is_complete(checkpoint: Path) -> bool:
 def mark_complete(checkpoint: Path, optimizer_batch: int) -> None:
     """Write the marker, after every process has written its part; it holds the number of examples to an update."""
     write_json(checkpoint / MARKER, {"optimizer_batch": optimizer_batch})
-
-
-def optimizer_batch_of(checkpoint: str | Path) -> int | None:
-    """The number of examples to an update in the run that wrote a checkpoint; None if it has no marker."""
-    return read_json(Path(checkpoint) / MARKER)["optimizer_batch"] if is_complete(Path(checkpoint)) else None
 
 
 def last_checkpoint(output_dir: str | Path) -> Path | None:

@@ -17,6 +17,7 @@ from accelerate.utils.memory import should_reduce_batch_size
 from httpx import HTTPError
 from safetensors import SafetensorError
 
+from trl_ext.files import read_json
 from trl_ext.models.batches import temporarily
 from trl_ext.models.loading import check_vocabulary
 from trl_ext.models.packing import may_draw
@@ -140,8 +141,10 @@ class ResilientTraining:
             ValueError: the message has both numbers.
         """
         now = self.get_total_train_batch_size(self.args)
-        begun = checkpoints.optimizer_batch_of(checkpoint)
-        if begun not in (None, now):
+        # A checkpoint of TRL's trainers has no marker.
+        marker = Path(checkpoint) / checkpoints.MARKER
+        begun = read_json(marker)["optimizer_batch"] if marker.is_file() else now
+        if begun != now:
             raise ValueError(
                 f"{checkpoint} is of a run with {begun} examples to an update, and now it is {now}: keep the batch "
                 "size x accumulation x processes of that run, or choose another output_dir"
@@ -203,8 +206,8 @@ class ResilientTraining:
             checkpoints.delete(folder)
         self.accelerator.wait_for_everyone()
         try:
-            # transformers would delete old checkpoints before the new one is complete.
-            with temporarily(self.args, save_total_limit=None):
+            # transformers would push the new one, and delete old ones, before it is complete.
+            with temporarily(self.args, save_total_limit=None, push_to_hub=False):
                 super()._save_checkpoint(model, trial)
             checkpoints.write_progress(self, folder)
         # Each writer has an error of its own for a full disk, and most of them keep no error number.
@@ -222,3 +225,5 @@ class ResilientTraining:
             if not self.args.save_only_model:
                 checkpoints.mark_complete(folder, self.get_total_train_batch_size(self.args))
             checkpoints.delete_old(folder, self.args.save_total_limit, self.state.best_model_checkpoint)
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(str(folder))

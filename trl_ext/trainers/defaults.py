@@ -7,11 +7,12 @@ import math
 import os
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import TrainingArguments
+from transformers.hf_argparser import HfArg
 
 from trl_ext.names import check_choice
 from trl_ext.resilience.secrets import KeepsSecrets
@@ -26,26 +27,19 @@ _COUNTS += ("gradient_accumulation_steps", "max_skipped_updates")
 class CommonFields(KeepsSecrets):
     """Fields that every configuration adds to TRL's; a base before TRL's class, whose fields it can replace."""
 
-    max_skipped_updates: int = field(
-        default=5,
-        metadata={"help": "Stop, with a checkpoint, after this many updates in a row that were not finite."},
+    max_skipped_updates: int = HfArg(
+        default=5, help="Stop, with a checkpoint, after this many updates in a row that were not finite."
     )
-    logging_nan_inf_filter: bool = field(
+    logging_nan_inf_filter: bool = HfArg(
         default=False,
-        metadata={
-            "help": "transformers' look at the loss of every micro-batch, which waits for a GPU. Not needed: a loss "
-            "that is not finite counts as 0 in the logged mean, and its update is skipped and counted."
-        },
+        help="transformers' look at the loss of every micro-batch, which waits for a GPU. Not needed: a loss "
+        "that is not finite counts as 0 in the logged mean, and its update is skipped and counted.",
     )
-    bf16: bool | None = field(
-        default=None,
-        metadata={"help": "Mixed precision in bfloat16. Default: on where the accelerator has it, off on a CPU."},
+    bf16: bool | None = HfArg(
+        default=None, help="Mixed precision in bfloat16. Default: on where the accelerator has it, off on a CPU."
     )
-    gradient_checkpointing: bool | None = field(
-        default=None,
-        metadata={
-            "help": "Recompute activations in the backward pass. Default: on with an accelerator, off on a CPU."
-        },
+    gradient_checkpointing: bool | None = HfArg(
+        default=None, help="Recompute activations in the backward pass. Default: on with an accelerator, off on a CPU."
     )
 
 
@@ -53,28 +47,22 @@ class CommonFields(KeepsSecrets):
 class PackedFields(CommonFields):
     """Fields of a trainer that can pack its forward passes."""
 
-    packing: str = field(
+    packing: str = HfArg(
         default="auto",
-        metadata={
-            "help": "auto: forward passes leave out padding and encode common prefixes once, where the model allows "
-            "it and a check at the first batch agrees. off: TRL's own padded passes."
-        },
+        help="auto: forward passes leave out padding and encode common prefixes once, where the model allows "
+        "it and a check at the first batch agrees. off: TRL's own padded passes.",
     )
-    compile_layers: bool = field(
+    compile_layers: bool = HfArg(
         default=False,
-        metadata={
-            "help": "Compile the layers of packed passes, for models without dropout on a GPU in half precision. The "
-            "first steps take a minute longer."
-        },
+        help="Compile the layers of packed passes, for models without dropout on a GPU in half precision. The "
+        "first steps take a minute longer.",
     )
-    tokens_per_pass: str | None = field(
+    tokens_per_pass: str | None = HfArg(
         default=None,
-        metadata={
-            "help": "Tokens of a packed forward pass, such as 16384: the rows of an optimizer step go into as few "
-            "passes as that allows, with the same update up to rounding. auto: as many tokens as the largest "
-            "micro-batch of the step has with its padding. off: as many passes as micro-batches. Default: auto with "
-            "an accelerator, off on a CPU."
-        },
+        help="Tokens of a packed forward pass, such as 16384: the rows of an optimizer step go into as few "
+        "passes as that allows, with the same update up to rounding. auto: as many tokens as the largest "
+        "micro-batch of the step has with its padding. off: as many passes as micro-batches. Default: auto with "
+        "an accelerator, off on a CPU.",
     )
 
 
@@ -82,16 +70,11 @@ class PackedFields(CommonFields):
 class TruncatedFields(PackedFields):
     """Fields of a trainer on given responses, which are truncated separately from their prompts."""
 
-    max_prompt_tokens: int | None = field(
-        default=512, metadata={"help": "Longer prompts lose their beginning. None for no limit."}
+    max_prompt_tokens: int | None = HfArg(default=512, help="Longer prompts lose their beginning. None for no limit.")
+    max_response_tokens: int | None = HfArg(
+        default=512, help="Longer responses lose their end, the end-of-turn token included. None for no limit."
     )
-    max_response_tokens: int | None = field(
-        default=512,
-        metadata={"help": "Longer responses lose their end, the end-of-turn token included. None for no limit."},
-    )
-    max_length: int | None = field(
-        default=None, metadata={"help": "Not used: see max_prompt_tokens and max_response_tokens."}
-    )
+    max_length: int | None = HfArg(default=None, help="Not used: see max_prompt_tokens and max_response_tokens.")
 
 
 def runs_on_cpu(use_cpu: bool) -> bool:

@@ -7,7 +7,7 @@ import json
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -18,6 +18,7 @@ import torch
 from accelerate.utils import is_peft_model, set_seed
 from datasets import Dataset
 from transformers import Trainer, TrainerState
+from transformers.hf_argparser import HfArg
 
 from trl_ext.files import write_json, write_json_lines
 from trl_ext.resilience import checkpoints
@@ -42,18 +43,17 @@ class ExpertIterationConfig(SFTConfig):
         ValueError: a value is out of range, or a setting is given that each round chooses itself.
     """
 
-    n_steps: int = field(default=5, metadata={"help": "Rounds of sampling, keeping what is correct, and fine-tuning."})
-    questions_per_step: int = field(default=512, metadata={"help": "Questions drawn for each round."})
-    rollouts_per_question: int = field(default=4, metadata={"help": "Responses sampled to each question."})
-    sft_epochs: int = field(default=1, metadata={"help": "Passes over the kept responses of a round."})
-    max_per_question: int | None = field(
-        default=None, metadata={"help": "Keep at most so many different correct responses to a question."}
+    n_steps: int = HfArg(default=5, help="Rounds of sampling, keeping what is correct, and fine-tuning.")
+    questions_per_step: int = HfArg(default=512, help="Questions drawn for each round.")
+    rollouts_per_question: int = HfArg(default=4, help="Responses sampled to each question.")
+    sft_epochs: int = HfArg(default=1, help="Passes over the kept responses of a round.")
+    max_per_question: int | None = HfArg(
+        default=None, help="Keep at most so many different correct responses to a question."
     )
-    use_vllm: bool = field(default=False, metadata={"help": "Sample with vLLM; one process, all parameters."})
-    vllm_gpu_memory_utilization: float = field(default=0.3, metadata={"help": "Share of the GPU's memory for vLLM."})
-    save_strategy: str = field(
-        default="no",
-        metadata={"help": "Not used: every round ends with a checkpoint, of which save_total_limit stay."},
+    use_vllm: bool = HfArg(default=False, help="Sample with vLLM; one process, all parameters.")
+    vllm_gpu_memory_utilization: float = HfArg(default=0.3, help="Share of the GPU's memory for vLLM.")
+    save_strategy: str = HfArg(
+        default="no", help="Not used: every round ends with a checkpoint, of which save_total_limit stay."
     )
 
     def __post_init__(self):

@@ -6,10 +6,11 @@ averaged over all processes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from datasets import Dataset
+from transformers.hf_argparser import HfArg
 from trl import KTOConfig as TRLKTOConfig
 from trl import KTOTrainer as TRLKTOTrainer
 
@@ -43,7 +44,7 @@ class KTOConfig(TruncatedFields, TRLKTOConfig):
 
     _method: ClassVar[str] = "kto"
 
-    loss_type: str = field(default="kto", metadata={"help": "kto or apo_zero_unpaired.", "choices": LOSSES})
+    loss_type: str = HfArg(default="kto", help="kto or apo_zero_unpaired.", metadata={"choices": LOSSES})
 
     def __post_init__(self):
         check_at_least(self, {}, positive=("beta", "desirable_weight", "undesirable_weight"))

@@ -62,25 +62,30 @@ class StepMetrics:
         Args:
             values: for each metric, the sum over this process's micro-batch, and how much it sums over (such as the
                 number of pairs, or of tokens), each a tensor of one number.
-            extremes: least values by names that end in `_min`, greatest ones by others, each a tensor of one number;
-                NaN where there is none.
+            extremes: least values by names with `min`, greatest ones by others, each a tensor of one number; NaN where
+                there is none.
             tokens: this process's tokens, which TRL counts over the run as `num_tokens`.
         """
         mode = "train" if self.model.training else "eval"
         if self._sums is None:
             self._sums, self._extremes = {"train": {}, "eval": {}}, {"train": {}, "eval": {}}
-        # Apple's GPUs have no float64.
-        dtype = torch.float32 if self.accelerator.device.type == "mps" else torch.float64
         for name, pair in values.items():
-            added = torch.stack([number.detach().to(self.accelerator.device, dtype) for number in pair])
+            added = torch.stack([self.widened(number) for number in pair])
             self._sums[mode][name] = self._sums[mode].get(name, 0) + added
         for name, value in (extremes or {}).items():
-            value = value.detach().to(self.accelerator.device, dtype)
+            value = self.widened(value)
             self._extremes[mode][name] = _extreme(name, torch)(self._extremes[mode].get(name, value), value)
         if tokens is not None and mode == "train":
             self._step_tokens = tokens if self._step_tokens is None else self._step_tokens + tokens
+        elif tokens is not None:
+            self._metrics["eval"]["num_tokens"] = [self._total_train_tokens]
         if mode == "train" and self.accelerator.sync_gradients:
             self._end_step(mode)
+
+    def widened(self, values: Tensor) -> Tensor:
+        """Values without gradient in float64; in float32 on Apple's GPUs, which have no float64."""
+        dtype = torch.float32 if self.accelerator.device.type == "mps" else torch.float64
+        return values.detach().to(self.accelerator.device, dtype)
 
     def _end_step(self, mode: str) -> None:
         sums, extremes = (found[mode] if found else {} for found in (self._sums, self._extremes))
@@ -119,7 +124,7 @@ class StepMetrics:
 
 def _extreme(name: str, library) -> Callable:
     """torch's or numpy's function for the lesser or the greater of two numbers, or the one that is not NaN."""
-    return library.fmin if name.endswith("_min") else library.fmax
+    return library.fmin if "min" in name else library.fmax
 
 
 def pair_metrics(scores: PreferenceScores, beta: float, counted: Tensor) -> dict[str, tuple[Tensor, Tensor]]:

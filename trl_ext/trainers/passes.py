@@ -145,6 +145,36 @@ def passes_of_pairs(
     return found
 
 
+class PairPasses:
+    """Mixin before a trainer on pairs: balances the tokens of the ranks, and divides a window's pairs into passes.
+
+    The trainer sets `packing`, and `_budget` by `tokens_per_pass`.
+    """
+
+    def get_train_dataloader(self):
+        loader = super().get_train_dataloader()
+        columns = {"prompt_ids", "chosen_ids", "rejected_ids"} & {
+            *(getattr(loader.dataset, "column_names", None) or ())
+        }
+        return balance_ranks(loader, sorted(columns), self.args.gradient_accumulation_steps)
+
+    def get_batch_samples(self, epoch_iterator, num_batches, device):
+        batches, num_items_in_batch = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if batches:
+            passes, micro_batches = batches, len(batches)
+            if self._budget is not None and self.packing.packs_all():
+                # Without dropout, a pass encodes the prompt of a pair once.
+                settings = {"shares": not self.packing.draws_dropout()}
+                settings["pad_token_id"] = getattr(self, "_tokenizer", self.processing_class).pad_token_id or 0
+                passes = passes_of_pairs(batches, self._budget, self.accelerator, **settings)
+            batches = window_of_passes(self.open_window(passes, micro_batches), micro_batches)
+        return batches, num_items_in_batch
+
+    def open_window(self, passes: list[dict[str, Any]], micro_batches: int) -> list[dict[str, Any]]:
+        """The passes with what their loss needs of the window, which has so many micro-batches."""
+        raise NotImplementedError
+
+
 def _joined(batches: list[dict[str, Any]], pad_token_id: int) -> dict[str, Any]:
     """All rows of micro-batches as one: all chosen rows, then all rejected ones."""
     width = max(batch["input_ids"].size(1) for batch in batches)

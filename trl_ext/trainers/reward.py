@@ -6,7 +6,7 @@ import copy
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from datasets import Dataset
 from peft import PeftConfig, PeftModel, TaskType
 from torch import Tensor
+from transformers.hf_argparser import HfArg
 from trl import RewardConfig as TRLRewardConfig
 from trl import RewardTrainer as TRLRewardTrainer
 from trl import maybe_extract_prompt
@@ -28,17 +29,12 @@ from trl_ext.processes import map_over_ranks, warn_once_per_run
 from trl_ext.resilience.training import ResilientTraining
 from trl_ext.trainers.context import PAIRS, check_inputs, encoding, map_rows, report_plain_prompts, truncate_rows
 from trl_ext.trainers.defaults import TruncatedFields, check_training, configuration, resolve_device_defaults
+from trl_ext.trainers.metrics import StepMetrics
 from trl_ext.trainers.model_card import WritesModelCard
 from trl_ext.trainers.packing import pack_trainer
-from trl_ext.trainers.passes import (
-    balance_ranks,
-    is_empty,
-    no_loss,
-    passes_of_pairs,
-    tokens_per_pass,
-    window_of_passes,
-)
+from trl_ext.trainers.passes import PairPasses, is_empty, no_loss, tokens_per_pass
 from trl_ext.trainers.policies import is_zero3, trained_policy
+from trl_ext.trainers.preference.whole_batch import loss_scale
 from trl_ext.trainers.trl_settings import refuse_given
 
 
@@ -50,16 +46,14 @@ class RewardConfig(TruncatedFields, TRLRewardConfig):
         ValueError: a value is out of range, or `max_length` is set; the message names the field and what to do.
     """
 
-    margin_column: str | None = field(
+    margin_column: str | None = HfArg(
         default=None,
-        metadata={
-            "help": "Column of numbers by how much a chosen response should win, such as avg_preference_strength. "
-            "Default: the column margin where the data has one."
-        },
+        help="Column of numbers by how much a chosen response should win, such as avg_preference_strength. "
+        "Default: the column margin where the data has one.",
     )
-    margin_scale: float = field(default=1.0, metadata={"help": "Factor on the margins."})
-    label_smoothing: float = field(
-        default=0.0, metadata={"help": "Probability that a label is wrong, in [0, 0.5); 0 trusts every label."}
+    margin_scale: float = HfArg(default=1.0, help="Factor on the margins.")
+    label_smoothing: float = HfArg(
+        default=0.0, help="Probability that a label is wrong, in [0, 0.5); 0 trusts every label."
     )
 
     def __post_init__(self):
@@ -71,7 +65,7 @@ class RewardConfig(TruncatedFields, TRLRewardConfig):
         super().__post_init__()
 
 
-class RewardTrainer(ResilientTraining, WritesModelCard, TRLRewardTrainer):
+class RewardTrainer(ResilientTraining, WritesModelCard, PairPasses, StepMetrics, TRLRewardTrainer):
     """Trains a reward model on preference pairs: `trl_ext.losses.reward.bradley_terry` on the scores of both sides.
 
     Accepts the arguments of `trl.RewardTrainer`, with a `RewardConfig`, and keeps its features. It differs in six
@@ -96,9 +90,6 @@ class RewardTrainer(ResilientTraining, WritesModelCard, TRLRewardTrainer):
         model = _reward_model(check_inputs(model, kwargs, PAIRS))
         if kwargs.get("peft_config") is not None:
             kwargs["peft_config"] = _with_score_head(kwargs["peft_config"])
-        # Scores of this process's passes of an optimizer step, and of the batches of an evaluation, each [n, 2].
-        self._scores: dict[str, list[Tensor]] = {"train": [], "eval": []}
-        self._step_tokens: list[Tensor] = []
         super().__init__(model, args, **kwargs)
         self._train_head_in_float32()
         self.packing = pack_trainer(self)
@@ -140,24 +131,11 @@ class RewardTrainer(ResilientTraining, WritesModelCard, TRLRewardTrainer):
 
     # ---- The step: a whole accumulation window, scores, loss, metrics ----
 
-    def get_train_dataloader(self):
-        columns = ("chosen_ids", "rejected_ids")
-        return balance_ranks(super().get_train_dataloader(), columns, self.args.gradient_accumulation_steps)
-
-    def get_batch_samples(self, epoch_iterator, num_batches, device):
-        batches, num_items_in_batch = super().get_batch_samples(epoch_iterator, num_batches, device)
-        if batches:
-            pairs = torch.tensor(sum(len(batch["input_ids"]) // 2 for batch in batches), device=device)
-            pairs = self.accelerator.reduce(pairs, reduction="sum").item()
-            # The trainer divides each loss by the number of micro-batches and averages over ranks. The gradient is
-            # then that of the mean over all pairs, however the last window is divided.
-            scale, micro_batches = len(batches) * self.accelerator.num_processes / pairs, len(batches)
-            if self._budget is not None and self.packing.packs_all():
-                settings = {"pad_token_id": self.processing_class.pad_token_id}
-                settings["shares"] = not self.packing.draws_dropout()
-                batches = passes_of_pairs(batches, self._budget, self.accelerator, **settings)
-            batches = window_of_passes([{**batch, "loss_scale": scale} for batch in batches], micro_batches)
-        return batches, num_items_in_batch
+    def open_window(self, passes: list[dict], micro_batches: int) -> list[dict]:
+        pairs = torch.tensor(sum(len(one["input_ids"]) // 2 for one in passes), device=self.accelerator.device)
+        pairs = self.accelerator.reduce(pairs, reduction="sum").item()
+        scale = loss_scale(micro_batches, self.accelerator.num_processes, pairs)
+        return [{**one, "loss_scale": scale} for one in passes]
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         if is_empty(inputs):
@@ -174,48 +152,16 @@ class RewardTrainer(ResilientTraining, WritesModelCard, TRLRewardTrainer):
         )
         loss = losses.mean() if scale is None else losses.sum() * scale
 
-        scores = torch.stack([chosen, rejected], dim=1).detach()
-        if self.model.training:
-            self._step_tokens.append(inputs["attention_mask"].sum())
-            self._scores["train"].append(scores)
-            if self.accelerator.sync_gradients:
-                self._summarize_scores("train")
-        else:
-            self._scores["eval"].append(self.accelerator.gather_for_metrics(scores))
+        scores = self.widened(torch.stack([chosen, rejected], dim=1))
+        if not self.model.training:
+            # Without the pairs that accelerate repeats.
+            scores = self.accelerator.gather_for_metrics(scores)
+        margins, pairs = scores[:, 0] - scores[:, 1], torch.tensor(len(scores))
+        metrics = {"mean_reward": (scores.sum() / 2, pairs), "margin": (margins.sum(), pairs)}
+        metrics["accuracy"] = (margins > 0).sum(), pairs
+        extremes = {"min_reward": scores.min(), "max_reward": scores.max()}
+        self.add_metrics(metrics, extremes=extremes, tokens=inputs["attention_mask"].sum())
         return (loss, outputs) if return_outputs else loss
-
-    def _summarize_scores(self, mode: str) -> None:
-        """Add the metrics of all pairs of a step or an evaluation to those that TRL logs the means of."""
-        # Apple's GPUs have no float64.
-        dtype = torch.float32 if self.accelerator.device.type == "mps" else torch.float64
-        scores = torch.cat(self._scores[mode]).to(dtype)
-        self._scores[mode].clear()
-        margins = scores[:, 0] - scores[:, 1]
-        tokens = sum(self._step_tokens, torch.zeros((), device=scores.device))
-        self._step_tokens.clear()
-        figures = scores.min(), scores.max(), scores.sum() / 2, margins.sum(), (margins > 0).sum(), tokens
-        found = torch.stack([figure.to(dtype) for figure in (*figures, torch.full_like(tokens, len(scores)))])[None]
-        # Passes hold different numbers of pairs, and an evaluation has already gathered its scores.
-        found = self.accelerator.gather(found) if mode == "train" else found
-        least, most, *_ = found.T.tolist()
-        total, margin, right, tokens, pairs = found[:, 2:].sum(dim=0).tolist()
-        metrics = {"min_reward": min(least), "mean_reward": total / pairs, "max_reward": max(most)}
-        metrics |= {"accuracy": right / pairs, "margin": margin / pairs}
-        for name, value in metrics.items():
-            self._metrics[mode][name].append(value)
-        # Ranks of a tensor-parallel group hold the same batch.
-        self._total_train_tokens += int(tokens) // self._tp_size
-        self._metrics[mode]["num_tokens"] = [self._total_train_tokens]
-
-    def evaluation_loop(self, *args, **kwargs):
-        # `predict`, and an evaluation that was interrupted, leave scores that were never logged.
-        self._scores["eval"].clear()
-        return super().evaluation_loop(*args, **kwargs)
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        if self._scores["eval"] and not self.model.training:
-            self._summarize_scores("eval")
-        super().log(logs, start_time)
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         super()._save(output_dir, state_dict)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from datasets import Dataset
+from transformers.hf_argparser import HfArg
 from trl import SFTConfig as TRLSFTConfig
 from trl import SFTTrainer as TRLSFTTrainer
 
@@ -28,12 +29,10 @@ class SFTConfig(CommonFields, TRLSFTConfig):
         ValueError: a value is out of range; the message names the field.
     """
 
-    share_prefixes: bool = field(
+    share_prefixes: bool = HfArg(
         default=True,
-        metadata={
-            "help": "Leave padding out of the forward passes and encode common prefixes once, where the model allows "
-            "it and a check at the first batch agrees. Not with packing or padding_free, which are TRL's own ways."
-        },
+        help="Leave padding out of the forward passes and encode common prefixes once, where the model allows "
+        "it and a check at the first batch agrees. Not with packing or padding_free, which are TRL's own ways.",
     )
 
     def __post_init__(self):

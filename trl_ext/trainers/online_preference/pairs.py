@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -66,24 +65,13 @@ def _padded(rows: Sequence[array], pad_token_id: int, *, left: bool) -> tuple[Te
     return padded(ids, padding_value=pad_token_id), padded([torch.ones_like(row) for row in ids])
 
 
-@dataclass
-class ForwardRows:
-    """The R distinct responses of a micro-batch.
+def forward_rows(batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The R distinct responses of a micro-batch of pairs, without columns that hold only padding.
 
-    Attributes:
-        input_ids, attention_mask: prompt and response, [R, L + T].
-        mask: 1 at the tokens of the response, [R, T].
-        index: the row of each pair's chosen and rejected response, [P, 2].
+    Returns:
+        The token ids of prompt and response and their attention mask, [R, L + T]; 1 at the tokens of the response,
+        [R, T]; and the row of each pair's chosen and rejected response, [P, 2].
     """
-
-    input_ids: Tensor
-    attention_mask: Tensor
-    mask: Tensor
-    index: Tensor
-
-
-def forward_rows(batch: dict[str, Tensor]) -> ForwardRows:
-    """The responses of a micro-batch of pairs, each once, without columns that hold only padding."""
     prompts = batch["prompt_mask"].any(dim=0)
     responses = batch["completion_mask"].flatten(0, 1).any(dim=0)
     ids, attended = (
@@ -98,4 +86,4 @@ def forward_rows(batch: dict[str, Tensor]) -> ForwardRows:
     )
     rows, index = torch.cat([ids, attended], dim=1).unique(dim=0, return_inverse=True)
     ids, attended = rows.chunk(2, dim=1)
-    return ForwardRows(ids, attended, attended[:, int(prompts.sum()) :], index.unflatten(0, (-1, 2)))
+    return ids, attended, attended[:, int(prompts.sum()) :], index.unflatten(0, (-1, 2))

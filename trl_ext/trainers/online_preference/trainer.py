@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from array import array
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -48,21 +47,6 @@ from trl_ext.trainers.preference.whole_batch import (
 )
 
 REPLAY_FILE = "replay.json"
-
-
-@dataclass
-class _ScoredPairs:
-    """What a forward pass gives for the P pairs of a micro-batch.
-
-    Attributes:
-        scores: the inputs of the loss.
-        entropies: summed over the tokens of each pair's responses, [P].
-        auxiliary_loss: the load-balancing loss of a mixture of experts, a scalar; None for other models.
-    """
-
-    scores: PreferenceScores
-    entropies: Tensor
-    auxiliary_loss: Tensor | None
 
 
 class OnlinePreferenceTrainer(PolicyTrainer):
@@ -244,8 +228,7 @@ class OnlinePreferenceTrainer(PolicyTrainer):
 
     def _compute_loss(self, model, inputs):
         training, counted = self.model.training, inputs["counted"]
-        scored = self._score(model, inputs)
-        scores = scored.scores
+        scores, entropies, auxiliary_loss = self._score(model, inputs)
         if not training:
             loss = self._held_out_mean(scores, counted)
         elif self._looks_ahead:
@@ -256,23 +239,32 @@ class OnlinePreferenceTrainer(PolicyTrainer):
         else:
             loss = (self.preference(scores) * counted).sum() * inputs["window"].scale
         if self.aux_loss_enabled:
-            loss = loss + self.router_aux_loss_coef * scored.auxiliary_loss
-        self._log(scored, inputs, loss)
+            loss = loss + self.router_aux_loss_coef * auxiliary_loss
+        self._log(scores, entropies, auxiliary_loss, inputs, loss)
         return loss / self.current_gradient_accumulation_steps if training else loss
 
-    def _score(self, model, inputs: dict) -> _ScoredPairs:
-        """Score the pairs of a micro-batch in one pass that contains each response once."""
-        rows = forward_rows(inputs)
-        responses = (rows.input_ids, rows.attention_mask, rows.mask.size(1))
+    def _score(self, model, inputs: dict) -> tuple[PreferenceScores, Tensor, Tensor | None]:
+        """Score the P pairs of a micro-batch in one pass that contains each response once.
+
+        Returns:
+            The inputs of the loss; the entropies summed over the tokens of each pair's responses, [P]; and the
+            load-balancing loss of a mixture of experts, None for other models.
+        """
+        input_ids, attention_mask, mask, rows = forward_rows(inputs)
         log_probs, entropies, auxiliary_loss = self._get_per_token_logps_and_entropies(
-            model, *responses, compute_entropy=True, compute_aux_loss=self.aux_loss_enabled
+            model,
+            input_ids,
+            attention_mask,
+            mask.size(1),
+            compute_entropy=True,
+            compute_aux_loss=self.aux_loss_enabled,
         )
-        sums = (log_probs * rows.mask).sum(dim=1)[rows.index]
-        lengths = rows.mask.sum(dim=1)[rows.index]
+        sums = (log_probs * mask).sum(dim=1)[rows]
+        lengths = mask.sum(dim=1)[rows]
         reference = inputs["reference"].unbind(1) if self.preference.needs_reference else (None, None)
         scores = PreferenceScores(*sums.unbind(1), *reference, *lengths.unbind(1))
-        of_pairs = (entropies.detach() * rows.mask).sum(dim=1)[rows.index].sum(dim=1)
-        return _ScoredPairs(scores, of_pairs, auxiliary_loss)
+        of_pairs = (entropies.detach() * mask).sum(dim=1)[rows].sum(dim=1)
+        return scores, of_pairs, auxiliary_loss
 
     def _look_ahead(self, model, window: Window, scores: PreferenceScores) -> list[CoupledShare]:
         """Each micro-batch's share of this update; several micro-batches take an extra pass without gradients."""
@@ -306,21 +298,23 @@ class OnlinePreferenceTrainer(PolicyTrainer):
     def _score_ahead(self, model, batches: list[dict]) -> list[PreferenceScores]:
         """Score without changing the random state, so that the training passes draw the same dropout masks."""
         with torch.no_grad(), preserved_random_state():
-            return [self._score(model, batch).scores for batch in batches]
+            return [self._score(model, batch)[0] for batch in batches]
 
     # ---- Metrics ----
 
-    def _log(self, scored: _ScoredPairs, inputs: dict, loss: Tensor) -> None:
+    def _log(
+        self, scores: PreferenceScores, entropies: Tensor, auxiliary_loss: Tensor | None, inputs: dict, loss: Tensor
+    ) -> None:
         """Log the metrics of a micro-batch, over the pairs that count and their tokens."""
-        scores, counted = scored.scores, inputs["counted"]
+        counted = inputs["counted"]
         tokens = inputs["completion_mask"].sum(dim=(1, 2)) * counted
         values = pair_metrics(scores, self.preference.beta, counted)
-        values["entropy"] = (counted * scored.entropies).sum(), tokens.sum()
+        values["entropy"] = (counted * entropies).sum(), tokens.sum()
         if self.preference.needs_reference:
             fresh, log_ratios = inputs["fresh"], (scores.chosen_log_ratio + scores.rejected_log_ratio).detach()
             values["kl"] = (counted * fresh * log_ratios).sum(), (tokens * fresh).sum()
         if self.aux_loss_enabled:
-            values["aux_loss"] = scored.auxiliary_loss, counted.new_ones(())
+            values["aux_loss"] = auxiliary_loss, counted.new_ones(())
         if not self.model.training:
             values["loss"] = loss * counted.sum(), counted.sum()
         self.add_metrics(values)

@@ -28,6 +28,10 @@ _NOT_CARRIED = {
         ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
         "VESPO is --algorithm recipes/own/vespo.py:vespo, with --algorithm_kwargs",
     ),
+    **dict.fromkeys(
+        ("use_adaptive_entropy", "entropy_target", "entropy_coef_delta", "entropy_coef_min", "entropy_coef_max"),
+        "entropy_coef stays as it is given: train `trl.GRPOTrainer` to adapt it",
+    ),
     "sapo_temperature_pos": "use --algorithm_kwargs '{\"temperature_pos\": 1.0}'",
     "sapo_temperature_neg": "use --algorithm_kwargs '{\"temperature_neg\": 1.05}'",
     "label_smoothing_factor": "it belongs to the loss of transformers.Trainer",

@@ -455,7 +455,9 @@ class PolicyTrainer(ResilientTraining, WritesModelCard, StepMetrics, TRLGRPOTrai
         once = self.micro_batches_of(mask)
         if self._entropy_bonus_enabled:
             metrics["policy_loss"] = (loss, once)
-            loss = loss - self._entropy_bonus(masked_sum(scored.entropies, of_entropy), of_entropy.sum())
+            loss = loss - self.entropy_coef * masked_sum(scored.entropies, of_entropy) / of_entropy.sum().clamp(min=1)
+            if self.model.training and self.accelerator.sync_gradients:
+                self.metrics["entropy_coef"].append(self.entropy_coef)
         if self.aux_loss_enabled:
             metrics["aux_loss"] = (scored.auxiliary_loss, once)
             loss = loss + self.router_aux_loss_coef * scored.auxiliary_loss
@@ -484,31 +486,6 @@ class PolicyTrainer(ResilientTraining, WritesModelCard, StepMetrics, TRLGRPOTrai
             count = mask.new_tensor(len(mask)) if of_responses and name.startswith("clip") else mask.sum()
             found[name] = mean if name in EXTREMES else (mean * count, count)
         return found
-
-    def _entropy_bonus(self, total: Tensor, tokens: Tensor) -> Tensor:
-        """The coefficient times the mean entropy of a micro-batch, given the sum over its tokens."""
-        is_off = self.use_adaptive_entropy and self._last_world_entropy > self.args.entropy_target
-        coefficient = 0.0 if is_off else self.entropy_coef
-        if self.model.training:
-            self._adapt_entropy_coefficient(torch.stack([total, tokens]).detach())
-        return coefficient * total / tokens.clamp(min=1)
-
-    def _adapt_entropy_coefficient(self, sums: Tensor) -> None:
-        """Adapt the coefficient, if that is asked for, to the mean entropy of the optimizer step, for the next one."""
-        args = self.args
-        if self.use_adaptive_entropy:
-            earlier = self._entropy_window_stats
-            self._entropy_window_stats = sums if earlier is None else earlier + sums
-        if not self.accelerator.sync_gradients:
-            return
-        if self.use_adaptive_entropy:
-            total, tokens = self.accelerator.reduce(self._entropy_window_stats, reduction="sum").tolist()
-            self._last_world_entropy, self._entropy_window_stats = total / max(tokens, 1), None
-            if self._last_world_entropy > args.entropy_target:
-                self.entropy_coef = max(self.entropy_coef - args.entropy_coef_delta, args.entropy_coef_min)
-            else:
-                self.entropy_coef = min(self.entropy_coef + args.entropy_coef_delta, args.entropy_coef_max)
-        self.metrics["entropy_coef"].append(self.entropy_coef)
 
     # ---- Checkpoints ----
 

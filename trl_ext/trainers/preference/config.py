@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
+from transformers.hf_argparser import HfArg
 from trl import DPOConfig as TRLDPOConfig
 
 from trl_ext.losses.objective import PreferenceObjective
@@ -40,53 +41,41 @@ class PreferenceConfig(TruncatedFields, TRLDPOConfig):
     # The loss of a named configuration; None if `loss` may be chosen.
     _method: ClassVar[str | None] = None
 
-    loss: str | None = field(
-        default=None,
-        metadata={"help": "Preference loss: a registered name, or your own as file.py:function. Default: dpo."},
+    loss: str | None = HfArg(
+        default=None, help="Preference loss: a registered name, or your own as file.py:function. Default: dpo."
     )
-    loss_type: list[str] | None = field(
-        default=None,
-        metadata={"help": f"TRL's name for a loss: {', '.join(PREFERENCE_SETTINGS['loss_type'])}. Default: see loss."},
+    loss_type: list[str] | None = HfArg(
+        default=None, help=f"TRL's name for a loss: {', '.join(PREFERENCE_SETTINGS['loss_type'])}. Default: see loss."
     )
-    loss_kwargs: dict[str, Any] | str | None = field(
-        default=None,
-        metadata={"help": "Options of the loss beside beta, as JSON: '{\"label_smoothing\": 0.2}'."},
+    loss_kwargs: dict[str, Any] | str | None = HfArg(
+        default=None, help="Options of the loss beside beta, as JSON: '{\"label_smoothing\": 0.2}'."
     )
-    beta: float | None = field(
-        default=None,
-        metadata={"help": "Strength of the preference signal. Default: the loss's own, which is its paper's."},
+    beta: float | None = HfArg(
+        default=None, help="Strength of the preference signal. Default: the loss's own, which is its paper's."
     )
-    label_smoothing: float | None = field(
-        default=None,
-        metadata={"help": "Probability that a label is wrong, for the losses that take it. Default: the loss's own."},
+    label_smoothing: float | None = HfArg(
+        default=None, help="Probability that a label is wrong, for the losses that take it. Default: the loss's own."
     )
-    weighting: list[str] | None = field(
-        default=None,
-        metadata={"help": "Weightings of the pairs: any of wpo, confidence, or your own as file.py:function."},
+    weighting: list[str] | None = HfArg(
+        default=None, help="Weightings of the pairs: any of wpo, confidence, or your own as file.py:function."
     )
-    weighting_kwargs: dict[str, Any] | str | None = field(
-        default=None,
-        metadata={"help": 'Options of the weightings, as JSON: \'{"power": 2, "floor": 0.3}\'.'},
+    weighting_kwargs: dict[str, Any] | str | None = HfArg(
+        default=None, help='Options of the weightings, as JSON: \'{"power": 2, "floor": 0.3}\'.'
     )
-    aot_scope: str = field(
+    aot_scope: str = HfArg(
         default="global",
-        metadata={
-            "help": "What a batch-coupled loss such as AOT sorts over: global, the whole optimizer batch, or device, "
-            "one device's micro-batch, as TRL does. Global costs one more forward pass of the policy without "
-            "gradients when micro-batches are accumulated, and nothing otherwise."
-        },
+        help="What a batch-coupled loss such as AOT sorts over: global, the whole optimizer batch, or device, "
+        "one device's micro-batch, as TRL does. Global costs one more forward pass of the policy without "
+        "gradients when micro-batches are accumulated, and nothing otherwise.",
     )
-    loss_columns: list[str] | None = field(
-        default=None,
-        metadata={"help": "Dataset columns to pass to the loss, beside those that it declares."},
+    loss_columns: list[str] | None = HfArg(
+        default=None, help="Dataset columns to pass to the loss, beside those that it declares."
     )
-    precompute_ref_log_probs: bool | None = field(
+    precompute_ref_log_probs: bool | None = HfArg(
         default=None,
-        metadata={
-            "help": "Compute the reference's log-probabilities once, before training, and keep them in the cache of "
-            "datasets. True does without the reference model after that, as in TRL. Default: where training goes over "
-            "the data more than once and the reference stays as it is; the model stays, to evaluate other data."
-        },
+        help="Compute the reference's log-probabilities once, before training, and keep them in the cache of "
+        "datasets. True does without the reference model after that, as in TRL. Default: where training goes over "
+        "the data more than once and the reference stays as it is; the model stays, to evaluate other data.",
     )
 
     def __post_init__(self):

@@ -1,6 +1,6 @@
 """`PreferenceTrainer`: TRL's `DPOTrainer` with its own loss step, for any function from log-probabilities to losses.
 
-`compute_loss` is the step: reference, forward pass, scores, loss, metrics. `get_batch_samples` sees a whole
+`compute_loss` is the step: reference, forward pass, scores, loss, metrics. `open_window` sees a whole
 accumulation window before training on it, which exact normalisation and batch-coupled losses require.
 """
 
@@ -29,14 +29,7 @@ from trl_ext.trainers.defaults import configuration
 from trl_ext.trainers.metrics import StepMetrics, pair_metrics
 from trl_ext.trainers.model_card import WritesModelCard
 from trl_ext.trainers.packing import pack_trainer
-from trl_ext.trainers.passes import (
-    balance_ranks,
-    is_empty,
-    no_loss,
-    passes_of_pairs,
-    tokens_per_pass,
-    window_of_passes,
-)
+from trl_ext.trainers.passes import PairPasses, is_empty, no_loss, tokens_per_pass
 from trl_ext.trainers.policies import check_base_of_adapter, is_zero3, reference_in_memory
 from trl_ext.trainers.preference.config import PreferenceConfig
 from trl_ext.trainers.preference.whole_batch import (
@@ -55,7 +48,7 @@ _OWN = ("columns", "window", "window_index")
 _NOT_OF_THE_MODEL = (*_OWN, "completion_mask", *_REFERENCE)
 
 
-class PreferenceTrainer(ResilientTraining, WritesModelCard, StepMetrics, TRLDPOTrainer):
+class PreferenceTrainer(ResilientTraining, WritesModelCard, PairPasses, StepMetrics, TRLDPOTrainer):
     """Trains on pairs with any preference loss: `PreferenceConfig(loss=...)`.
 
     Accepts the arguments of `trl.DPOTrainer`, with a `PreferenceConfig`, and keeps its features and the names of its
@@ -204,36 +197,19 @@ class PreferenceTrainer(ResilientTraining, WritesModelCard, StepMetrics, TRLDPOT
 
     # ---- A whole accumulation window, before training on it ----
 
-    def get_train_dataloader(self):
-        columns = ("prompt_ids", "chosen_ids", "rejected_ids")
-        return balance_ranks(super().get_train_dataloader(), columns, self.args.gradient_accumulation_steps)
-
-    def get_batch_samples(self, epoch_iterator, num_batches, device):
-        batches, num_items_in_batch = super().get_batch_samples(epoch_iterator, num_batches, device)
-        if batches:
-            passes, micro_batches = batches, len(batches)
-            if self._budget is not None and self.packing.packs_all():
-                # Without dropout, a pass encodes the prompt of a pair once.
-                settings = {"pad_token_id": self._tokenizer.pad_token_id or 0}
-                settings["shares"] = not self.packing.draws_dropout()
-                passes = passes_of_pairs(batches, self._budget, self.accelerator, **settings)
-            window = self._open_window(passes, micro_batches)
-            passes = [{**batch, "window": window, "window_index": i} for i, batch in enumerate(passes)]
-            batches = window_of_passes(passes, micro_batches)
-        return batches, num_items_in_batch
-
-    def _open_window(self, batches: list[dict], micro_batches: int) -> Window:
+    def open_window(self, passes: list[dict], micro_batches: int) -> list[dict]:
         normalizes = self.objective.normalizes
-        pairs = sum(len(batch["input_ids"]) // 2 for batch in batches)
-        raw_weight = sum(self._raw_weights(batch).sum().item() for batch in batches) if normalizes else 0.0
+        pairs = sum(len(one["input_ids"]) // 2 for one in passes)
+        raw_weight = sum(self._raw_weights(one).sum().item() for one in passes) if normalizes else 0.0
         totals = torch.tensor([pairs, raw_weight], dtype=torch.float32, device=self.accelerator.device)
         pairs, raw_weight = self.accelerator.reduce(totals, reduction="sum").unbind()
-        return Window(
+        window = Window(
             scale=loss_scale(micro_batches, self.accelerator.num_processes, int(pairs)),
             micro_batches=micro_batches,
             mean_raw_weight=raw_weight / pairs if normalizes else None,
-            pending=batches if self._couples_batch and len(batches) > 1 else None,
+            pending=passes if self._couples_batch and len(passes) > 1 else None,
         )
+        return [{**one, "window": window, "window_index": index} for index, one in enumerate(passes)]
 
     def _raw_weights(self, batch: dict) -> Tensor:
         """Weights to be normalised, which depend only on dataset columns. [n]."""
@@ -338,8 +314,6 @@ class PreferenceTrainer(ResilientTraining, WritesModelCard, StepMetrics, TRLDPOT
         if self.aux_loss_enabled:
             values["aux_loss"] = output.aux_loss, mask.new_ones(())
         self.add_metrics(values, tokens=inputs["attention_mask"].sum())
-        if not self.model.training:
-            self._metrics["eval"]["num_tokens"] = [self._total_train_tokens]
 
     def _keep_held_out(self, scores: PreferenceScores) -> None:
         if self._couples_batch or self.objective.normalizes:
