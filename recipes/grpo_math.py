@@ -40,7 +40,6 @@ def main() -> None:
         arguments, training = run.arguments, run.training
 
         # The problems with their prompt template and grader; the reward is any function with TRL's signature.
-        arguments.sample_as(training)
         train, validation, final = load_problem_sets(arguments)
         reward = VerifiedReward(train.reward)
         # Do this before the trainer is created, which reads the stop strings.

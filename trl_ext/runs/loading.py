@@ -104,7 +104,7 @@ def load_rows(arguments):
         (only,) = benchmark
         benchmark[split] = benchmark.pop(only)
     if split not in benchmark:
-        raise _missing_split(benchmark, "train_split", arguments)
+        raise missing_split(benchmark, "train_split", arguments)
     return benchmark
 
 
@@ -156,11 +156,12 @@ def optional_split(benchmark, field_name: str, arguments: EvaluatedArguments, co
     if name == getattr(type(arguments), field_name):
         warn_once_per_run(f"{arguments.dataset_name} has no split {name!r}: {consequence}")
     elif name != "none":
-        raise _missing_split(benchmark, field_name, arguments)
+        raise missing_split(benchmark, field_name, arguments)
     return None
 
 
-def _missing_split(benchmark, field_name: str, arguments: BenchmarkArguments) -> ValueError:
+def missing_split(benchmark, field_name: str, arguments: BenchmarkArguments) -> ValueError:
+    """The error of a field that names no split."""
     name = getattr(arguments, field_name)
     return ValueError(
         f"{arguments.dataset_name} has no split {name!r}, only {', '.join(benchmark)}{nearest(name, list(benchmark))} "

@@ -105,14 +105,10 @@ class TrainingRun:
 def begin_run(
     argument_class: type, config_class: type, *, config: str, description: str | None, name: Callable[[Any], str]
 ) -> TrainingRun:
-    """Read the arguments, and check the run folder before anything is loaded.
+    """Read the recipe's arguments and the trainer's, and check the run folder before anything is loaded.
 
-    Args:
-        argument_class: class of the recipe's own arguments, such as a subclass of `BenchmarkArguments`.
-        config_class: class of the trainer's configuration.
-        config: name of the file in configs/toy that is used without arguments.
-        description: text for `--help`.
-        name: the start of the run folder's name, before the dataset's, from the trainer's configuration.
+    Without arguments, those of configs/toy/{config}.yaml are used. `description` is for `--help`; `name` takes the
+    trainer's configuration and gives the start of the run folder's name, before the dataset's.
     """
     started = time.time()
     arguments, model, training, launch = parse_arguments(
@@ -126,12 +122,9 @@ def begin_run(
         training.output_dir = f"runs/{name(training)}-{Path(arguments.dataset_name).absolute().stem}"
     engine_in_force(training)
 
+    folder, overwrite = training.output_dir, arguments.overwrite_output_dir
     checkpoint = of_first_process(
-        lambda: open_run_folder(
-            training.output_dir,
-            overwrite=arguments.overwrite_output_dir,
-            resume_from_checkpoint=training.resume_from_checkpoint,
-        )
+        lambda: open_run_folder(folder, overwrite=overwrite, resume_from_checkpoint=training.resume_from_checkpoint)
     )
     check_trackers(training.report_to)
     return TrainingRun(arguments, model, training, launch, checkpoint, started)
