@@ -34,7 +34,6 @@ def main() -> None:
             GRPOMathArguments,
             CourseConfig,
             config="grpo_math",
-            description="Train a policy with verified rewards.",
             name=lambda training: f"{training.algorithm.rpartition(':')[2]}-math",
         )
         arguments, training = run.arguments, run.training
