@@ -28,13 +28,7 @@ class ExpertIterationArguments(ValidatedProblems):
 def main() -> None:
     """Train, validate after each round, evaluate before and after, and write the run folder."""
     with one_line_errors():
-        run = begin_run(
-            ExpertIterationArguments,
-            ExpertIterationConfig,
-            config="expert_iteration",
-            description="Improve a policy on its own correct responses.",
-            name=lambda training: "expert-iteration",
-        )
+        run = begin_run(ExpertIterationArguments, ExpertIterationConfig, config="expert_iteration")
         arguments, training = run.arguments, run.training
         if run.checkpoint is not None and not (Path(run.checkpoint) / ROUND_FILE).is_file():
             raise ValueError(f"{run.checkpoint} is no checkpoint of expert iteration: it has no {ROUND_FILE}")

@@ -34,13 +34,11 @@ def main() -> None:
             GRPOMathArguments,
             CourseConfig,
             config="grpo_math",
-            description="Train a policy with verified rewards.",
             name=lambda training: f"{training.algorithm.rpartition(':')[2]}-math",
         )
         arguments, training = run.arguments, run.training
 
         # The problems with their prompt template and grader; the reward is any function with TRL's signature.
-        arguments.sample_as(training)
         train, validation, final = load_problem_sets(arguments)
         reward = VerifiedReward(train.reward)
         # Do this before the trainer is created, which reads the stop strings.

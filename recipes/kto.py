@@ -28,9 +28,7 @@ class KTOArguments(ResponseArguments):
 def main() -> None:
     """Train, compare the policy with its base, and write the run folder."""
     with one_line_errors():
-        run = begin_run(
-            KTOArguments, KTOConfig, config="kto", description=KTOConfig.__doc__, name=lambda training: "kto"
-        )
+        run = begin_run(KTOArguments, KTOConfig, config="kto")
         arguments, training = run.arguments, run.training
 
         splits = load_rows(arguments)
@@ -38,7 +36,7 @@ def main() -> None:
         prompts = optional_split(splits, "prompt_split", arguments, "generations will not be evaluated")
 
         trainer = run.load_trainer(KTOTrainer, train_dataset=splits[arguments.train_split], eval_dataset=held_out)
-        evaluation = evaluate_generations(trainer, prompts, arguments, **arguments.generation_limits())
+        evaluation = evaluate_generations(trainer, prompts, arguments)
 
     run.open(trainer)
     # TRL's own `kl` and `eval_kl` are the loss's estimate from mismatched responses.

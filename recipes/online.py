@@ -50,7 +50,6 @@ def main(config_class: type[PolicyConfig] = PolicyConfig, trainer_class: type[Po
             OnlineArguments,
             config_class,
             config=config_class._method or "online",
-            description=config_class.__doc__,
             name=lambda training: training.algorithm.rpartition(":")[2],
         )
         arguments, training = run.arguments, run.training
@@ -65,14 +64,8 @@ def main(config_class: type[PolicyConfig] = PolicyConfig, trainer_class: type[Po
         trainer = run.load_trainer(partial(trainer_class, reward_funcs=rewards), train_dataset=train)
         # This comes after the trainer is created, when members of an ensemble share a backbone if they can.
         calibrate_rewards(plain, rewards, train, ensemble=arguments.calibrate_rewards)
-        evaluation = evaluate_generations(
-            trainer,
-            prompts,
-            arguments,
-            max_new_tokens=training.max_completion_length,
-            batch_size=arguments.generation_eval_batch_size,
-            reward_columns=partial(reward_columns, trainer),
-        )
+        columns = partial(reward_columns, trainer)
+        evaluation = evaluate_generations(trainer, prompts, arguments, reward_columns=columns)
 
     run.open(trainer)
     every = arguments.generation_eval_every

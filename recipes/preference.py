@@ -46,7 +46,6 @@ def main(
             PreferenceArguments,
             config_class,
             config=config_class._method or "preference",
-            description=config_class.__doc__,
             name=lambda training: training.loss.rpartition(":")[2],
         )
         arguments, training = run.arguments, run.training
@@ -63,7 +62,7 @@ def main(
         # Evaluation: responses to held-out prompts, and the base's. The embedded benchmarks have a judge.
         if held_out is not None:
             remember_base(trainer)
-        evaluation = evaluate_generations(trainer, prompts, arguments, **arguments.generation_limits())
+        evaluation = evaluate_generations(trainer, prompts, arguments)
 
     run.open(trainer)
     show_generations(trainer, evaluation, arguments, arguments.generation_eval_every)

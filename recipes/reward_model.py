@@ -43,13 +43,7 @@ class RewardArguments(BenchmarkArguments):
 def main() -> None:
     """Read the arguments, train, choose a checkpoint, evaluate it, and write the run folder."""
     with one_line_errors():
-        run = begin_run(
-            RewardArguments,
-            RewardConfig,
-            config="reward_model",
-            description="Train a reward model on preference pairs.",
-            name=lambda training: "reward-model",
-        )
+        run = begin_run(RewardArguments, RewardConfig, config="reward_model")
         arguments, training = run.arguments, run.training
 
         benchmark = load_rows(arguments)

@@ -43,13 +43,7 @@ class DemonstrationArguments(ResponseArguments):
 def main() -> None:
     """Train, compare with the initial model, and write the run folder."""
     with one_line_errors():
-        run = begin_run(
-            DemonstrationArguments,
-            SFTConfig,
-            config="sft",
-            description="Fine-tune a model on demonstrations.",
-            name=lambda training: "sft-demonstrations",
-        )
+        run = begin_run(DemonstrationArguments, SFTConfig, config="sft", name=lambda training: "sft-demonstrations")
         arguments = run.arguments
 
         splits = load_rows(arguments)
@@ -66,7 +60,7 @@ def main() -> None:
             tell_shared_prompts(train, prompts, arguments.prompt_split)
 
         trainer = run.load_trainer(SFTTrainer, train_dataset=train, eval_dataset=held_out)
-        evaluation = evaluate_generations(trainer, prompts, arguments, **arguments.generation_limits())
+        evaluation = evaluate_generations(trainer, prompts, arguments)
 
     run.open(trainer)
     show_generations(trainer, evaluation, arguments, arguments.generation_eval_every)

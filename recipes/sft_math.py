@@ -32,10 +32,7 @@ class SFTArguments(ProblemArguments):
 def main() -> None:
     """Train, evaluate before and after, and write the run folder."""
     with one_line_errors():
-        description = "Fine-tune a model on worked problems."
-        run = begin_run(
-            SFTArguments, SFTConfig, config="sft_math", description=description, name=lambda training: "sft"
-        )
+        run = begin_run(SFTArguments, SFTConfig, config="sft_math", name=lambda training: "sft")
         arguments = run.arguments
 
         # The problems with their prompt template and grader, and the responses to learn.

@@ -28,20 +28,6 @@ class TestLabelled:
         found = convert_row("labelled", {**row, "label": False, "source": "us"})
         assert found == {"prompt": prompt, "completion": completion, "label": False, "source": "us"}
 
-    @pytest.mark.parametrize(
-        ("changes", "message"),
-        [
-            ({"label": 1}, "label: must be true or false, got 1"),
-            ({"label": None}, "label: missing"),
-            ({"completion": ""}, "completion: empty"),
-            ({"completion": [user("A")]}, "completion: must be one assistant message"),
-            ({"prompt": None}, "prompt: missing"),
-        ],
-    )
-    def test_bad(self, changes, message):
-        with pytest.raises(ValueError, match=message):
-            convert_row("labelled", {**LABELLED, **changes})
-
     def test_a_file_of_them_is_known_by_its_first_row(self, tmp_path):
         rows = [{"prompt": f"Q{i}", "completion": f"A{i}", "label": i == 0, "score": i} for i in range(3)]
         loaded = load_benchmark(write_rows(tmp_path / "rows.jsonl", rows))
@@ -54,17 +40,12 @@ class TestLabelled:
         columns = {name: split.column_names for name, split in load_benchmark(tmp_path).items()}
         assert "label" in columns["train_prefs"] and "chosen" in columns["test_prefs"]
 
-    def test_a_pair_among_them_is_a_bad_row(self, tmp_path):
-        path = write_rows(tmp_path / "rows.jsonl", [{"prompt_text": "Q", "completion": "A", "label": True}, PAIR])
-        with pytest.raises(ValueError, match="line 2: completion: missing"):
-            load_benchmark(path)
-
 
 TURN = user("Name a fruit.")
 CONVERSATIONS = {"chosen": [TURN, assistant("An apple.")], "rejected": [TURN, assistant("A stone.")]}
 FORMATS = {
     "texts": PAIR,
-    "messages first": {**PAIR, "prompt_messages": [TURN], "prompt_text": "another rendering"},
+    "messages first, without other keys": {**PAIR, "prompt_messages": [{**TURN, "n": 1}], "prompt_text": "another"},
     "TRL": LOADED_PAIR,
     "text prompt": {"prompt": "Name a fruit.", "chosen_text": "An apple.", "rejected_text": "A stone."},
     "implicit prompt": CONVERSATIONS,
@@ -81,10 +62,6 @@ class TestPair:
         turns = [user("a"), assistant("b"), user("c")]
         row = convert_row("pair", {"chosen": [*turns, assistant("d")], "rejected": [*turns, assistant("e")]})
         assert row == {"prompt": turns, "chosen": [assistant("d")], "rejected": [assistant("e")]}
-
-    def test_other_keys_of_a_message_are_left_out(self):
-        row = convert_row("pair", {**PAIR, "prompt_messages": [{**user("Hi"), "language": "English"}]})
-        assert row["prompt"] == [user("Hi")]
 
     @pytest.mark.parametrize(
         "turn",
@@ -103,27 +80,6 @@ class TestPair:
         empty = {"role": "assistant", "content": "5", "tool_calls": None, "thinking": ""}
         assert convert_row("pair", {**PAIR, "chosen_text": [empty]})["chosen"] == [assistant("5")]
 
-    @pytest.mark.parametrize(
-        "changes, message",
-        [
-            ({"prompt_text": " \n"}, "prompt_text: empty"),
-            ({"prompt_messages": []}, "prompt_messages: must be text or a non-empty list"),
-            ({"prompt_messages": [user("a"), assistant("b")]}, "prompt_messages: last message is from 'assistant'"),
-            ({"chosen_text": ""}, "chosen_text: empty"),
-            ({"rejected_text": None}, "rejected: missing"),
-            ({"chosen_text": "A stone."}, "chosen_text: equal to rejected_text"),
-            ({"chosen_text": [user("x")]}, "chosen_text: must be one assistant message"),
-        ],
-    )
-    def test_errors_name_the_field(self, changes, message):
-        with pytest.raises(ValueError, match=message):
-            convert_row("pair", {**PAIR, **changes})
-
-    def test_prompt_that_contradicts_the_conversations(self):
-        sides = {"chosen": [user("a"), assistant("c")], "rejected": [user("a"), assistant("d")]}
-        with pytest.raises(ValueError, match="prompt: differs from the turns"):
-            convert_row("pair", {"prompt": "b", **sides})
-
 
 class TestPrompt:
     def test_messages_and_plain(self):
@@ -139,9 +95,35 @@ class TestPrompt:
         for other in (3, "", [assistant("a"), user("b"), assistant("c")]):
             assert "reference_response_text" not in convert_row("prompt", {**row, "completion": other})
 
-    def test_system_message_may_not_end_it(self):
-        with pytest.raises(ValueError, match="last message is from 'system', must be from 'user'"):
-            convert_row("prompt", {"prompt_messages": [{"role": "system", "content": "Be brief."}]})
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        ("pair", {"prompt_text": " \n"}, "prompt_text: empty"),
+        ("pair", {"prompt_messages": []}, "prompt_messages: must be text or a non-empty list"),
+        (
+            "pair",
+            {"prompt_messages": [user("a"), assistant("b")]},
+            "prompt_messages: last message is from 'assistant'",
+        ),
+        ("pair", {"chosen_text": ""}, "chosen_text: empty"),
+        ("pair", {"rejected_text": None}, "rejected: missing"),
+        ("pair", {"chosen_text": "A stone."}, "chosen_text: equal to rejected_text"),
+        ("pair", {"chosen_text": [user("x")]}, "chosen_text: must be one assistant message"),
+        ("pair", {"prompt_text": "b", **CONVERSATIONS}, "prompt_text: differs from the turns"),
+        ("labelled", {"label": 1}, "label: must be true or false, got 1"),
+        ("labelled", {"label": None}, "label: missing"),
+        ("labelled", {"completion": ""}, "completion: empty"),
+        ("labelled", {"completion": [user("A")]}, "completion: must be one assistant message"),
+        ("labelled", {"prompt": None}, "prompt: missing"),
+        ("prompt", {"prompt_messages": [{"role": "system", "content": "Be brief."}]}, "last message is from 'system'"),
+    ],
+)
+def test_errors_name_the_field(kind, changes, message):
+    # Of a pair, texts would be read before conversations.
+    base = {"pair": {} if "chosen" in changes else PAIR, "labelled": LABELLED, "prompt": {}}[kind]
+    with pytest.raises(ValueError, match=message):
+        convert_row(kind, {**base, **changes})
 
 
 def test_a_prompt_keeps_its_end_and_a_response_its_start():

@@ -42,15 +42,12 @@ class TestFolder:
         assert benchmark["questions"][0] == {"row_id": "questions:1", "prompt": [user("2 + 2?")], "answer": "4"}
         assert list(load_benchmark(tmp_path, splits="mine")) == ["mine"]
 
-    def test_missing_row_ids_are_made_from_file_and_line(self, tmp_path):
-        write_rows(tmp_path / "test_gen.jsonl", [{"prompt_text": "a"}, "", {"prompt_text": "b"}])
-        assert load_benchmark(tmp_path)["test_gen"]["row_id"][:] == ["test_gen:1", "test_gen:3"]
-
-    def test_plain_strings(self, tmp_path):
-        write_rows(tmp_path / "train_prefs.jsonl", [{"prompt": "The sky is", "chosen": " blue.", "rejected": " red."}])
-        [row] = load_benchmark(tmp_path)["train_prefs"]
-        assert row == {"row_id": "train_prefs:1", "prompt": "The sky is", "chosen": " blue.", "rejected": " red."}
-        assert not is_conversational(row)
+    def test_plain_strings_and_row_ids_from_file_and_line(self, tmp_path):
+        row = {"prompt": "The sky is", "chosen": " blue.", "rejected": " red."}
+        write_rows(tmp_path / "train_prefs.jsonl", [row, "", row])
+        rows = load_benchmark(tmp_path)["train_prefs"].to_list()
+        assert rows == [{"row_id": f"train_prefs:{line}", **row} for line in (1, 3)]
+        assert not is_conversational(rows[0])
 
     def test_text_survives(self, tmp_path):
         """A byte-order mark, Windows line ends and line separators inside a string."""
@@ -85,6 +82,11 @@ class TestBadRows:
             ("train_prefs", [GOOD, GOOD], "1 bad row: line 2: row_id a: row_id: already used on line 1 ("),
             ("train_prefs", [GOOD, PLAIN], "some prompts are plain strings and others messages"),
             ("train_prefs", ["[1]"], "1 bad row: line 1: bad JSON: expected an object, got list"),
+            (
+                "mine",
+                [{"prompt_text": "Q", "completion": "A", "label": True}, PLAIN],
+                "line 2: row_id x: completion: miss",
+            ),
             ("mine", [{}], "1 bad row: line 1: prompt: missing (or prompt_text or prompt_messages)"),
             ("train_prefs", [], "empty"),
             ("train_prefs", [{"question": "q", "best": "a"}] * 8, "8 bad rows: line 1: chosen: missing"),
@@ -95,15 +97,12 @@ class TestBadRows:
         message = self.error(path if name == "mine" else tmp_path)
         assert message.startswith(f"{path}: ") and expected in message, message
 
-    def test_compressed_rows(self, tmp_path):
-        packed = gzip.compress(b'{"prompt": "p"}\n{"prompt": "q"}\n', mtime=0)
-        (tmp_path / "rows.jsonl.gz").write_bytes(packed)
-        assert load_benchmark(tmp_path / "rows.jsonl.gz")["train_gen"]["prompt"][:] == ["p", "q"]
-
-    def test_a_file_that_is_not_utf_8(self, tmp_path):
-        path = tmp_path / "latin.jsonl"
-        path.write_bytes(b'{"prompt_text": "a"}\n{"prompt_text": "\xff"}\n')
-        assert str(path) in self.error(path)
+    def test_compressed_rows_and_a_file_that_is_not_utf_8(self, tmp_path):
+        packed, latin = tmp_path / "rows.jsonl.gz", tmp_path / "latin.jsonl"
+        packed.write_bytes(gzip.compress(b'{"prompt": "p"}\n{"prompt": "q"}\n'))
+        assert load_benchmark(packed)["train_gen"]["prompt"][:] == ["p", "q"]
+        latin.write_bytes(b'{"prompt_text": "a"}\n{"prompt_text": "\xff"}\n')
+        assert str(latin) in self.error(latin)
 
     def test_skipped_rows_are_named(self, tmp_path, caplog):
         bad = ["{", pair("b", chosen_text=""), pair("c", rejected_text=" "), pair("a", prompt_text="another")]
@@ -116,9 +115,8 @@ class TestBadRows:
         assert record.getMessage().startswith(f"{path}: 4 bad rows: line 2: bad JSON: ")
         assert "; line 5: row_id a: row_id: already used on line 1 (dropped of 6)" in record.getMessage()
 
-    def test_nothing_remains(self, tmp_path):
-        write_rows(tmp_path / "train_prefs.jsonl", [pair("a", chosen_text=""), "{"])
-        assert "2 bad rows: line 1" in self.error(tmp_path, skip_bad_rows=True)
+        write_rows(path, [pair("a", chosen_text=""), "{"])
+        assert "2 bad rows: line 1" in self.error(path, skip_bad_rows=True), "nothing remains"
 
 
 class TestSources:

@@ -106,7 +106,6 @@ BAD = {
     "unknown": ({"text": "q"}, "line 2: no problem with an answer"),
     "no box": ({"problem": "p", "solution": "it is \\boxed{3"}, "line 2: answer: missing"),
     "nums": ({"nums": ["3"], "target": 3}, "line 2: nums, target"),
-    "not finite": ({"question": "q", "answer": float("inf")}, "line 2: answer: must be text"),
     "twice": (GOOD, "line 2: row_id g: row_id: already used on line 1"),
     "response": ({"question": "q", "answer": "1", "response": 3}, "line 2: response: must be text"),
 }

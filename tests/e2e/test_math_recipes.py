@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -19,11 +18,6 @@ from trl_ext.rewards import VerifiedReward
 from trl_ext.rewards.verified import VerifiedGrader, category_of
 from trl_ext.runs import reasoning
 from trl_ext.toy import MODEL_DIR
-
-SHORT_GRPO = ["--max_steps=4", "--rollout_batch_size=16", "--group_size=4", "--eval_every=2", "--save_steps=2"]
-SHORT_GRPO += ["--num_validation_prompts=6", "--num_eval_prompts=8", "--save_total_limit=3", "--logging_steps=1"]
-SHORT_GRPO += ["--disable_tqdm=true"]
-
 
 # ---- Stop strings ----
 
@@ -111,8 +105,6 @@ def test_rewards_read_no_more_than_evaluations(tmp_path):
 def test_the_last_number_is_the_answer_of_gsm8k(monkeypatch):
     """In training, validation and the final comparison alike, and no tag ends a response."""
     arguments, _, _ = recipes.parse(monkeypatch, "grpo_math", "--reward", "gsm8k", "--num_eval_prompts", "3")
-    from trl_ext.runs import reasoning
-
     sets = reasoning.load_problem_sets(arguments)
     for problems in sets:
         row = problems.rows[0]
@@ -188,30 +180,16 @@ def test_several_processes(finished, tmp_path):
         assert {**row, "entropy": None} == {**expected, "entropy": None}
 
 
-class TestChoosingDemonstrations:
-    """What the recipe trains on, before any model is loaded."""
-
-    @staticmethod
-    def choose(monkeypatch, *arguments: str):
-        parsed = recipes.parse(monkeypatch, "sft_math", *arguments)[0]
-        rows, counts = reasoning.choose_demonstrations(parsed, reasoning.load_problems(parsed, parsed.train_split))
-        return rows.to_list(), counts
-
-    def test_filtered_and_counted(self, monkeypatch, capsys):
-        rows, counts = self.choose(monkeypatch, "--num_examples=100")
+def test_demonstrations_are_filtered_and_counted(monkeypatch, capsys):
+    """Before any model is loaded; smaller sizes are the beginning of larger ones."""
+    problems = {row["row_id"]: row for row in load_math("toy", "train")}
+    chosen = []
+    for size in (100, 30):
+        arguments = recipes.parse(monkeypatch, "sft_math", f"--num_examples={size}")[0]
+        rows, counts = reasoning.choose_demonstrations(arguments, reasoning.load_problems(arguments, "train"))
         assert "kept 293 of 400 responses" in capsys.readouterr().out
-        assert counts == {"kept": 293, "of": 400} and len(rows) == 100
-        problems = {row["row_id"]: row for row in load_math("toy", "train")}
-        for row in rows:
-            assert VerifiedGrader()(row["completion"][0]["content"], problems[row["row_id"]])["reward"] == 1
-        # Smaller sizes are the beginning of larger ones.
-        assert self.choose(monkeypatch, "--num_examples=30")[0] == rows[:30]
-
-    def test_templates_and_solutions(self, monkeypatch, tmp_path):
-        (tmp_path / "train.jsonl").write_text(json.dumps({"question": "Sum?", "answer": "2+2=4.\n#### 4"}) + "\n")
-        (row,), counts = self.choose(monkeypatch, f"--dataset_name={tmp_path}")
-        assert counts == {"kept": 1, "of": 1}
-        assert row["prompt"].endswith("User: Sum?\nAssistant: <think>")
-        assert row["completion"] == " 2+2=4. </think> <answer> 4 </answer>"
-        (row,), _ = self.choose(monkeypatch, f"--dataset_name={tmp_path}", "--prompt_template=question_only")
-        assert (row["prompt"], row["completion"]) == ("Sum?", "2+2=4.\n\\boxed{4}")
+        assert counts == {"kept": 293, "of": 400} and len(rows) == size
+        chosen.append(rows.to_list())
+    for row in chosen[0]:
+        assert VerifiedGrader()(row["completion"][0]["content"], problems[row["row_id"]])["reward"] == 1
+    assert chosen[1] == chosen[0][:30]

@@ -183,13 +183,6 @@ def test_a_function_that_fails_in_evaluation_is_one_line(every, run_with, capsys
     assert "'fails_held_out' failed on row_id" in line and "--reward_errors skip" in line
 
 
-@pytest.mark.slow
-def test_skipped_errors_in_evaluation_leave_a_whole_run(run_with):
-    run = run_with("fails_held_out", 0, "--reward_errors", "skip")
-    assert [row["reward/fails_held_out"] for row in read(run, "generations.jsonl")] == [None] * 8
-    assert read(run, "results.json")["rewards"]["fails_held_out"]["policy"] is None
-
-
 def test_whose_errors_are_printed(monkeypatch, capsys):
     """Arguments fail alike on every process, and the first one says so; in training, whichever process failed."""
     from trl_ext.resilience.reward_guard import RewardError
@@ -279,14 +272,3 @@ def test_a_file_of_prompts_needs_no_split_named(tmp_path, monkeypatch):
         assert row["reward"] == row["generated_num_tokens"] - 9 * (not row["finished"])
     assert [row["row_id"] for row in samples] == ["p0", "p0", "p1", "p1", "p2", "p2"]
     assert not any("score" in row for row in samples), "the score is known on the embedded benchmark alone"
-
-
-def test_the_configuration_of_part_two(monkeypatch):
-    """With the settings of the course's search over decoding."""
-    path = recipes.RECIPES / "configs" / "wildchat" / "part2" / "best_of_n.yaml"
-    flags = ["--n", "1", "--temperature", "0.5", "--top_p", "0.9", "--repetition_penalty", "1.1"]
-    (arguments,) = recipes.parse(monkeypatch, "best_of_n", "--config", str(path), *flags)
-    assert arguments.model_name_or_path == "Qwen/Qwen2.5-1.5B-Instruct"
-    settings = arguments.settings()
-    assert (settings.max_prompt_tokens, settings.max_new_tokens) == (700, 256)
-    assert (settings.temperature, settings.top_p, settings.repetition_penalty) == (0.5, 0.9, 1.1)

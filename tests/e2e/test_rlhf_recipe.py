@@ -159,6 +159,8 @@ def test_a_stage_with_other_settings_is_refused(recipe, capsys, tmp_path):
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
+        # The pipeline launches its stages itself.
+        ([], "start the pipeline with python"),
         (["--policy_methods", "ppo,dpoo"], "no method 'dpoo'; did you mean 'dpo'?"),
         (["--policy_methods", "dpo:weak"], "'dpo:weak': only :weak may follow"),
         (["--stages", "sft,policy"], "no stage 'policy'; did you mean 'policies'?"),
@@ -169,17 +171,13 @@ def test_a_stage_with_other_settings_is_refused(recipe, capsys, tmp_path):
         (["--adversarial_prompts", "plain.jsonl"], "plain.jsonl, row_id plain:1: every adversarial prompt must say"),
     ],
 )
-def test_what_is_refused_before_anything_runs(words, expected, recipe, capsys):
+def test_what_is_refused_before_anything_runs(words, expected, recipe, capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2" if not words else "1")
     Path("plain.jsonl").write_text('{"prompt": "Hello"}\n')
     assert recipe.main(*words) == 2
     said = capsys.readouterr().err
     assert expected in said and said.startswith("error: ") and said.count("\n") == 1
     assert not recipe.calls and not Path("runs").exists()
-
-
-def test_it_is_started_once_and_not_by_every_process(recipe, monkeypatch, capsys):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert recipe.main() == 2 and "start the pipeline with python" in capsys.readouterr().err
 
 
 # ---- Whole runs ----

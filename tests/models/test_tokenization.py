@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from tests.support.tiny import build_tokenizer, token_log_probs, with_special_tokens
 from tests.support.train_once import build
+from trl_ext.course import encode_documents
 from trl_ext.data import encode_turn
-from trl_ext.data.packed_sft import encode_documents
 from trl_ext.models import (
     completion_mask,
     response_log_probs,

@@ -152,17 +152,16 @@ def named_in(path: Path) -> tuple[str, str]:
     return head["recipe"], head["baseline"]
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_warm_up_and_evaluations_are_counted_in_responses(path, monkeypatch):
+def test_warm_up_and_evaluations_are_counted_in_responses(monkeypatch):
     """The course's 20 and 25 rollouts of 64 responses, however many updates a rollout serves."""
-    recipe, _ = named_in(path)
-    if not recipes.is_online(recipe):
-        return
-    parsed = recipes.parse(monkeypatch, recipe, "--config", str(path))
-    arguments, training = parsed[0], parsed[-1]
-    each = training.generation_batch_size / training.updates_per_rollout
-    counted = [training.warmup_steps, training.save_steps, arguments.generation_eval_every]
-    assert [steps * each for steps in counted] == [20 * 64, 25 * 64, 25 * 64]
+    recipe_of_file = {path: named_in(path)[0] for path in FILES}
+    online = {path: recipe for path, recipe in recipe_of_file.items() if recipes.is_online(recipe)}
+    assert online
+    for path, recipe in online.items():
+        arguments, _, training = recipes.parse(monkeypatch, recipe, "--config", str(path))
+        each = training.generation_batch_size / training.updates_per_rollout
+        counted = [training.warmup_steps, training.save_steps, arguments.generation_eval_every]
+        assert [steps * each for steps in counted] == [20 * 64, 25 * 64, 25 * 64], path
 
 
 # ---- One short run of each family ----

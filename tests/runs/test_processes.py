@@ -19,7 +19,7 @@ from trl_ext.resilience.checkpoints import MARKER
 from trl_ext.runs import training_run
 from trl_ext.runs.arguments import argument_types
 from trl_ext.studies import processes
-from trl_ext.studies.processes import Run, check_runs, launcher_options, print_commands, run_all
+from trl_ext.studies.processes import Run, check_runs, launcher_options, run_all
 
 # A recipe that takes --value and --output_dir, writes results, and fails where it is told to.
 RECIPE = """
@@ -100,14 +100,6 @@ def test_a_folder_of_other_arguments_is_refused(runs, tmp_path):
     check_runs([run])
     with pytest.raises(ValueError, match="runs/one was run with value 1, and now it is 7: take that back"):
         check_runs([Run("stand_in", run.folder, {"value": 7})])
-
-
-def test_the_command_of_a_run(runs, capsys):
-    print_commands(runs[:1])
-    name, command = capsys.readouterr().out.splitlines()
-    assert name == "# one: new"
-    assert command.startswith(f"{sys.executable} -m accelerate.commands.launch --quiet")
-    assert command.endswith("stand_in.py --value 1 --output_dir runs/one")
 
 
 @pytest.mark.parametrize(

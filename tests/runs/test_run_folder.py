@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import sys
 from types import SimpleNamespace
 
@@ -12,58 +13,34 @@ import yaml
 from accelerate.utils import DistributedType
 
 from trl_ext import PreferenceConfig, processes
-from trl_ext.runs import RECIPES, arguments, engine, folder, training_run
+from trl_ext.runs import RECIPES, arguments, folder, training_run
 from trl_ext.runs.engine import engine_in_force
 from trl_ext.runs.folder import check_same_settings, config_text, settings_digest
 from trl_ext.runs.loading import ResponseArguments
 from trl_ext.trainers import callbacks
 
 
-@pytest.fixture
-def run_folder(monkeypatch):
-    """The module as the second of two processes has it; `told` is what the first one sends."""
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("RANK", "1")
-    return training_run
-
-
-def begin(run_folder, monkeypatch, told: list, folder) -> str | None:
-    training = SimpleNamespace(output_dir=str(folder), resume_from_checkpoint="last", report_to=[], push_to_hub=False)
-    launch = SimpleNamespace(doctor="on")
-    parsed = SimpleNamespace(overwrite_output_dir=False), None, training, launch
-    monkeypatch.setattr(run_folder, "parse_arguments", lambda *_, **__: parsed)
-    monkeypatch.setattr(run_folder, "engine_in_force", lambda training: "none")
-    monkeypatch.setattr(run_folder.sys, "argv", ["recipe.py"])
-
-    def broadcast(values: list) -> list:
-        values[:] = told
-        return values
-
-    monkeypatch.setattr(run_folder, "broadcast_object_list", broadcast, raising=False)
-    return run_folder.begin_run(object, object, config="x", description=None, name=str).checkpoint
-
-
-def test_every_process_goes_by_the_first(run_folder, monkeypatch, tmp_path):
-    """Its own folder still shows nothing, of which it would say that there is no checkpoint; or all of them fail."""
-    last = str(tmp_path / "checkpoint-20")
-    assert begin(run_folder, monkeypatch, [last, None], tmp_path) == last
-    with pytest.raises(FileNotFoundError, match="no checkpoint to resume"):
-        begin(run_folder, monkeypatch, [None, FileNotFoundError("no checkpoint to resume")], tmp_path)
-
-
-def test_the_first_sends_its_choice_or_its_error(run_folder, monkeypatch):
-    monkeypatch.setenv("RANK", "0")
+def test_every_process_goes_by_the_first(monkeypatch):
+    """The first one sends its checkpoint or its error; the second does not look, as its disk may show nothing yet."""
     sent = []
-    monkeypatch.setattr(run_folder, "broadcast_object_list", lambda values: sent.append(list(values)))
-    assert run_folder.of_first_process(lambda: "checkpoint-3") == "checkpoint-3"
+
+    def broadcast(values: list) -> None:
+        if os.environ["RANK"] == "0":
+            sent[:] = values
+        values[:] = sent
 
     def fails():
-        raise ValueError("both flags")
+        raise FileNotFoundError("no checkpoint to resume")
 
-    with pytest.raises(ValueError, match="both flags"):
-        run_folder.of_first_process(fails)
-    assert sent[0] == ["checkpoint-3", None]
-    assert sent[1][0] is None and str(sent[1][1]) == "both flags"
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(training_run, "broadcast_object_list", broadcast)
+    for rank, find in (("0", lambda: "checkpoint-3"), ("1", pytest.fail)):
+        monkeypatch.setenv("RANK", rank)
+        assert training_run.of_first_process(find) == "checkpoint-3"
+    for rank, find in (("0", fails), ("1", pytest.fail)):
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(FileNotFoundError, match="no checkpoint to resume"):
+            training_run.of_first_process(find)
 
 
 # ---- The settings of a resumed run ----
@@ -92,7 +69,7 @@ load_best_model_at_end ignore_data_skip average_tokens_across_devices max_length
 def test_each_field_of_each_recipe(tmp_path, check):
     """By exact name: `packing` may change, and `packing_strategy` may not."""
     classes = {kind for path in RECIPES.glob("*.py") for kind in arguments.argument_types(path.stem) or ()}
-    classes -= {engine.LaunchArguments}
+    classes -= {arguments.LaunchArguments}
     names = {field.name for kind in classes for field in dataclasses.fields(kind)}
     names -= {*folder._NOT_OF_THE_RUN, *folder._LENGTHS}
     allowed = set()
@@ -196,7 +173,7 @@ def test_launch_flags_are_no_part_of_the_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["aot.py", "--doctor", "off"])
     kinds = ResponseArguments, PreferenceConfig
-    run = training_run.begin_run(*kinds, config="aot", description=None, name=lambda training: training.loss)
+    run = training_run.begin_run(*kinds, config="aot", name=lambda training: training.loss)
     assert run.launch.doctor == "off"
     text = config_text(run.arguments, run.model, run.training)
     assert "doctor" not in text

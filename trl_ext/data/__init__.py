@@ -1,4 +1,4 @@
-"""Data: schemas and a checked loader for benchmark rows, truncation, math problems, templates and packing."""
+"""Data: schemas and a checked loader for benchmark rows, truncation, math problems and templates."""
 
 from __future__ import annotations
 
@@ -10,6 +10,5 @@ __all__, __getattr__, __dir__ = lazy_names(
         ".benchmark": "load_benchmark",
         ".conversation": "encode_turn",
         ".math": "load_math load_prompt_template",
-        ".packed_sft": "PackedSFTDataset",
     },
 )

@@ -14,8 +14,8 @@ from trl_ext.data.schemas import kind_of
 if TYPE_CHECKING:
     import datasets
 
-KNOWN_SPLITS = ("train_prefs", "validation_prefs", "test_prefs", "train_gen", "validation_gen", "test_gen")
 GENERIC_SPLITS = ("train", "validation", "test")
+KNOWN_SPLITS = tuple(f"{split}_{kind}" for kind in ("prefs", "gen") for split in GENERIC_SPLITS)
 # The benchmarks that come with the library, each a package with `DATA_DIR`, `MAX_NEW_TOKENS` and `score`.
 EMBEDDED = {"toy": "trl_ext.toy", "instructions": "trl_ext.instructions"}
 
@@ -56,7 +56,12 @@ def load_benchmark(
     raw = _read(name_or_path, wanted)
     return DatasetDict(
         {
-            name: build_split(split, pairs=_is_preference_split(name, split), skip_bad_rows=skip_bad_rows)
+            # The names of the known splits say their kind.
+            name: build_split(
+                split,
+                pairs=name.endswith("_prefs") if name in KNOWN_SPLITS else split.kind != "prompt",
+                skip_bad_rows=skip_bad_rows,
+            )
             for name, split in raw.items()
         }
     )
@@ -68,39 +73,31 @@ def known_score(name: str | os.PathLike) -> Callable[..., float] | None:
 
 
 def _read(name_or_path: str | os.PathLike, wanted: list[str] | None) -> dict[str, RawSplit]:
-    if name_or_path in EMBEDDED:
-        return _read_folder(import_module(EMBEDDED[name_or_path]).DATA_DIR, wanted)
-    path = Path(name_or_path).expanduser()
+    embedded = name_or_path in EMBEDDED
+    path = import_module(EMBEDDED[name_or_path]).DATA_DIR if embedded else Path(name_or_path).expanduser()
     if path.is_dir():
-        return _read_folder(path, wanted)
+        names = [name for name in KNOWN_SPLITS if (path / f"{name}.jsonl").is_file()] if wanted is None else wanted
+        if not names:
+            known = ", ".join(f"{name}.jsonl" for name in KNOWN_SPLITS)
+            raise FileNotFoundError(f"none of {known} is there: choose others with splits=[...]; {list_folder(path)}")
+        return {name: read_jsonl(split_file(path, name)) for name in names}
     if path.is_file():
-        return _read_file(path, wanted)
-    if _looks_like_path(name_or_path):
+        split = read_jsonl(path)
+        name = "train_gen" if split.kind == "prompt" else "train_prefs"
+        if wanted not in (None, [name]):
+            raise ValueError(f"{path} is one file and loads as the split {name!r}; it has no split {wanted[0]!r}")
+        return {name: split}
+    name = str(name_or_path)
+    # A name on the hub has at most one slash.
+    if (
+        isinstance(name_or_path, Path)
+        or name.endswith(".jsonl")
+        or name.count("/") > 1
+        or name.startswith((".", "/", "~"))
+    ):
         there = list_folder(path.parent) if path.parent.is_dir() else f"there is no folder {path.parent} either"
         raise FileNotFoundError(f"no such benchmark file or folder: {path}; {there}")
-    return _read_hub(str(name_or_path), wanted)
-
-
-def _is_preference_split(name: str, split: RawSplit) -> bool:
-    if name in KNOWN_SPLITS:
-        return name.endswith("_prefs")
-    return split.kind != "prompt"
-
-
-def _read_folder(folder: Path, wanted: list[str] | None) -> dict[str, RawSplit]:
-    names = [name for name in KNOWN_SPLITS if (folder / f"{name}.jsonl").is_file()] if wanted is None else wanted
-    if not names:
-        known = ", ".join(f"{name}.jsonl" for name in KNOWN_SPLITS)
-        raise FileNotFoundError(f"none of {known} is there: choose others with splits=[...]; {list_folder(folder)}")
-    return {name: read_jsonl(split_file(folder, name)) for name in names}
-
-
-def _read_file(path: Path, wanted: list[str] | None) -> dict[str, RawSplit]:
-    split = read_jsonl(path)
-    name = "train_prefs" if _is_preference_split("", split) else "train_gen"
-    if wanted not in (None, [name]):
-        raise ValueError(f"{path} is one file and loads as the split {name!r}; it has no split {wanted[0]!r}")
-    return {name: split}
+    return _read_hub(name, wanted)
 
 
 def _read_hub(name: str, wanted: list[str] | None) -> dict[str, RawSplit]:
@@ -115,25 +112,20 @@ def _read_hub(name: str, wanted: list[str] | None) -> dict[str, RawSplit]:
             f"{name!r} is neither a benchmark of the library ({', '.join(EMBEDDED)}), nor a local file or folder, nor "
             "a hub data set that can be reached"
         ) from error
-    # `train`, `validation` and `test` are renamed according to their content.
-    source_names = {}
-    for split in source:
-        renamed = f"{split}_gen" if kind_of(source[split].column_names) == "prompt" else f"{split}_prefs"
-        source_names[renamed if split in GENERIC_SPLITS and renamed not in source else split] = split
-    names = [split for split in KNOWN_SPLITS if split in source_names] if wanted is None else wanted
-    missing = [split for split in names if split not in source_names and split not in source]
+    # The hub's name of each split: `train`, `validation` and `test` have another one by their content.
+    stems = {split: split for split in source}
+    for split in GENERIC_SPLITS:
+        if split in source:
+            kind = "gen" if kind_of(source[split].column_names) == "prompt" else "prefs"
+            stems.setdefault(f"{split}_{kind}", split)
+    names = [split for split in KNOWN_SPLITS if split in stems] if wanted is None else wanted
+    missing = [split for split in names if split not in stems]
     if missing or not names:
         problem = f"no split {missing[0]!r}" if missing else f"none of the splits {', '.join(KNOWN_SPLITS)}"
         raise ValueError(f"hub data set {name} has {problem}; its splits are {', '.join(source)}")
-    stems = {split: source_names.get(split, split) for split in names}
     return {
-        split: RawSplit(f"{name}[{stem}]", stem, unit="row", rows=list(enumerate(source[stem])))
-        for split, stem in stems.items()
+        split: RawSplit(
+            f"{name}[{stems[split]}]", stems[split], unit="row", rows=list(enumerate(source[stems[split]]))
+        )
+        for split in names
     }
-
-
-def _looks_like_path(name_or_path: str | os.PathLike) -> bool:
-    """True if the text cannot be the name of a hub data set, which has at most one slash."""
-    name = os.fspath(name_or_path).replace(os.sep, "/")
-    is_text = isinstance(name_or_path, str)
-    return not is_text or name.endswith(".jsonl") or name.count("/") > 1 or name.startswith((".", "/", "~"))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +20,15 @@ from trl_ext.files import write_json_lines
 Row = dict[str, Any]
 Messages = list[dict[str, str]]
 
-SIDES = ("chosen", "rejected")
 # HH-RLHF's format of a turn, also used for plain prompts.
-SPEAKERS = {"Human": "user", "Assistant": "assistant"}
+ROLES = {"Human": "user", "Assistant": "assistant"}
+SPEAKERS = {role: speaker for speaker, role in ROLES.items()}
 _TURN = re.compile(r"\n\n(Human|Assistant):")
 
 
 def plain_prompt(messages: Messages) -> str:
     """A conversation as plain text that ends where the assistant's turn begins."""
-    speakers = {role: speaker for speaker, role in SPEAKERS.items()}
-    turns = [f"\n\n{speakers.get(m['role'], m['role'].capitalize())}: {m['content']}" for m in messages]
+    turns = [f"\n\n{SPEAKERS.get(m['role'], m['role'].capitalize())}: {m['content']}" for m in messages]
     return "".join(turns) + "\n\nAssistant:"
 
 
@@ -53,7 +52,14 @@ def convert_file(
         except ValueError as error:
             split.problems.append((line, str(error)))
     rows = list(build_split(split, pairs=form == "hh_rlhf", skip_bad_rows=skip_bad_rows))
-    return _only_prompts(rows) if prompts and form == "hh_rlhf" else rows
+    if not prompts or form != "hh_rlhf":
+        return rows
+    first = {}
+    for row in rows:
+        chosen = row["chosen"] if plain else row["chosen"][0]["content"]
+        found = {"row_id": row["row_id"], "prompt": row["prompt"], "reference_response_text": chosen}
+        first.setdefault(repr(row["prompt"]), found)
+    return list(first.values())
 
 
 def _dolly_row(record: Mapping[str, Any], plain: bool) -> Row:
@@ -73,41 +79,33 @@ def _hh_rlhf_row(record: Mapping[str, Any], plain: bool) -> Row:
 
     In plain text a prompt ends with `Assistant:`, and a response begins with the space after it.
     """
-    (prompt, chosen), (rejected_prompt, rejected) = (_prompt_and_response(record, side) for side in SIDES)
+    *prompt, chosen = _turns(record, "chosen")
+    *rejected_prompt, rejected = _turns(record, "rejected")
     if prompt != rejected_prompt:
         raise ValueError("chosen and rejected differ before the last turn")
     if plain:
-        return {"prompt": plain_prompt(prompt), "chosen": f" {chosen}", "rejected": f" {rejected}"}
-    responses = {"chosen": chosen, "rejected": rejected}
-    return {"prompt": prompt, **{side: [{"role": "assistant", "content": text}] for side, text in responses.items()}}
+        return {
+            "prompt": plain_prompt(prompt),
+            "chosen": f" {chosen['content']}",
+            "rejected": f" {rejected['content']}",
+        }
+    return {"prompt": prompt, "chosen": [chosen], "rejected": [rejected]}
 
 
-def _prompt_and_response(record: Mapping[str, Any], side: str) -> tuple[Messages, str]:
+def _turns(record: Mapping[str, Any], side: str) -> Messages:
     transcript = text_field(record, side)
     if not transcript.startswith("\n\nHuman:"):
         raise ValueError(f"{side}: must begin with a blank line and Human:")
     # The split returns an empty first part, then speaker, text, speaker, text, ...
     parts = _TURN.split(transcript)[1:]
-    turns = zip(parts[::2], parts[1::2], strict=True)
-    *prompt, last = [{"role": SPEAKERS[speaker], "content": text.strip()} for speaker, text in turns]
-    if last["role"] != "assistant" or not last["content"]:
+    speakers_and_texts = zip(parts[::2], parts[1::2], strict=True)
+    turns = [{"role": ROLES[speaker], "content": text.strip()} for speaker, text in speakers_and_texts]
+    if turns[-1]["role"] != "assistant" or not turns[-1]["content"]:
         raise ValueError(f"{side}: the last turn must be the Assistant's, and not empty")
-    return prompt, last["content"]
+    return turns
 
 
-def _only_prompts(rows: Sequence[Row]) -> list[Row]:
-    found: dict[str, Row] = {}
-    for row in rows:
-        chosen = row["chosen"] if isinstance(row["chosen"], str) else row["chosen"][0]["content"]
-        kept = {"row_id": row["row_id"], "prompt": row["prompt"], "reference_response_text": chosen}
-        found.setdefault(repr(row["prompt"]), kept)
-    return list(found.values())
-
-
-FORMATS: dict[str, Callable[[Mapping[str, Any], bool], Row]] = {
-    "dolly": _dolly_row,
-    "hh_rlhf": _hh_rlhf_row,
-}
+FORMATS = {"dolly": _dolly_row, "hh_rlhf": _hh_rlhf_row}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -119,15 +117,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--plain", action="store_true", help="prompts as text, for models without a chat template")
     parser.add_argument("--prompts", action="store_true", help="of pairs, the prompts alone, each once")
     parser.add_argument("--skip_bad_rows", action="store_true", help="leave bad rows out, and say how many and why")
-    options = vars(parser.parse_args(arguments))
-    out = options.pop("out")
+    given = parser.parse_args(arguments)
+    choices = {"plain": given.plain, "prompts": given.prompts, "skip_bad_rows": given.skip_bad_rows}
     try:
-        rows = convert_file(options.pop("source"), options.pop("form"), **options)
-        write_json_lines(out, rows)
+        rows = convert_file(given.source, given.form, **choices)
+        write_json_lines(given.out, rows)
     except (ValueError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         raise SystemExit(2) from None
-    print(f"{out}: {len(rows)} rows")
+    print(f"{given.out}: {len(rows)} rows")
 
 
 if __name__ == "__main__":

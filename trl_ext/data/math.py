@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from importlib import import_module
@@ -134,8 +133,8 @@ def _gsm8k(raw: Mapping[str, Any]) -> Row:
     row = {"prompt_text": text_field(raw, "question")}
     if not marker:
         return {**row, "answer": answer}
-    row["answer"] = text_field({"answer": final.strip().removeprefix("$").replace(",", "")}, "answer")
-    return {**row, "solution": _CALCULATION.sub("", solution).strip()}
+    number = text_field({"answer": final.strip().removeprefix("$").replace(",", "")}, "answer")
+    return {**row, "answer": number, "solution": _CALCULATION.sub("", solution).strip()}
 
 
 def _math(raw: Mapping[str, Any]) -> Row:
@@ -155,7 +154,7 @@ def _solution(raw: Mapping[str, Any]) -> Row:
 
 def _countdown(raw: Mapping[str, Any]) -> Row:
     numbers, target = raw.get("nums", raw.get("numbers")), raw["target"]
-    if not isinstance(numbers, list) or not numbers or not all(map(_is_whole, [target, *numbers])):
+    if not isinstance(numbers, list) or not numbers or not all(isinstance(one, int) for one in [target, *numbers]):
         raise ValueError("nums, target: must be a list of whole numbers and one")
     question = (
         f"Make {target} from the numbers {', '.join(map(str, numbers))}: write one expression with +, -, *, / and "
@@ -164,16 +163,9 @@ def _countdown(raw: Mapping[str, Any]) -> Row:
     return {"prompt_text": question, "answer": str(target), "numbers": numbers}
 
 
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def _answer(raw: Mapping[str, Any], field: str) -> str:
     value = raw.get(field)
-    # Integers are always finite, and may be too large for a float.
-    if _is_whole(value) or (isinstance(value, float) and math.isfinite(value)):
-        return str(value)
-    return text_field(raw, field)
+    return str(value) if isinstance(value, (int, float)) else text_field(raw, field)
 
 
 # ---- Prompt templates and boxes ----
@@ -212,9 +204,8 @@ def last_boxed(text: str) -> str | None:
     start = text.rfind("\\boxed")
     if start < 0 or not text.startswith("{", start + len("\\boxed")):
         return None
-    first = position = start + len("\\boxed{")
-    depth = 1
-    for match in _ESCAPE_OR_BRACE.finditer(text, position):
+    first, depth = start + len("\\boxed{"), 1
+    for match in _ESCAPE_OR_BRACE.finditer(text, first):
         if match[0] in "{}":
             depth += 1 if match[0] == "{" else -1
         if depth == 0:
@@ -225,8 +216,7 @@ def last_boxed(text: str) -> str | None:
 def boxed_answer(solution: str) -> str | None:
     """The boxed answer of a written solution: `last_boxed`, or for `\\boxed 5$` the text before `$` or a space.
 
-    Returns:
-        The answer, or None if there is none or it is empty.
+    None if there is no box or it is empty.
     """
     solution = _SPACED_BOX.sub(r"\\boxed{", solution)
     bare = _BARE_BOX.match(solution, max(solution.rfind("\\boxed"), 0))

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SHOWN_PROBLEMS = 5
 # Keeps messages readable: the content of a row cannot flood the screen.
 SHOWN_CHARACTERS = 320
 # TRL infers the format of a data set from these columns, so a leftover column could mislead it.
@@ -29,7 +28,7 @@ TRL_FORMAT_COLUMNS = {"prompt", "chosen", "rejected", "completion", "messages"}
 
 @dataclass
 class RawSplit:
-    """The rows of one file or hub split as (position, fields) pairs, and what is wrong with others, likewise."""
+    """The rows of one file or hub split, and what is wrong with others, each with its position."""
 
     source: str
     stem: str
@@ -151,7 +150,7 @@ def text_field(row: Mapping[str, Any], name: str, *, may_be_empty: bool = False)
 def first_few(problems: Sequence[str], limit: int = SHOWN_CHARACTERS) -> str:
     """One line of about `limit` characters with up to five problems of a file and the number of others."""
     shown: list[str] = []
-    for problem in problems[:SHOWN_PROBLEMS]:
+    for problem in problems[:5]:
         problem = brief(problem, max(limit // 2, 80))
         if shown and sum(map(len, shown)) + len(problem) > limit:
             break
@@ -191,7 +190,7 @@ def first_error(error: ValidationError) -> str:
 
 
 def _to_dataset(source: str, rows: list[dict[str, Any]], format_columns: tuple[str, ...]) -> datasets.Dataset:
-    """Keep the columns that have a value of a single scalar type in every row, and warn about the others."""
+    """Keep the columns with a text, a boolean or a number in every row, and warn about the others."""
     from datasets import Dataset
 
     columns = {name: [row[name] for row in rows] for name in format_columns}

@@ -59,12 +59,13 @@ def convert_row(kind: str, raw: Mapping[str, Any]) -> dict[str, Any]:
 
 def _prompt(fields: dict[str, Any]) -> dict[str, Any]:
     name, prompt = _take(fields, PROMPT_FIELDS)
-    columns = {"prompt": _prompt_of(name, prompt, plain=isinstance(prompt, str))}
+    plain = name == "prompt" and isinstance(prompt, str)
+    messages = _prompt_messages(name, prompt)
+    columns = {"prompt": prompt if plain else messages}
     completion = fields.pop("completion", None)
-    if completion is not None:
-        # Prompts are of use without it, such as one of several turns.
-        with suppress(ValueError):
-            columns["reference_response_text"] = _response_text("completion", _messages("completion", completion))
+    # A prompt is of use without it, such as one of several turns.
+    with suppress(ValueError):
+        columns["reference_response_text"] = _response_text("completion", _messages("completion", completion))
     return columns
 
 
@@ -74,14 +75,12 @@ def _labelled(fields: dict[str, Any]) -> dict[str, Any]:
     _, label = _take(fields, ("label",))
     if not isinstance(label, bool):
         raise ValueError(f"label: must be true or false, got {label!r}")
-    messages = _messages("completion", completion)
-    _response_text("completion", messages)
+    response = _messages("completion", completion)
+    _response_text("completion", response)
+    messages = _prompt_messages(name, prompt)
     plain = name == "prompt" and isinstance(prompt, str) and isinstance(completion, str)
-    return {
-        "prompt": _prompt_of(name, prompt, plain=plain),
-        "completion": completion if plain else messages,
-        "label": label,
-    }
+    columns = (prompt, completion) if plain else (messages, response)
+    return {"prompt": columns[0], "completion": columns[1], "label": label}
 
 
 def _pair(fields: dict[str, Any]) -> dict[str, Any]:
@@ -130,25 +129,22 @@ def _messages(name: str, value: Any, role: str = "assistant") -> Messages:
     return [{"role": turn["role"], "content": turn["content"]} for turn in turns]
 
 
-def _prompt_of(name: str, value: Any, *, plain: bool = False) -> Messages | str:
-    """The messages of a prompt; a string of TRL's plain format stays one."""
+def _prompt_messages(name: str, value: Any) -> Messages:
     messages = _messages(name, value, role="user")
     _not_empty(name, messages[-1]["content"])
     if messages[-1]["role"] != "user":
         raise ValueError(f"{name}: last message is from {messages[-1]['role']!r}, must be from 'user'")
-    return value if plain and name == "prompt" else messages
+    return messages
 
 
-def _merge_prompt(name: str | None, prompt: Any, shared: Messages) -> Messages | str:
+def _merge_prompt(name: str | None, prompt: Any, shared: Messages) -> Messages:
     """The prompt field, the turns shared by the responses, or both if they are the same."""
     if name is None:
-        if not shared:
-            _take({}, PROMPT_FIELDS)
-        return _prompt_of("chosen", shared)
-    messages = _prompt_of(name, prompt)
+        name, prompt = ("chosen", shared) if shared else _take({}, PROMPT_FIELDS)
+    messages = _prompt_messages(name, prompt)
     # Some public data sets repeat the last user turn as a string next to the whole conversation.
     if not shared or messages == shared or (isinstance(prompt, str) and prompt == shared[-1]["content"]):
-        return _prompt_of(name, shared or messages)
+        return _prompt_messages(name, shared or messages)
     raise ValueError(f"{name}: differs from the turns that chosen and rejected start with")
 
 

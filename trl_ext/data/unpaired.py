@@ -12,11 +12,9 @@ if TYPE_CHECKING:
 def pairs_to_unpaired(dataset: Dataset, *, seed: int = 0) -> Dataset:
     """Split each pair into two rows with `prompt`, `completion` and `label`.
 
-    The pairs are shuffled. Desirable and undesirable rows then alternate, and neighbours answer different prompts
-    (with four pairs or more): KTO estimates a divergence from each prompt with its neighbour's response, in batches
-    of consecutive rows, so that every batch contains both labels.
-
-    Both rows keep the columns besides `chosen` and `rejected`; `seed` is that of the shuffling.
+    The pairs are shuffled by `seed`. Desirable and undesirable rows then alternate, so that every batch contains both
+    labels, and neighbours answer different prompts (with four pairs or more): KTO estimates a divergence from each
+    prompt with its neighbour's response. Both rows keep the columns besides `chosen` and `rejected`.
 
     Raises:
         ValueError: a column is missing, or there are no pairs.

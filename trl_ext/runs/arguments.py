@@ -20,7 +20,7 @@ from transformers.hf_argparser import HfArg
 from trl import ModelConfig, TrlParser
 
 from trl_ext.files import brief
-from trl_ext.names import nearest
+from trl_ext.names import check_choice, nearest
 from trl_ext.processes import is_main_process, quiet_when_closed
 from trl_ext.resilience.faults import TrainingFault
 from trl_ext.runs import RECIPES, recipes_can_be_imported
@@ -55,6 +55,18 @@ class ModelArguments(ModelConfig):
         default="toy",
         help="toy, smollm2, a folder, a GGUF file, or a hub model such as Qwen/Qwen2.5-1.5B-Instruct.",
     )
+
+
+@dataclasses.dataclass
+class LaunchArguments:
+    """How a run is launched, which is no part of its settings."""
+
+    doctor: str = HfArg(
+        default="on", help="Examine data, model and configuration before training, without a step; off to leave it."
+    )
+
+    def __post_init__(self):
+        check_choice("doctor", self.doctor, ("on", "off"))
 
 
 def parse_arguments(
@@ -184,8 +196,6 @@ def argument_types(recipe: str) -> tuple[type, ...] | None:
 
     Its own are the ones of the module that holds its `main`, the trainer's the ones that it imports.
     """
-    from trl_ext.runs.engine import LaunchArguments
-
     if not (RECIPES / f"{recipe}.py").is_file():
         return None
     recipes_can_be_imported()

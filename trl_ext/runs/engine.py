@@ -1,26 +1,10 @@
-"""How a run is launched: a flag that is no part of its settings, and the parallel engine that trains it."""
+"""The parallel engine that trains a run, and its batch."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 
-from transformers.hf_argparser import HfArg
-
-from trl_ext.names import check_choice
 from trl_ext.processes import is_main_process
-
-
-@dataclass
-class LaunchArguments:
-    """How a run is launched."""
-
-    doctor: str = HfArg(
-        default="on", help="Examine data, model and configuration before training, without a step; off to leave it."
-    )
-
-    def __post_init__(self):
-        check_choice("doctor", self.doctor, ("on", "off"))
 
 
 def engine_in_force(args) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from textwrap import shorten
@@ -38,7 +38,6 @@ DIAGNOSTICS = {
     "truncated_fraction": "truncated at the token limit",
 }
 ACCURACIES = {"summed": "summed log-prob", "mean": "mean log-prob", "reference_corrected": "log-ratio"}
-TITLES = {"correct": "correct", "wrong_answer": "wrong answer", "wrong_format": "wrong format"}
 LENGTHS = {
     "mean_tokens": "mean length (tokens)",
     "mean_tokens_correct": "mean length, correct",
@@ -57,14 +56,10 @@ def write_results(
     preferences: dict[str, Any] | None = None,
     **described: Any,
 ) -> None:
-    """Compare the trained policy with its base on held-out prompts, write and print that, and shut the processes down.
+    """Compare the trained policy with its base on held-out prompts, write and print that, and end the processes.
 
-    Args:
-        run: the run, in whose folder the files are written.
-        trainer: the trainer at the end of training.
-        evaluation: what to compare on; None for no comparison.
-        preferences: metrics of held-out pairs.
-        described: the recipe's own entries in the description of the run, including `objective`.
+    `preferences` are metrics of held-out pairs, `described` the recipe's own entries in the description of the run,
+    including `objective`. Without an `evaluation` there is no comparison.
     """
     summary, rows = {}, []
     if evaluation is not None:
@@ -75,42 +70,27 @@ def write_results(
     results |= {name: summary.get(name) for name in ("win_rate", "score", "rewards", "kl", "generations")}
     if rows and trainer.accelerator.is_main_process:
         write_json_lines(run.folder / "generations.jsonl", rows)
-    finish(run, trainer, results, show=lambda results: _show_comparison(results, rows), **described)
+    finish(run, trainer, results, show=partial(_show_comparison, generations=rows), **described)
 
 
 def finish(
-    run: TrainingRun,
-    trainer,
-    results: dict[str, Any],
-    *,
-    show: Callable[[dict[str, Any]], None],
-    **described: Any,
+    run: TrainingRun, trainer, results: dict[str, Any], *, show: Callable[[dict[str, Any]], None], **described: Any
 ) -> None:
-    """Write `results.json`, the model card and `report.png`, print the results, and shut the processes down.
-
-    `show` prints the tables of `results`.
-    """
+    """Write `results.json`, the model card and `report.png`, print the results by `show`, and end the processes."""
     if trainer.accelerator.is_main_process:
         results = {"run": describe_run(run, trainer, described), **results}
         save_results(run.folder, results)
         trainer.card_results = results_section(results)
         trainer.create_model_card()
-        with drawing("report.png"):
+        try:
             plot_run(run.folder, run.folder / "report.png")
+        except ImportError as error:
+            print(f"report.png was not drawn: {error}")
         told = results["run"]
         print(f"\n{told['objective']}, model {told['model']}, data {told['dataset']}, {told['optimizer_steps']} steps")
         show(results)
         say_written(told, trainer.args.output_dir, RESULT_FILES)
     end_processes(trainer.accelerator)
-
-
-@contextmanager
-def drawing(name: str) -> Iterator[None]:
-    """Skip a plot with a message, instead of failing, if matplotlib is missing."""
-    try:
-        yield
-    except ImportError as error:
-        print(f"{name} was not drawn: {error}")
 
 
 def describe_run(run: TrainingRun, trainer, own: Mapping[str, Any]) -> dict[str, Any]:
@@ -207,21 +187,16 @@ def _comparison_rows(results: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
 
 
 def write_reasoning_results(run: TrainingRun, trainer, evaluation: ReasoningEvaluation, **described: Any) -> None:
-    """Evaluate the trained policy, write and print the comparison with its base, and shut the processes down.
+    """Evaluate the trained policy, write and print the comparison with its base, and end the processes.
 
-    `evaluation` knows the base's responses already, and `described` are the recipe's own entries in the description
-    of the run.
+    `described` are the recipe's own entries in the description of the run.
     """
     after = {decoding: evaluation.evaluate(decoding, progress=f"policy, {decoding}") for decoding in DECODINGS}
     before = evaluation.base()
     if trainer.accelerator.is_main_process:
         write_json_lines(run.folder / "generations.jsonl", _beside_base(before, after))
-
-    def show(results: dict[str, Any]) -> None:
-        _show_reasoning(results["reasoning"], after["sampled"])
-
-    results = reasoning_results(before, after)
-    finish(run, trainer, results, show=show, **described)
+    show = partial(_show_reasoning, rows=after["sampled"])
+    finish(run, trainer, reasoning_results(before, after), show=show, **described)
 
 
 def reasoning_results(before: Mapping[str, list], after: Mapping[str, list]) -> dict[str, Any]:
@@ -250,14 +225,12 @@ def reasoning_results(before: Mapping[str, list], after: Mapping[str, list]) -> 
 def _beside_base(before: Mapping[str, list], after: Mapping[str, list]) -> list[dict[str, Any]]:
     """The sampled responses, each with the base's and the greedy one, under the names that the report reads."""
     columns = zip(after["sampled"], before["sampled"], after["greedy"], before["greedy"], strict=True)
+    of_both = ("response_text", "generated_num_tokens", "finished", "category")
     return [
         {
             **{name: value for name, value in own.items() if name not in ("sample", "reward")},
             "score": own["reward"],
-            "base_response_text": base["response_text"],
-            "base_generated_num_tokens": base["generated_num_tokens"],
-            "base_finished": base["finished"],
-            "base_category": base["category"],
+            **{f"base_{name}": base[name] for name in of_both},
             "base_score": base["reward"],
             "greedy_response_text": greedy["response_text"],
             "greedy_category": greedy["category"],
@@ -267,9 +240,9 @@ def _beside_base(before: Mapping[str, list], after: Mapping[str, list]) -> list[
     ]
 
 
-def _show_reasoning(found: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
+def _show_reasoning(results: dict[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
     """Print the table of figures before and after training, and a response of each category."""
-    before, after, gain = (found[name] for name in ("before", "after", "gain"))
+    before, after, gain = (results["reasoning"][name] for name in ("before", "after", "gain"))
     lines = []
     for decoding in DECODINGS:
         pair = (before[decoding], after[decoding])
@@ -277,11 +250,11 @@ def _show_reasoning(found: Mapping[str, Any], rows: Sequence[Mapping[str, Any]])
         lines.append(("  gain", "", f"{estimate(gain[decoding])}  p {gain[decoding]['p_value']:.1g}"))
         lines.append(("  in the form asked for", *(estimate(one["format_rate"]) for one in pair)))
         counts = (" / ".join(str(one["categories"][name]) for name in CATEGORIES) for one in pair)
-        lines.append((f"  {' / '.join(TITLES.values())}", *counts))
+        lines.append((f"  {' / '.join(CATEGORIES).replace('_', ' ')}", *counts))
         for key, label in LENGTHS.items():
             lines.append((f"  {label}", *(figure(one[key]) for one in pair)))
     print(f"\n{format_table(('', 'before', 'after'), lines)}")
     for category, row in {row["category"]: row for row in reversed(rows)}.items():
-        print(f"\n{TITLES[category]}: {shorten(row['prompt_text'], 100)}  (answer {row['answer']})")
+        print(f"\n{category.replace('_', ' ')}: {shorten(row['prompt_text'], 100)}  (answer {row['answer']})")
         print(f"  {shorten(row['response_text'], 200) or '(empty)'}")
     print(f"n {after['sampled']['n_prompts']} problems, 95% intervals")

@@ -75,10 +75,6 @@ class ResponseArguments(EvaluatedArguments):
         super().__post_init__()
         check_at_least(self, {"max_new_tokens": 1})
 
-    def generation_limits(self) -> dict[str, int]:
-        """Keyword arguments of `evaluate_generations`."""
-        return {"max_new_tokens": self.max_new_tokens, "batch_size": self.generation_batch_size}
-
 
 @contextmanager
 def can_be_resumed() -> Iterator[None]:
@@ -104,7 +100,7 @@ def load_rows(arguments):
         (only,) = benchmark
         benchmark[split] = benchmark.pop(only)
     if split not in benchmark:
-        raise _missing_split(benchmark, "train_split", arguments)
+        raise missing_split(benchmark, "train_split", arguments)
     return benchmark
 
 
@@ -156,11 +152,12 @@ def optional_split(benchmark, field_name: str, arguments: EvaluatedArguments, co
     if name == getattr(type(arguments), field_name):
         warn_once_per_run(f"{arguments.dataset_name} has no split {name!r}: {consequence}")
     elif name != "none":
-        raise _missing_split(benchmark, field_name, arguments)
+        raise missing_split(benchmark, field_name, arguments)
     return None
 
 
-def _missing_split(benchmark, field_name: str, arguments: BenchmarkArguments) -> ValueError:
+def missing_split(benchmark, field_name: str, arguments: BenchmarkArguments) -> ValueError:
+    """The error of a field that names no split."""
     name = getattr(arguments, field_name)
     return ValueError(
         f"{arguments.dataset_name} has no split {name!r}, only {', '.join(benchmark)}{nearest(name, list(benchmark))} "
@@ -169,21 +166,23 @@ def _missing_split(benchmark, field_name: str, arguments: BenchmarkArguments) ->
 
 
 def evaluate_generations(
-    trainer, prompts, arguments: EvaluatedArguments, *, max_new_tokens: int, batch_size: int, **options: Any
+    trainer, prompts, arguments: EvaluatedArguments, **options: Any
 ) -> GenerationEvaluation | None:
     """The comparison of the policy with its base on held-out prompts, with the data's own judge if any.
 
-    The trainer's base is remembered; without prompts there is no evaluation. `options` go to `GenerationEvaluation`.
+    A trainer that samples is evaluated with responses as long as its own. The trainer's base is remembered; without
+    prompts there is no evaluation. `options` go to `GenerationEvaluation`.
     """
     if prompts is None:
         return None
     remember_base(trainer)
+    samples = not isinstance(arguments, ResponseArguments)
     limits = arguments if hasattr(arguments, "max_prompt_tokens") else trainer.args
     settings = GenerationSettings(
         max_prompt_tokens=limits.max_prompt_tokens,
-        max_new_tokens=max_new_tokens,
+        max_new_tokens=trainer.args.max_completion_length if samples else arguments.max_new_tokens,
         temperature=arguments.generation_temperature,
-        batch_size=batch_size,
+        batch_size=arguments.generation_eval_batch_size if samples else arguments.generation_batch_size,
         num_kl_prompts=arguments.num_kl_prompts,
         seed=trainer.args.seed,
     )

@@ -72,13 +72,6 @@ class ValidatedProblems(ProblemArguments):
         super().__post_init__()
         check_at_least(self, {"num_validation_prompts": 1, "num_train_problems": 1})
 
-    def sample_as(self, training) -> None:
-        """Make evaluations sample as many tokens as rollouts do."""
-        default, length = type(self).__dataclass_fields__["max_new_tokens"].default, training.max_completion_length
-        if self.max_new_tokens not in (default, length):
-            raise ValueError("evaluations sample as the rollouts do: give max_completion_length, not max_new_tokens")
-        self.max_new_tokens = length
-
 
 @dataclass
 class Problems:
@@ -161,6 +154,9 @@ def sampling_settings(arguments: ProblemArguments, *, reward: str = "r1_zero") -
 
 def rollout_settings(arguments: ValidatedProblems, training, reward: str) -> SamplingSettings:
     """Sampling settings of evaluations, equal to those of rollouts; without stop strings, the reward's are used."""
+    if arguments.max_new_tokens not in (ProblemArguments.max_new_tokens, training.max_completion_length):
+        raise ValueError("evaluations sample as the rollouts do: give max_completion_length, not max_new_tokens")
+    arguments.max_new_tokens = training.max_completion_length
     settings = sampling_settings(arguments, reward=reward)
     if training.stop is None:
         training.set_stop(list(settings.stop))

@@ -13,6 +13,7 @@ from trl_ext.evaluation.judging.protocol import last_user_text
 from trl_ext.files import write_json_lines
 from trl_ext.processes import warn_once_per_run
 from trl_ext.runs.finish import estimate
+from trl_ext.runs.loading import missing_split
 from trl_ext.runs.training_run import TrainingRun
 from trl_ext.trainers import RewardConfig, RewardTrainer
 from trl_ext.trainers.context import PAIRS, check_dataset
@@ -41,10 +42,7 @@ def find_selection_split(benchmark, arguments, training: RewardConfig) -> str | 
     wanted = (arguments.selection_split,) if arguments.selection_split else ("validation_prefs", arguments.eval_split)
     name = next((name for name in wanted if name in benchmark), None)
     if name is None and arguments.selection_split:
-        raise ValueError(
-            f"{arguments.dataset_name} has no split {arguments.selection_split!r} to choose a checkpoint by: it has "
-            f"{', '.join(benchmark)}; name one with --selection_split"
-        )
+        raise missing_split(benchmark, "selection_split", arguments)
     if name is None:
         training.load_best_model_at_end = False
         warn_once_per_run("there are no pairs to choose a checkpoint by: the last weights are kept")

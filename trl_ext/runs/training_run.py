@@ -20,9 +20,15 @@ from trl_ext.files import write_text
 from trl_ext.processes import is_main_process, world_size
 from trl_ext.resilience.preemption import Preemption
 from trl_ext.resilience.secrets import arguments_without_secrets
-from trl_ext.runs.arguments import MENDABLE_IN_TRAINING, ModelArguments, one_line_errors, parse_arguments
+from trl_ext.runs.arguments import (
+    MENDABLE_IN_TRAINING,
+    LaunchArguments,
+    ModelArguments,
+    one_line_errors,
+    parse_arguments,
+)
 from trl_ext.runs.configs import toy_config
-from trl_ext.runs.engine import LaunchArguments, engine_in_force, print_batch
+from trl_ext.runs.engine import engine_in_force, print_batch
 from trl_ext.runs.folder import check_same_settings, clear_run_folder, config_text, open_run_folder
 from trl_ext.runs.loading import load_trainer
 from trl_ext.trainers.callbacks import MetricsFileCallback, StepLineCallback
@@ -103,35 +109,30 @@ class TrainingRun:
 
 
 def begin_run(
-    argument_class: type, config_class: type, *, config: str, description: str | None, name: Callable[[Any], str]
+    argument_class: type, config_class: type, *, config: str, name: Callable[[Any], str] | None = None
 ) -> TrainingRun:
-    """Read the arguments, and check the run folder before anything is loaded.
+    """Read the recipe's arguments and the trainer's, and check the run folder before anything is loaded.
 
-    Args:
-        argument_class: class of the recipe's own arguments, such as a subclass of `BenchmarkArguments`.
-        config_class: class of the trainer's configuration.
-        config: name of the file in configs/toy that is used without arguments.
-        description: text for `--help`.
-        name: the start of the run folder's name, before the dataset's, from the trainer's configuration.
+    Without arguments, those of configs/toy/{config}.yaml are used. `name` takes the trainer's configuration and gives
+    the start of the run folder's name, before the dataset's; by default it is `config`. The script's docstring is the
+    description in `--help`.
     """
     started = time.time()
     arguments, model, training, launch = parse_arguments(
         (argument_class, ModelArguments, config_class, LaunchArguments),
         default_config=toy_config(config),
-        description=description,
+        description=(sys.modules["__main__"].__doc__ or "").partition("\n\n")[0],
     )
     # Trackers record the command line.
     sys.argv[1:] = arguments_without_secrets(sys.argv[1:])
     if training.output_dir == "trainer_output":
-        training.output_dir = f"runs/{name(training)}-{Path(arguments.dataset_name).absolute().stem}"
+        start = config.replace("_", "-") if name is None else name(training)
+        training.output_dir = f"runs/{start}-{Path(arguments.dataset_name).absolute().stem}"
     engine_in_force(training)
 
+    folder, overwrite = training.output_dir, arguments.overwrite_output_dir
     checkpoint = of_first_process(
-        lambda: open_run_folder(
-            training.output_dir,
-            overwrite=arguments.overwrite_output_dir,
-            resume_from_checkpoint=training.resume_from_checkpoint,
-        )
+        lambda: open_run_folder(folder, overwrite=overwrite, resume_from_checkpoint=training.resume_from_checkpoint)
     )
     check_trackers(training.report_to)
     return TrainingRun(arguments, model, training, launch, checkpoint, started)

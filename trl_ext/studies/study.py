@@ -42,15 +42,13 @@ from trl_ext.runs.configs import read_config
 from trl_ext.studies.processes import Run, check_runs, launcher_options, print_commands, run_all, settings_of
 
 PAIR_RECIPES = ("aot", "dpo", "ipo", "kto", "preference")
-# Methods that learn from demonstrations.
-DEMONSTRATION_RECIPES = ("sft",)
 # Methods that need a reward model.
 ONLINE_RECIPES = ("dr_grpo", "grpo", "gspo", "online", "online_preference", "ppo", "remax", "rloo")
 # Methods that are evaluated on problems with known answers.
 REASONING_RECIPES = ("expert_iteration", "grpo_math", "sft_math")
 # Keys of a file of methods.
 KEYS = ("baseline", "common", "reward_model", "methods")
-METHODS = (*PAIR_RECIPES, *DEMONSTRATION_RECIPES, *ONLINE_RECIPES, *REASONING_RECIPES)
+METHODS = (*PAIR_RECIPES, "sft", *ONLINE_RECIPES, *REASONING_RECIPES)
 
 
 @dataclass(frozen=True)
