@@ -22,7 +22,6 @@ from tests.support.naive_policy import (
     loss_on_the_batch,
     ragged_batch,
 )
-from tests.support.rollout_once import build, save_policy
 from trl_ext.algorithms import SETTINGS, algorithms, policy_algorithm
 from trl_ext.algorithms.__main__ import explain, main
 from trl_ext.losses import PolicyScores
@@ -354,30 +353,6 @@ def test_settings_that_ones_own_algorithm_does_not_take(registered, overrides, m
     with pytest.raises(ValueError, match=message):
         own(**registered)
         algorithm("mine", **overrides)
-
-
-def test_training_on_an_algorithm_from_a_file(tiny_model_path, tmp_path):
-    """`file.py:name` with a JSON option: `-A ratio` times 3 has three times the gradient of `grpo_no_clip` centred."""
-    path = tmp_path / "mine.py"
-    path.write_text(
-        "from trl_ext import policy_algorithm\n\n"
-        '@policy_algorithm("scaled", advantage="group_centered")\n'
-        "def scaled(scores, *, factor=1.0):\n"
-        '    """Scaled."""\n'
-        "    return -factor * scores.advantages * scores.log_ratio.exp()\n"
-    )
-    policy_path = save_policy(tiny_model_path, tmp_path / "policy")
-    gradients = []
-    for args in (
-        {"algorithm": f"{path}:scaled", "algorithm_kwargs": '{"factor": 3}'},
-        {"algorithm": "grpo_no_clip", "advantage": "group_centered"},
-    ):
-        trainer = build({"model": policy_path, "args": args}, str(tmp_path))
-        before = [p.detach().clone() for p in trainer.model.parameters()]
-        trainer.train()
-        after = trainer.model.parameters()
-        gradients.append(torch.cat([(old - new).flatten() for old, new in zip(before, after, strict=True)]).detach())
-    assert ((gradients[0] - 3 * gradients[1]).norm() / gradients[0].norm()).item() < 1e-5
 
 
 # ---- Explanations ----
