@@ -106,7 +106,7 @@ SURROGATES = {
 @pytest.mark.parametrize("ratio", ["token", "sequence"])
 @pytest.mark.parametrize("surrogate", SURROGATES)
 def test_value_and_gradient_against_loops(surrogate, ratio, kind):
-    """With an advantage for each token, but for GMPO, whose responses have one each; padding is no number."""
+    """With an advantage for each token, but for GMPO, whose responses have one each."""
     new, old, _, mask, advantages = ragged_batch(seed=len(surrogate) + len(kind))
     if surrogate == "gmpo":
         ratio = "token"
@@ -114,11 +114,9 @@ def test_value_and_gradient_against_loops(surrogate, ratio, kind):
         advantages = advantages[:, None] + torch.linspace(-0.8, 0.9, mask.numel(), dtype=new.dtype).view(mask.shape)
     function, name, options = SURROGATES[surrogate]
     expected, slope = by_loops(name, kind, new, old, mask, advantages, {**options, "ratio": ratio})
-    new, old = (values.masked_fill(mask == 0, math.nan) for values in (new, old))
     new.requires_grad_()
-    scores = PolicyScores(new, old, mask, advantages).without_padding(ratio)
-    losses = function(scores.log_ratio, scores.log_probs, mask, scores.advantages)
-    loss = aggregate(losses, mask, kind, constant=7.0)
+    log_ratio = token_log_ratio(new, old) if ratio == "token" else sequence_log_ratio(new, old, mask)
+    loss = aggregate(function(log_ratio, new, mask, advantages), mask, kind, constant=7.0)
     loss.backward()
     assert loss.item() == pytest.approx(expected, abs=1e-12)
     assert torch.allclose(new.grad, slope, atol=1e-12)
