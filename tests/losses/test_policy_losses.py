@@ -40,6 +40,7 @@ from trl_ext.losses import (
     reinforce,
     sapo,
     sequence_log_ratio,
+    token_log_ratio,
     unclipped_surrogate,
 )
 
