@@ -22,7 +22,6 @@ from tests.support.naive_policy import (
     loss_on_the_batch,
     ragged_batch,
 )
-from tests.support.rollout_once import build, save_policy
 from trl_ext.algorithms import SETTINGS, algorithms, policy_algorithm
 from trl_ext.algorithms.__main__ import explain, main
 from trl_ext.losses import PolicyScores
@@ -61,13 +60,8 @@ def test_overrides_of_the_advantage():
 @pytest.mark.parametrize(
     "name, overrides, expected",
     [
-        # The rows of the batch, worked in the tests of the losses.
+        # The clip's row of the batch, worked in the tests of the losses.
         ("grpo", {"beta": 0.0}, -0.020667),
-        ("dapo", {}, -0.242941),
-        ("dr_grpo", {"loss_constant": 4.0}, -0.141838),
-        ("gspo", {}, -0.000350),
-        ("cispo", {}, 0.160364),
-        ("grpo", {"ratio": "sequence", "aggregation": "sum", "beta": 0.0}, -0.725519),
         # k3 of -0.1, 0.2, -0.05 and 0, -0.1: 0.005171, 0.018731, 0.001271, 0, 0.005171. Inside, 0.04 times the mean
         # of their means 0.008391 and 0.002585 is added; weighted by the ratios, 0.040 (0.008422 + 0.003158) / 2.
         ("grpo", {}, -0.020448),
@@ -354,30 +348,6 @@ def test_settings_that_ones_own_algorithm_does_not_take(registered, overrides, m
     with pytest.raises(ValueError, match=message):
         own(**registered)
         algorithm("mine", **overrides)
-
-
-def test_training_on_an_algorithm_from_a_file(tiny_model_path, tmp_path):
-    """`file.py:name` with a JSON option: `-A ratio` times 3 has three times the gradient of `grpo_no_clip` centred."""
-    path = tmp_path / "mine.py"
-    path.write_text(
-        "from trl_ext import policy_algorithm\n\n"
-        '@policy_algorithm("scaled", advantage="group_centered")\n'
-        "def scaled(scores, *, factor=1.0):\n"
-        '    """Scaled."""\n'
-        "    return -factor * scores.advantages * scores.log_ratio.exp()\n"
-    )
-    policy_path = save_policy(tiny_model_path, tmp_path / "policy")
-    gradients = []
-    for args in (
-        {"algorithm": f"{path}:scaled", "algorithm_kwargs": '{"factor": 3}'},
-        {"algorithm": "grpo_no_clip", "advantage": "group_centered"},
-    ):
-        trainer = build({"model": policy_path, "args": args}, str(tmp_path))
-        before = [p.detach().clone() for p in trainer.model.parameters()]
-        trainer.train()
-        after = trainer.model.parameters()
-        gradients.append(torch.cat([(old - new).flatten() for old, new in zip(before, after, strict=True)]).detach())
-    assert ((gradients[0] - 3 * gradients[1]).norm() / gradients[0].norm()).item() < 1e-5
 
 
 # ---- Explanations ----

@@ -75,9 +75,6 @@ def test_reference_log_probabilities_are_named_in_the_data(stock):
         )
 
 
-# ---- What TRL prepares ----
-
-
 # ---- The accumulation window ----
 
 

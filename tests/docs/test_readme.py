@@ -258,9 +258,6 @@ def test_paths_and_links_lead_somewhere():
     assert broken == []
 
 
-# Named on a page, and by no docstring.
-
-
 # ---- Tables of results ----
 
 

@@ -91,7 +91,6 @@ LENGTHS = (5, 4, 5, 3, 5, 1, 0)
 MASK = table(*([float(token < length) for token in range(5)] for length in LENGTHS))
 # A token that does not count within a response, as one of a tool.
 MASK[2, 2] = 0
-ONE_TOKEN = MASK * (MASK.cumsum(0).cumsum(1) == 1)
 RESPONSE_ADVANTAGES = table(1.25, -0.75, 0.5, -2, 0.5, 0.75, 1)
 TOKEN_ADVANTAGES = RESPONSE_ADVANTAGES.unsqueeze(1) * grid(7, 5, 3, 4)
 OLD_LOG_PROBS = grid(7, 5, 7, 32, -1.25) * 2
@@ -103,17 +102,13 @@ FAR = LOG_RATIO + table(*([25 * (t == 0) - 40 * (t == 2) for t in range(5)] for 
 FAR_LOG_PROBS = (OLD_LOG_PROBS + FAR).masked_fill(MASK == 0, math.nan)
 FAR_REF_LOG_PROBS = (FAR_LOG_PROBS + 30 * grid(7, 5, 1, 2, -0.25)).masked_fill(MASK == 0, math.nan)
 
-# ---- Rewards and values ----
+# ---- Rewards ----
 
 # Groups of four: mixed, all equal (their mean is rounded), one winner, and equal but for the last digits.
 REWARDS = table(0, 1, 0.5, 0.25, 0.1, 0.1, 0.1, 0.1, 0, 0, 0, 1, 3, 3, 3, 3 + 2**-20)
 # Responses that could not be scored, and a group of which only one could.
 UNSCORED = table(0, 1, math.nan, 0.25, math.nan, math.inf, 0.5, math.nan, 2, 0, 0, -math.inf, 1, 1, 1, math.nan)
 GREEDY_REWARDS = table(0.5, 0.25, math.nan, -1)
-MEMBER_SCORES = torch.cat([grid(3, 5, 5, 16, -0.5), table(1, math.nan, 0).unsqueeze(1)], dim=1)
-VALUES = grid(7, 5, 11, 32, -0.5)
-OLD_VALUES = VALUES + grid(7, 5, 5, 16, -0.46875)
-RETURNS = grid(7, 5, 13, 64, -0.5)
 LOGITS = table((0, 0, 0, 0, 0), (-math.inf, 0, 1, -math.inf, 2), (900, 0, 0, -900, 1), (-2, 0.5, 1, -0.25, 3))
 
 # ---- Texts ----

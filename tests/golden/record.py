@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.golden.functions import course_rows, function_rows, reward_rows
+from tests.golden.functions import course_rows, pair_rows
 from tests.golden.objectives import Row, advantage_rows, algorithm_rows, preference_rows
 
 FILE = Path(__file__).with_name("values.jsonl")
@@ -28,7 +28,7 @@ Values = dict[str, dict[str, list[float]]]
 
 def rows() -> Iterator[Row]:
     """Every row of the file, in its order."""
-    for of_kind in (preference_rows, algorithm_rows, advantage_rows, function_rows, reward_rows, course_rows):
+    for of_kind in (preference_rows, algorithm_rows, advantage_rows, pair_rows, course_rows):
         yield from of_kind()
 
 

@@ -1,4 +1,4 @@
-"""The preference losses: values worked by hand, independent formulas with gradients, minimisers, stability, refusals.
+"""The losses of pairs, of reward models and of KTO: values worked by hand, gradients, properties, stability, refusals.
 
 The pairs A, B and C: sums of log-probabilities under the policy and the reference, and numbers of tokens.
 
@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import itertools
 import math
-import random
 from dataclasses import replace
 
 import mpmath
 import pytest
 import torch
+from datasets import Dataset
 
 from tests.support.preference_pairs import (
     BATCH_COUPLED,
@@ -25,22 +25,24 @@ from tests.support.preference_pairs import (
     REGISTERED,
     Pair,
     canonical,
-    random_pairs,
     scores_of,
     scores_of_log_ratios,
 )
+from trl_ext.data.unpaired import pairs_to_unpaired
 from trl_ext.losses import (
     PreferenceScores,
     aot,
     aot_paired,
     apo_down,
     apo_zero,
+    bradley_terry,
     cdpo,
     cpo,
     dpo,
     dpop,
     hinge,
     ipo,
+    kto,
     nca,
     orpo,
     repo,
@@ -109,7 +111,14 @@ TABLE = [
 
 @pytest.mark.parametrize("loss, options, expected", TABLE, ids=[f"{row[0].__name__}-{row[1]}" for row in TABLE])
 def test_canonical_values(loss, options, expected):
-    assert loss(canonical(), **options).tolist() == pytest.approx(expected, abs=1e-6)
+    """The gradient is that of central differences of the values."""
+    scores = canonical(requires_grad=True)
+    assert loss(scores, **options).tolist() == pytest.approx(expected, abs=1e-6)
+
+    def losses(chosen, rejected):
+        return loss(replace(scores, chosen=chosen, rejected=rejected), **options)
+
+    assert torch.autograd.gradcheck(losses, (scores.chosen, scores.rejected))
 
 
 def test_every_registered_loss_has_values_worked_by_hand():
@@ -138,150 +147,6 @@ def test_orpo_at_any_probability(chosen, rejected, dtype):
         found = (losses, pair[0].grad, pair[1].grad)
         close = pytest.approx([float(value) for value in expected], rel=100 * torch.finfo(dtype).eps)
         assert [value.item() for value in found] == close
-
-
-# ------------------------------------------------------------------------------------- independent scalar computations
-
-
-def logistic(u):
-    return math.log1p(math.exp(-u)) if u > 0 else -u + math.log1p(math.exp(u))
-
-
-def sigmoid(u):
-    return 1 / (1 + math.exp(-u)) if u > 0 else math.exp(u) / (1 + math.exp(u))
-
-
-def ipo_of(p, beta=0.1, length_normalized=False):
-    lengths = (p.chosen_length, p.rejected_length) if length_normalized else (1, 1)
-    return (p.h_w / lengths[0] - p.h_l / lengths[1] - 0.5 / beta) ** 2
-
-
-def dpop_of(p, beta=0.3, penalty=50.0):
-    return logistic(beta * p.margin + (beta * penalty * p.h_w if p.h_w < 0 else 0.0))
-
-
-def sppo_of(p, beta=1e-3, chosen_win_probability=1.0, rejected_win_probability=0.0):
-    eta = 1 / beta
-    chosen_target, rejected_target = eta * (chosen_win_probability - 0.5), eta * (rejected_win_probability - 0.5)
-    return ((p.h_w - chosen_target) ** 2 + (p.h_l - rejected_target) ** 2) / 2
-
-
-def simpo_of(p, beta=2.0, gamma_beta_ratio=0.5, gamma=None):
-    return logistic(beta * p.mean_difference - (gamma_beta_ratio * beta if gamma is None else gamma))
-
-
-def orpo_of(p, beta=0.1):
-    # The odds of the geometric mean of the token probabilities, and -log sigmoid(log r) = log(1 + 1 / r).
-    chosen, rejected = math.exp(p.chosen / p.chosen_length), math.exp(p.rejected / p.rejected_length)
-    odds_ratio = (chosen / (1 - chosen)) / (rejected / (1 - rejected))
-    return -p.chosen / p.chosen_length + beta * math.log1p(1 / odds_ratio)
-
-
-# -log sigmoid(-u) is u more than -log sigmoid(u), so that smoothing only adds a multiple of the margin.
-TWINS = {
-    "dpo": lambda p, beta=0.1: logistic(beta * p.margin),
-    "cdpo": lambda p, beta=0.1, label_smoothing=0.1: logistic(beta * p.margin) + label_smoothing * beta * p.margin,
-    "robust_dpo": lambda p, beta=0.1, label_smoothing=0.1: (
-        logistic(beta * p.margin) - label_smoothing / (1 - 2 * label_smoothing) * beta * p.margin
-    ),
-    "ipo": ipo_of,
-    "hinge": lambda p, beta=0.05: max(0.0, 1 - beta * p.margin),
-    "dpop": dpop_of,
-    "apo_zero": lambda p, beta=0.1: sigmoid(-beta * p.h_w) + sigmoid(beta * p.h_l),
-    "apo_down": lambda p, beta=0.1: sigmoid(beta * p.h_w) + sigmoid(-beta * p.margin),
-    "nca": lambda p, beta=0.01: 1.5 * logistic(beta * p.h_w) + 0.5 * beta * p.h_w + 0.5 * logistic(-beta * p.h_l),
-    "sppo": sppo_of,
-    "simpo": simpo_of,
-    "repo": lambda p, beta=1.0, gamma=0.6: max(0.0, gamma - p.mean_difference),
-    "cpo": lambda p, beta=0.1, nll_weight=1.0: (
-        logistic(beta * (p.chosen - p.rejected)) - nll_weight * p.chosen / p.chosen_length
-    ),
-    "orpo": orpo_of,
-}
-
-
-def by_rank(values, others):
-    """Value i minus the one of `others` that has its rank, counted by comparisons."""
-    order = sorted(others)
-    return [v - order[sum((w, j) < (v, i) for j, w in enumerate(values))] for i, v in enumerate(values)]
-
-
-# What each batch-coupled loss takes DPO's logistic loss of, given the whole batch.
-COUPLED_TWINS = {
-    "aot": lambda pairs: by_rank([p.h_w for p in pairs], [p.h_l for p in pairs]),
-    "aot_paired": lambda pairs: by_rank(
-        [p.chosen - p.rejected for p in pairs], [p.ref_chosen - p.ref_rejected for p in pairs]
-    ),
-}
-
-
-def twin_losses(name, pairs, **options) -> list[float]:
-    if name in COUPLED_TWINS:
-        beta = options.get("beta", 0.01)
-        return [logistic(beta * difference) for difference in COUPLED_TWINS[name](pairs)]
-    assert name in TWINS, f"write the formula of {name} again as a scalar function and add it to TWINS"
-    return [TWINS[name](pair, **options) for pair in pairs]
-
-
-# Besides the defaults, which the twins state again, options that each loss is compared at.
-VARIANTS = {
-    "cdpo": [{"label_smoothing": 0.3}],
-    "robust_dpo": [{"label_smoothing": 0.3}],
-    "ipo": [{"length_normalized": True}],
-    "dpop": [{"penalty": 5.0}],
-    "sppo": [{"beta": 0.2, "chosen_win_probability": 0.8, "rejected_win_probability": 0.3}],
-    "simpo": [{"gamma": 1.4}, {"gamma_beta_ratio": 0.8}],
-    "repo": [{"gamma": 0.1}],
-    "cpo": [{"nll_weight": 0.25}],
-}
-CASES = [(n, options) for n in REGISTERED for options in [{}, {"beta": 0.7}, *VARIANTS.get(n, [])]]
-
-
-def gap(*lists):
-    return min((b - a for values in map(sorted, lists) for a, b in zip(values, values[1:], strict=False)), default=1.0)
-
-
-# How far a batch is from where a loss has no derivative, in nats.
-DISTANCE_TO_KINK = {
-    "hinge": lambda pairs, beta=0.05: min(abs(p.margin - 1 / beta) for p in pairs),
-    "dpop": lambda pairs, **_: min(abs(p.h_w) for p in pairs),
-    "repo": lambda pairs, gamma=0.6, **_: min(abs(gamma - p.mean_difference) for p in pairs),
-    "aot": lambda pairs, **_: gap([p.h_w for p in pairs], [p.h_l for p in pairs]),
-    "aot_paired": lambda pairs, **_: gap([p.chosen - p.rejected for p in pairs]),
-}
-
-
-def differentiate(function, pairs, side, h=1e-3) -> list[float]:
-    """Derivatives of `function(pairs)` by one side's log-probabilities: central differences exact to fourth order."""
-
-    def moved(row, offset):
-        pair = pairs[row]._replace(**{side: getattr(pairs[row], side) + offset})
-        return function([*pairs[:row], pair, *pairs[row + 1 :]])
-
-    return [
-        (8 * (moved(i, h) - moved(i, -h)) - (moved(i, 2 * h) - moved(i, -2 * h))) / (12 * h) for i in range(len(pairs))
-    ]
-
-
-@pytest.mark.parametrize("name, options", CASES, ids=[f"{n}-{o}" for n, o in CASES])
-def test_value_and_gradient_against_an_independent_computation(name, options):
-    def mean_of_twin(pairs):
-        return math.fsum(twin_losses(name, pairs, **options)) / len(pairs)
-
-    distance = DISTANCE_TO_KINK.get(name, lambda pairs, **_: 1.0)
-    generator = random.Random(f"{name} {options}")
-    for _ in range(50):
-        pairs = random_pairs(generator)
-        while distance(pairs, **options) < 0.01:
-            pairs = random_pairs(generator)
-        scores = scores_of(pairs, requires_grad=True)
-        losses = preference_losses[name].function(scores, **options)
-        assert losses.tolist() == pytest.approx(twin_losses(name, pairs, **options), rel=1e-10, abs=1e-10)
-
-        losses.mean().backward()
-        for side in ("chosen", "rejected"):
-            expected = differentiate(mean_of_twin, pairs, side)
-            assert getattr(scores, side).grad.tolist() == pytest.approx(expected, rel=1e-6, abs=1e-9)
 
 
 def test_sppo_takes_win_probabilities_per_pair():
@@ -401,3 +266,128 @@ def test_an_empty_response_counts_as_one_token():
 def test_simpo_takes_one_margin():
     with pytest.raises(ValueError, match="give gamma or gamma_beta_ratio, not both"):
         simpo(canonical(), gamma=1.0, gamma_beta_ratio=0.5)
+
+
+# ---- Reward models ----
+
+
+@pytest.mark.parametrize(
+    "options, expected",
+    [
+        # l(u) = log(1 + exp(-u)). Scores 1.2 and 0.4: l(0.8) = log(1 + 0.449329).
+        ({}, 0.371101),
+        # l(0.8 - 1) = l(-0.2) = 0.2 + log(1 + 0.818731).
+        ({"margin": 1.0}, 0.798139),
+        # l(0.8 - 1/3) = l(0.466667).
+        ({"margin": 1 / 3}, 0.486793),
+        # 0.9 l(0.8) + 0.1 l(-0.8) = 0.371101 + 0.1 * 0.8, as l(-u) = l(u) + u.
+        ({"label_smoothing": 0.1}, 0.451101),
+        # A judge that agrees with probability 0.7: 0.371101 + 0.3 * 0.8.
+        ({"label_smoothing": 0.3}, 0.611101),
+        # 0.371101 + 0.01 (1.2 + 0.4)^2.
+        ({"centering": 0.01}, 0.396701),
+        # l(-0.2) + 0.1 * -0.2 with the margin inside both logistics, + 0.01 * 2.56.
+        ({"margin": 1.0, "label_smoothing": 0.1, "centering": 0.01}, 0.798139 - 0.02 + 0.0256),
+    ],
+    ids=str,
+)
+def test_values(options, expected):
+    losses = bradley_terry(torch.tensor([1.2]), torch.tensor([0.4]), **options)
+    assert losses.tolist() == pytest.approx([expected], abs=1e-6)
+
+
+def test_gradient():
+    """d/d chosen of (1-e) l(d) + e l(-d) is sigmoid(d) - (1 - e); of the centering 2 c (chosen + rejected).
+    sigmoid(0.3) = 0.574443 with d = 0.8 - 0.5."""
+    chosen, rejected = torch.tensor([1.2], requires_grad=True), torch.tensor([0.4], requires_grad=True)
+    bradley_terry(chosen, rejected, margin=0.5, label_smoothing=0.1, centering=0.01).sum().backward()
+    slope, pull = 1 / (1 + math.exp(-0.3)) - 0.9, 2 * 0.01 * 1.6
+    assert chosen.grad.item() == pytest.approx(slope + pull, abs=1e-6)
+    assert rejected.grad.item() == pytest.approx(-slope + pull, abs=1e-6)
+
+
+def test_far_scores_stay_finite():
+    """l(-2000) = 2000, l(2000) = 0."""
+    losses = bradley_terry(torch.tensor([-1000.0, 1000.0]), torch.tensor([1000.0, -1000.0]))
+    assert losses.tolist() == [2000.0, 0.0]
+
+
+# ---- KTO ----
+
+
+LOG_RATIO = torch.tensor([2.0, -1.0, -1.0, 1.0], dtype=torch.float64)
+DESIRABLE = torch.tensor([True, True, False, False])
+# Mean 0.2.
+KL = torch.tensor([0.5, -0.1, 0.3, 0.1], dtype=torch.float64)
+
+
+def test_kto_values():
+    """z = 0.2. 1 - s(0.1 (2 - 0.2)) = s(-0.18) = 0.455121; s(0.12) = 0.529964; s(0.1 (-1 - 0.2)) = 0.470036;
+    s(0.08) = 0.519989. Their mean is 0.493778, and with the last two times 1.5, 0.617531."""
+    losses = kto(LOG_RATIO, DESIRABLE, KL)
+    assert losses.tolist() == pytest.approx([0.455121, 0.529964, 0.470036, 0.519989], abs=1e-6)
+    assert losses.mean().item() == pytest.approx(0.493778, abs=1e-6)
+    assert kto(LOG_RATIO, DESIRABLE, KL, undesirable_weight=1.5).mean().item() == pytest.approx(0.617531, abs=1e-6)
+
+
+def test_weights_are_in_the_precision_of_the_log_ratios():
+    """1.1 and 0.7 have no finite binary form: taken through float32 they would be off by 2e-8 relative."""
+    zeros = torch.zeros(2, dtype=torch.float64)
+    losses = kto(zeros, DESIRABLE[1:3], zeros, desirable_weight=1.1, undesirable_weight=0.7)
+    assert losses.tolist() == pytest.approx([0.55, 0.35], rel=1e-15)
+
+
+def test_the_mean_is_clamped_and_not_its_terms():
+    """Mean of -0.5, -0.1, 0.3, 0.1 is -0.05, so z = 0; clamped terms would average 0.1."""
+    negative = torch.tensor([-0.5, -0.1, 0.3, 0.1], dtype=torch.float64)
+    expected = kto(LOG_RATIO, DESIRABLE, torch.zeros(1, dtype=torch.float64))
+    assert torch.equal(kto(LOG_RATIO, DESIRABLE, negative), expected)
+    # s(-0.2) = 0.450166.
+    assert expected[0].item() == pytest.approx(0.450166, abs=1e-6)
+
+
+def test_kto_gradient():
+    """Of the desirable A: -beta s(u) (1 - s(u)) at u = 0.18, -0.1 x 0.544879 x 0.455121; none through z."""
+    log_ratio, kl = LOG_RATIO.clone().requires_grad_(), KL.clone().requires_grad_()
+    kto(log_ratio, DESIRABLE, kl).sum().backward()
+    assert log_ratio.grad[0].item() == pytest.approx(-0.1 * 0.544879 * 0.455121, abs=1e-7)
+    assert (log_ratio.grad[:2] < 0).all() and (log_ratio.grad[2:] > 0).all()
+    assert kl.grad is None
+
+
+# ---- Pairs taken apart ----
+
+
+def pairs(count: int) -> Dataset:
+    names = {"row_id": "row", "prompt": "p", "chosen": "c", "rejected": "r"}
+    return Dataset.from_list([{n: f"{text}{i}" for n, text in names.items()} | {"bonus": i} for i in range(count)])
+
+
+@pytest.mark.parametrize("count", [4, 5, 9])
+def test_labels_alternate_and_neighbours_answer_other_prompts(count):
+    rows = list(pairs_to_unpaired(pairs(count)))
+    assert [row["label"] for row in rows] == [True, False] * count
+    for row in rows:
+        assert row["completion"] == ("c" if row["label"] else "r") + row["prompt"][1:]
+        assert row["row_id"] == f"row{row['bonus']}"
+    assert sorted(row["completion"] for row in rows) == sorted(f"{side}{i}" for i in range(count) for side in "cr")
+    assert all(one["prompt"] != other["prompt"] for one, other in zip(rows, rows[1:], strict=False))
+
+
+ZEROS = torch.zeros(2)
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda: bradley_terry(ZEROS, ZEROS, label_smoothing=0.5), r"label_smoothing must lie in \[0, 0.5\), got 0.5"),
+        (lambda: bradley_terry(ZEROS, ZEROS, centering=-1.0), "centering must be a number from 0 up"),
+        (lambda: bradley_terry(ZEROS, ZEROS[:, None]), r"shapes \[2\] for chosen and \[2, 1\] for rejected"),
+        (lambda: kto(LOG_RATIO, DESIRABLE, torch.zeros(0)), "kl_log_ratio, and it is empty"),
+        (lambda: kto(LOG_RATIO, DESIRABLE, KL, undesirable_weight=0), "undesirable_weight must be positive"),
+        (lambda: pairs_to_unpaired(pairs(2).remove_columns("rejected")), "'rejected' is missing"),
+    ],
+)
+def test_refusals(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

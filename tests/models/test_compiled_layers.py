@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partialmethod
 
 import pytest
@@ -10,6 +11,7 @@ from peft import LoraConfig
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
+from torch._inductor.utils import run_and_get_code
 from torch.nn.attention import varlen
 
 from tests.support.packing import VOCABULARY, close, tiny_model, values_and_gradient, varlen_by_contract
@@ -132,12 +134,23 @@ def test_without_varlen_attention_layers_stay_as_they_are():
     assert "sdpa attention; not compiled layers: they need varlen attention" in packing.describe()
 
 
+def kernels(code: str) -> int:
+    """How many kernels generated code calls: fused ones, matrix products and attention."""
+    call = r"^ +(cpp_fused\w+\(|triton_\w+\.run\(|extern_kernels\.|buf\d+ = torch\.ops\.torch_attn\.)"
+    return len(re.findall(call, code, flags=re.MULTILINE))
+
+
 @pytest.mark.slow
 def test_generated_code_gives_the_gradients_of_padded_passes(monkeypatch):
+    """A layer is 13 kernels forward, of which 7 are matrix products and 5 fused, and 24 backward: 14 and 9."""
     torch._dynamo.reset()
     monkeypatch.setattr(wrap, "_backends", lambda device: ("varlen",))
     model, expected = tiny_model("qwen2"), tiny_model("qwen2")
     packing = share_prefixes(model, compile_layers=True)
+    with torch._inductor.config.patch(force_disable_caches=True):
+        _, codes = run_and_get_code(values_and_gradient, model, BATCHES[0])
+    # Of the first batch's check, and of any number of tokens.
+    assert [kernels(code) for code in codes] == [13, 24, 13, 24]
     for batch in BATCHES[:6]:
         (got, its_gradient), (padded, gradient) = (values_and_gradient(one, batch) for one in (model, expected))
         assert close(got.log_probs, padded.log_probs) and (its_gradient - gradient).norm() < 1e-5 * gradient.norm()

@@ -27,6 +27,7 @@ from tests.support.packing import (
 )
 from tests.support.trl_private import attention_of, forget_accelerator
 from trl_ext.models.packing import packing_of, share_prefixes
+from trl_ext.models.packing.wrap import Dropout
 
 
 @pytest.fixture(autouse=True)
@@ -338,13 +339,7 @@ def test_a_window_that_the_first_check_does_not_reach():
 
 
 def test_dropout_of_an_adapter_that_is_added_later_is_seen():
-    from peft import LoraConfig, get_peft_model
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    from trl_ext.models.packing.wrap import Dropout
-
-    sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
-    model = Qwen2ForCausalLM(Qwen2Config(**sizes, num_hidden_layers=1)).train()
+    model = tiny_model("qwen2")
     dropout = Dropout(model)
     assert not dropout.is_active()
     get_peft_model(model, LoraConfig(target_modules=["q_proj"], lora_dropout=0.1))

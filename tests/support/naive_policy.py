@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import pytest
 import torch
 from transformers import AutoModelForCausalLM, TrainerCallback
 
@@ -36,7 +35,7 @@ def naive_reduction(rows, kind, constant=None):
     return total / {"token_mean": sum(map(len, rows)), "constant": len(rows) * (constant or 1), "sum": len(rows)}[kind]
 
 
-def surrogate_by_loops(name, new, old, sampler, mask, advantages, options):
+def surrogate_by_loops(name, new, old, mask, advantages, options):
     """Token losses of a surrogate, as lists of scalar tensors for each response.
 
     `new` holds scalar tensors and `advantages` one number for each token. `item()` is where a gradient stops.
@@ -44,11 +43,6 @@ def surrogate_by_loops(name, new, old, sampler, mask, advantages, options):
     exp, places = torch.exp, [(i, t) for i, row in enumerate(mask) for t, counts in enumerate(row) if counts]
     low, high = options.get("clip_low", 1.0), options.get("clip_high", 1.0)
     losses = [[None] * sum(row) for row in mask]
-    mean_advantage = sum(advantages[i][t] for i, t in places) / len(places)
-    mean_log_prob = sum(new[i][t].item() for i, t in places) / len(places)
-    covariance = {(i, t): (advantages[i][t] - mean_advantage) * (new[i][t].item() - mean_log_prob) for i, t in places}
-    ranked = sorted(places, key=covariance.get, reverse=True)
-    count = max(1, int(options.get("share", 0) * len(places)))
 
     def clipped(ratio, advantage):
         if advantage >= 0:
@@ -59,7 +53,6 @@ def surrogate_by_loops(name, new, old, sampler, mask, advantages, options):
         lp, advantage, row = new[i][t], advantages[i][t], [s for j, s in places if j == i]
         log_ratios = {s: new[i][s] - old[i][s] for s in row}
         ratio = exp(sum(log_ratios.values()) / len(row) if options.get("ratio") == "sequence" else log_ratios[t])
-        product = math.exp(sum(x.item() for x in log_ratios.values()))
         if name == "reinforce":
             loss = -advantage * lp
         elif name == "no_clip":
@@ -78,27 +71,6 @@ def surrogate_by_loops(name, new, old, sampler, mask, advantages, options):
         elif name == "clip":
             loss, most = clipped(ratio, advantage), -advantage * options.get("dual_clip", math.inf)
             loss = loss * 0 + most if advantage < 0 and loss.item() > most else loss
-        elif name == "vespo":
-            k, decay = (options[f"{key}_{'pos' if advantage >= 0 else 'neg'}"] for key in ("k", "lambda"))
-            of_sampler = [min(math.exp(old[i][s] - sampler[i][s]), options["sampler_cap"]) for s in row]
-            w = product * math.prod(of_sampler)
-            loss = -(w**k) * math.exp(decay * (1 - w)) * advantage * lp
-        elif name.startswith("dppo"):
-            p, q = math.exp(lp.item()), math.exp(sampler[i][t])
-            distance = abs(p - q)
-            if name == "dppo_kl":
-                distance = q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
-            further = p > q if advantage > 0 else p < q
-            limit = options["delta_high" if advantage > 0 else "delta_low"]
-            kept = 0.0 if further and distance > limit else 1.0
-            loss = -advantage * kept * min(p / q, options["ratio_cap"]) * lp
-        elif name == "clip_cov":
-            loss, window = clipped(ratio, advantage), options["cov_low"] < covariance[i, t] < options["cov_high"]
-            is_clipped = ratio.item() > 1 + high if advantage > 0 else ratio.item() < 1 - low
-            loss = loss * 0 if window and not is_clipped else loss
-        elif name == "kl_cov":
-            penalty = options["coefficient"] * abs(log_ratios[t]) if (i, t) in ranked[:count] else 0
-            loss = -advantage * ratio + penalty
         losses[i][row.index(t)] = loss
     return losses
 
@@ -111,45 +83,15 @@ def algorithm(name: str, **settings) -> Algorithm:
     return algorithms.find(name).replace(**settings)
 
 
-def evaluate(algorithm, new, *, old, mask, advantages, sampler=None):
-    """The loss and its gradient."""
-    log_probs = new.clone().requires_grad_()
-    loss, _ = algorithm.loss(PolicyScores(log_probs, old, mask, advantages, sampler_log_probs=sampler), constant=7.0)
-    loss.backward()
-    return loss.item(), log_probs.grad
-
-
-def negative_batch(seed):
-    """A ragged batch whose log-probabilities are all below 0, as those of probabilities are."""
-    new, old, sampler, mask, advantages = ragged_batch(seed)
-    return new - 0.6, old - 0.6, sampler - 0.6, mask, advantages
-
-
-def by_loops(name, aggregation, new, old, sampler, mask, advantages, options) -> tuple[float, torch.Tensor]:
+def by_loops(name, aggregation, new, old, mask, advantages, options) -> tuple[float, torch.Tensor]:
     """The loss and its gradient."""
     leaves = [[value.clone().requires_grad_() for value in row] for row in new.detach()]
     shared = advantages if advantages.dim() == 2 else advantages[:, None].expand_as(new)
-    rows = surrogate_by_loops(name, leaves, old.tolist(), sampler.tolist(), mask.tolist(), shared.tolist(), options)
+    rows = surrogate_by_loops(name, leaves, old.tolist(), mask.tolist(), shared.tolist(), options)
     loss = naive_reduction(rows, aggregation, 7.0)
     loss.backward()
     slopes = [torch.stack([v.grad if v.grad is not None else 0 * v.detach() for v in row]) for row in leaves]
     return loss.item(), torch.stack(slopes)
-
-
-def check_against_loops(name, algorithm, options, has_token_advantages, seed):
-    """Value and gradient, with NaN for the tensors at padding, where the loops never look."""
-    new, old, sampler, mask, advantages = negative_batch(seed)
-    if has_token_advantages:
-        advantages = advantages[:, None] + torch.linspace(-0.8, 0.9, mask.numel(), dtype=new.dtype).view(mask.shape)
-    expected, slope = by_loops(name, algorithm.aggregation, new, old, sampler, mask, advantages, options)
-
-    padding, nan = mask == 0, float("nan")
-    shown = advantages.masked_fill(padding, nan) if has_token_advantages else advantages
-    others = {"old": old.masked_fill(padding, -math.inf), "sampler": sampler.masked_fill(padding, nan)}
-    found = evaluate(algorithm, new.masked_fill(padding, nan), mask=mask, advantages=shown, **others)
-    assert found[0] == pytest.approx(expected, abs=1e-9)
-    assert torch.allclose(found[1], slope, atol=1e-9, rtol=0)
-    assert slope.abs().max() > 1e-3
 
 
 # ---- A trainer's update, from one response at a time ----

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from typing import NamedTuple
 
 import torch
@@ -62,13 +61,3 @@ def scores_of_log_ratios(chosen, rejected, requires_grad=False) -> PreferenceSco
     """Scores with the given `h_w` and `h_l`: the reference's are all -7 and -9."""
     pairs = [Pair(h_w - 7.0, h_l - 9.0, -7.0, -9.0) for h_w, h_l in zip(chosen, rejected, strict=True)]
     return scores_of(pairs, requires_grad=requires_grad)
-
-
-def random_pairs(generator: random.Random) -> list[Pair]:
-    spread = 10 ** generator.uniform(0, 1.5)
-    pairs = []
-    for _ in range(generator.randint(1, 7)):
-        lengths = generator.randint(1, 40), generator.randint(1, 40)
-        policy = [-length * generator.uniform(0.2, 4) for length in lengths]
-        pairs.append(Pair(*policy, *(value + generator.gauss(0, spread) for value in policy), *lengths))
-    return pairs

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import copy
 import itertools
-from types import SimpleNamespace
 
 import pytest
 import torch
-from accelerate import Accelerator
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from trl.trainer.utils import add_fused_lm_head
 
-from tests.support.float64 import float32_again
 from tests.support.naive_policy import Steps
 from tests.support.rollout_once import REPLAY, initial_model, online_preference_specification, prompts, thirds, train
 from tests.support.tiny import response_log_prob
 from tests.support.train_once import largest_difference, parameters, relative_difference, result
-from tests.support.trl_private import forget_accelerator, rollout_batches
+from tests.support.trl_private import rollout_batches
 from trl_ext import OnlinePreferenceConfig, OnlinePreferenceTrainer
 from trl_ext.evaluation.judging.protocol import JudgeError
 from trl_ext.losses import PreferenceObjective, PreferenceScores, aot, dpo, ipo, simpo
@@ -27,7 +23,6 @@ from trl_ext.rollouts.replay import importance_weights
 from trl_ext.trainers.online_preference import trainer as online_preference
 from trl_ext.trainers.online_preference.judge_rewards import JudgeRewards
 from trl_ext.trainers.online_preference.pairs import deal_pairs
-from trl_ext.trainers.policy.scoring import ScoringTemperature
 
 pytestmark = pytest.mark.usefixtures("in_float64")
 
@@ -179,33 +174,6 @@ def test_held_out_loss(loss, batch, temperature, policy_path, tmp_path):
     scores = expected_scores(policy_path, model, expected_pairs(recorder.responses, "best_worst"))
     assert metrics["eval_loss"] == pytest.approx(LOSSES[loss](scores).mean().item(), rel=1e-8)
     assert metrics["eval_pairs/count"] == batch // 4
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-@float32_again()
-def test_mixed_precision_is_that_of_the_policy_and_of_the_reference(temperature, policy_path):
-    """Models of equal weights score alike in bfloat16, the reference prepared earlier, as by TRL, the policy later."""
-    forget_accelerator()
-    try:
-        accelerator = Accelerator(cpu=True, mixed_precision="bf16")
-        policy, reference = (AutoModelForCausalLM.from_pretrained(policy_path, dtype=torch.float32) for _ in range(2))
-        for model in (policy, reference):
-            add_fused_lm_head(model, temperature=temperature, outputs=("log_probs",))
-        args = SimpleNamespace(cast_lm_head_to_fp32=False)
-        trainer = SimpleNamespace(temperature=temperature, model=policy, accelerator=accelerator, args=args)
-        trainer.ref_model = accelerator.prepare_model(reference, evaluation_mode=True)
-        ScoringTemperature(trainer)
-        ids = torch.arange(3, 27).view(2, 12)
-        models = (accelerator.prepare_model(policy).eval(), trainer.ref_model.eval())
-        with torch.no_grad():
-            own, other = (model(input_ids=ids, labels=ids, fused_lm_head=True).log_probs for model in models)
-            full = AutoModelForCausalLM.from_pretrained(policy_path, dtype=torch.float32).eval()
-            exact = full(input_ids=ids).logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
-    finally:
-        forget_accelerator()
-    assert own.dtype == other.dtype == torch.float32
-    assert torch.equal(own, other)
-    assert 0 < (own[..., -exact.size(1) :] - exact).abs().max() < 0.1, "bfloat16, at temperature 1"
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])

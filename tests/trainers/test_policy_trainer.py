@@ -271,12 +271,17 @@ def test_reports_are_of_the_sampled_responses(policy_path, tmp_path):
     assert entries(trainer)[1]["greedy/reward"] == pytest.approx(baseline, abs=1e-6)
 
 
-def test_the_penalty_for_a_missing_end(policy_path, tmp_path):
-    """Off the reward of every response that was cut, before advantages; `reward` itself is without it."""
-    args = {"missing_eos_penalty": 2.0, "advantage": "group_centered", "beta": 0.0}
+@pytest.mark.parametrize("args", [{"missing_eos_penalty": 2.0}, {"overlong_share": 0.5}], ids=str)
+def test_penalties_of_length(args, policy_path, tmp_path):
+    """Off the reward of every truncated response, or of every token beyond 4 of 8 a quarter, before advantages;
+    `reward` itself is without it."""
+    args = {**args, "advantage": "group_centered", "beta": 0.0}
     trainer = train({"model": policy_path, "args": args}, str(tmp_path))
     rewards, finished = trainer.rewards.by_function, trainer.rewards.finished.tolist()
-    shaped = [r - (0.0 if ended else 2.0) for r, ended in zip(rewards[:, 0].tolist(), finished, strict=True)]
+    penalties = [0.0 if ended else 2.0 for ended in finished]
+    if "overlong_share" in args:
+        penalties = [max(length - 4, 0) / 4 for length in trainer.rewards.lengths.tolist()]
+    shaped = [r - penalty for r, penalty in zip(rewards[:, 0].tolist(), penalties, strict=True)]
     (entry,) = entries(trainer)
     assert 0 < sum(finished) < 8
     assert entry["reward"] == pytest.approx(statistics.fmean(rewards[:, 0].tolist()), rel=1e-5)

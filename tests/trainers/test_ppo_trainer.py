@@ -214,24 +214,6 @@ def test_equals_plain_arithmetic(name, policy_path, tmp_path):
     assert logs[1]["clip_ratio/region_mean"] > 0
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_the_ratio_is_1_before_the_first_update(accumulation, policy_path, tmp_path):
-    """Whether TRL computes the rollout's log-probabilities or leaves them out (one update per rollout)."""
-    args = {"num_iterations": 3 - accumulation, "per_device_train_batch_size": 8 // accumulation}
-    spec = specification(policy_path, args={**args, "gradient_accumulation_steps": accumulation, "max_steps": 1})
-    trainer = move_value_head(build(spec, str(tmp_path)))
-    trainer.train()
-    logs = trainer.state.log_history[0]
-    assert "frac_reward_zero_std" not in logs, "no group has more than one reward"
-    assert logs["approx_kl"] < 1e-10 and logs["clip_ratio/region_mean"] == 0 and logs["value_clip_ratio"] == 0
-    # The policy's part is minus the mean of whitened advantages, 0.
-    squares = tokens = 0
-    for batch in rollout_batches(trainer):
-        squares += ((batch["old_values"] - batch["returns"]).square() * batch["completion_mask"]).sum().item()
-        tokens += batch["completion_mask"].sum().item()
-    assert logs["loss"] == pytest.approx(0.1 * squares / 2 / tokens, rel=1e-8, abs=1e-9)
-
-
 @pytest.mark.parametrize("kl_in", ["reward", "loss"])
 def test_what_could_not_be_scored_takes_no_part_in_the_loss(kl_in, policy_path, tmp_path):
     """Five of eight responses have no reward. Where every ratio is 1 the policy's part is minus the mean of the

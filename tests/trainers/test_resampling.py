@@ -1,4 +1,4 @@
-"""Dynamic sampling: which groups are kept, the rollout made of them, and the update on it."""
+"""Dynamic sampling: which groups are kept, and the rollout made of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 from datasets import Dataset, IterableDataset
 
 from tests.support.rollout_once import build, prompts, train
-from tests.support.tiny import token_log_probs
 from tests.support.train_once import largest_difference, parameters, result
 from tests.support.trl_private import logged_metrics, logged_samples, score_rollout
 from trl_ext.trainers.policy.resampling import fill_places, has_two_rewards
@@ -178,51 +177,6 @@ def test_penalties_of_length_are_no_signal(policy_path, tmp_path):
         rollout(trainer, [0, 1, 2])
         assert logged(trainer)["dead"] == 1
         assert logged_metrics(trainer)["shaped_reward"][-1] < 0
-
-
-# ---- The update ----
-
-
-def test_the_update_is_that_of_the_kept_groups(policy_path, tmp_path):
-    """DAPO whole by hand: -A_i log p summed over the kept tokens, divided by their number; its gradient in float64.
-
-    Groups are kept for their rewards as they are; of 8 tokens at most, the last 1.6 cost a response up to 1.
-    """
-    kept = []
-
-    def reward(completion_ids, row_id, **_):
-        rewards = lengthy(completion_ids, row_id)
-        for start in range(0, len(rewards), GROUP):
-            group = rewards[start : start + GROUP]
-            if len(set(group)) > 1 and len(kept) < GROUPS:
-                kept.append((row_id[start], completion_ids[start : start + GROUP], group))
-        return rewards
-
-    args = {**ARGS, "algorithm": "dapo_full", "learning_rate": 1.0}
-    spec = {"model": policy_path, "prompts": PROMPTS, "args": args}
-    trainer = train(spec, str(tmp_path), reward_funcs=reward, rollout_func=rollout_func)
-    assert len(kept) == GROUPS
-    model = build(spec, str(tmp_path / "fresh")).model
-    rows = {row["row_id"]: row["prompt"] for row in prompts(PROMPTS)}
-    encode, total, tokens = trainer.processing_class.apply_chat_template, 0.0, 0
-    expected = 0.0
-    for row, responses, rewards in kept:
-        prompt = encode(rows[row], add_generation_prompt=True, tokenize=True, return_dict=True)["input_ids"]
-        rewards = [r - min(max((len(ids) - 6.4) / 1.6, 0), 1) for r, ids in zip(rewards, responses, strict=True)]
-        mean = sum(rewards) / GROUP
-        deviation = math.sqrt(sum((reward - mean) ** 2 for reward in rewards) / GROUP)
-        for ids, reward in zip(responses, rewards, strict=True):
-            advantage = (reward - mean) / (deviation + 1e-6)
-            own = token_log_probs(model, prompt, ids).gather(1, torch.tensor(ids)[:, None])[:, 0]
-            counted = torch.tensor([token % 5 > 0 for token in ids])
-            total = total - advantage * own[counted].sum()
-            expected -= advantage * int(counted.sum())
-            tokens += int(counted.sum())
-    (total / tokens).backward()
-    assert result(trainer).losses[0] == pytest.approx(expected / tokens, abs=1e-7)
-    after = parameters(trainer)
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.detach() - after[name], parameter.grad, rtol=1e-9, atol=1e-12)
 
 
 def test_what_resampling_cannot_use_is_refused(policy_path, tmp_path):

@@ -1,23 +1,36 @@
-"""Assignments as they are written, and the grader on right, wrong and broken submissions."""
+"""Assignments: what is written, the grader, the cases of each function, and training on students' functions."""
 
 from __future__ import annotations
 
 import ast
+import importlib
 import json
+import math
 import os
 import re
 import runpy
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file
+from torch.nn.functional import logsigmoid
 
+from tests.support.naive_policy import algorithm
+from trl_ext import PolicyConfig, PolicyTrainer, load_benchmark
+from trl_ext.assignment import cases, train
+from trl_ext.assignment.cases import TASKS, build_cases
+from trl_ext.assignment.checking import call, verdict
+from trl_ext.assignment.mistakes import LOG_OF_SIGMOID, mistakes_of
 from trl_ext.assignment.write import HERE, write_assignment
 from trl_ext.files import read_yaml
+from trl_ext.losses import PolicyScores, PreferenceScores
+from trl_ext.toy import MODEL_DIR
 
 SHIPPED = ("rlhf_project", "reasoning")
 
@@ -205,3 +218,185 @@ def test_figures_of_runs(results, points, part, tmp_path, monkeypatch):
     goal = {"measure": "win_rate.half.rate", "at_least": 0.6, "points": 2}
     row = grade_threshold(tmp_path, {"recipe": "dpo", "uses": ["dpo"], **goal})
     assert row["score"] == points and part in row["output"]
+
+
+# ---- The solutions are the library, and every known mistake is named ----
+
+SOLUTIONS = {
+    name: value
+    for file in sorted((HERE / "packages").glob("*/*/*.py"))
+    for name, value in runpy.run_path(str(file)).items()
+    if name in TASKS
+}
+
+
+def failures(name: str, function, seed: int = 2, count: int = 8) -> list[str]:
+    verdicts = [verdict(call(function, case), case) for case in build_cases(name, seed, count)]
+    return [said for said in verdicts if said is not None]
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_the_solution_is_the_library(name):
+    for seed in (1, 2, 3):
+        assert failures(name, SOLUTIONS[name], seed) == []
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_every_mistake_is_named(name):
+    """On the hidden cases of the shipped assignments, and none of them is a visible one."""
+    built = build_cases(name, 2, 8)
+    visible = {str(case["arguments"]) for case in build_cases(name, 1, 4)}
+    assert not visible & {str(case["arguments"]) for case in built}
+    assert mistakes_of(name)
+    for says, wrong in mistakes_of(name):
+        outcomes = [call(partial(wrong, TASKS[name].right), case, scores=PreferenceScores) for case in built]
+        verdicts = [verdict(outcome, case) for outcome, case in zip(outcomes, built, strict=True)]
+        assert any(said and says in said for said in verdicts), (says, verdicts)
+
+
+# ---- What a test says ----
+
+
+def in_place(scores, *, beta):
+    losses = -logsigmoid(beta * (scores.chosen_log_ratio - scores.rejected_log_ratio))
+    scores.chosen.sub_(1)
+    return losses
+
+
+@pytest.mark.parametrize(
+    "function, part",
+    [
+        (lambda scores, *, beta: None, "got None: is there a return?"),
+        (lambda scores, *, beta: -logsigmoid(beta * scores.margin.detach()), "the gradient of scores.chosen is 0: is"),
+        (lambda scores, *, beta: -logsigmoid(beta * scores.margin)[:, None], "must have the shape [5], got [5, 1]"),
+        (lambda scores, *, beta: -logsigmoid(beta * scores.margin).half(), "must have the dtype torch.float64"),
+        (in_place, "changes its argument scores.chosen in place"),
+        (lambda scores, *, beta: exit(), "ends the program"),
+        (lambda scores: scores, "raises TypeError"),
+    ],
+)
+def test_what_a_test_says(function, part):
+    assert part in failures("dpo", function, count=1)[0]
+
+
+def no_backward(policy_log_probs, response_mask, gradient_accumulation_steps, normalize_constant):
+    rows = -(policy_log_probs * response_mask).sum(1) / normalize_constant
+    return rows.mean() / gradient_accumulation_steps, {}
+
+
+@pytest.mark.parametrize(
+    "name, function, message, count",
+    [
+        ("dpo", lambda scores, *, beta: -(beta * scores.margin).sigmoid().log(), LOG_OF_SIGMOID, 3),
+        ("bradley_terry", lambda chosen, rejected, **_: (1 + (rejected - chosen).exp()).log(), LOG_OF_SIGMOID, None),
+        ("masked_mean", lambda tensor, mask, dim: (tensor * mask).sum(dim) / mask.sum(dim), "0 times NaN is NaN", 3),
+        ("sft_microbatch_step", no_backward, "backward() is not called", 9),
+    ],
+)
+def test_mistakes_in_the_students_own_words_are_named(name, function, message, count):
+    """An infinity, and a product with the mask, each on the three special cases alone, and a gradient."""
+    found = failures(name, function)
+    assert any(message in each for each in found), found
+    assert count is None or len(found) == count
+
+
+# ---- Functions that the library has only in parts ----
+
+
+def test_log_probs_by_hand():
+    """Logits 0 and log 3 give probabilities 1/4 and 3/4; log(3/4) + log(1/4) = log(3/16) for tokens 1 and 0."""
+    logits = torch.tensor([[[0.0, math.log(3)]] * 3], dtype=torch.float64)
+    found = cases.sequence_log_probs(logits, torch.tensor([[0, 1, 0]]), torch.tensor([[0, 1, 1]]))
+    assert found.item() == pytest.approx(math.log(3 / 16))
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "gspo"])
+def test_whole_losses_are_the_algorithms_of_the_table(name):
+    """The course's rows have clip 0.2 and a KL term of 0.01 averaged by itself."""
+    generator = torch.Generator().manual_seed(0)
+    new, old, ref = (-3 * torch.rand(4, 5, generator=generator, dtype=torch.float64) for _ in range(3))
+    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [1, 0, 0, 0, 0], [1, 1, 1, 1, 0]])
+    advantages = torch.tensor([1.0, -0.5, 0.3, -2.0], dtype=torch.float64)
+    scores = PolicyScores(new, old, mask, advantages, ref_log_probs=ref)
+    expected, _ = algorithm(f"berkeley_{name}").loss(scores, constant=7)
+    value = TASKS[f"{name}_loss"].right(new, old, ref, mask, advantages, 0.2, 0.01, max_new_tokens=7)
+    assert value.item() == pytest.approx(expected.item(), rel=1e-12)
+
+
+# ---- Training on students' functions ----
+
+SHORT = ("--max_steps", "2", "--eval_prompts", "0", "--disable_tqdm", "true", "--seed", "0")
+
+
+@pytest.fixture
+def course(tmp_path, monkeypatch):
+    """`course(package, solution)`: the folder of an assignment, which is the working directory."""
+
+    def write(package: str, solution: bool = True) -> None:
+        write_assignment(HERE / "packages" / package, tmp_path / "course", solution=solution)
+        monkeypatch.chdir(tmp_path / "course")
+
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield write
+    for module in [name for name in sys.modules if name.startswith(("my_rlhf", "my_reasoning"))]:
+        del sys.modules[module]
+
+
+def results(recipe: str) -> dict:
+    return json.loads(Path(f"runs/{recipe}/results.json").read_text())
+
+
+def error(capsys, *arguments: str) -> str:
+    with pytest.raises(SystemExit) as stopped:
+        train.main(list(arguments))
+    assert stopped.value.code == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_whole_loss_trains_as_the_library_s_algorithm_does(course, tmp_path):
+    """GRPO as one scalar from the student, and as the row of the table that the recipes train with."""
+    course("rlhf_project")
+    train.main(["--recipe", "grpo", *SHORT, "--num_iterations", "2"])
+    assert results("grpo") == {"recipe": "grpo", "yours": ["grpo_loss", "group_normalized"], "steps": 2}
+    settings = train.read_yaml("assignment.yaml")["recipes"]["grpo"]["settings"] | train.COMMON
+    settings |= {"max_steps": 2, "num_iterations": 2, "max_completion_length": 48, "output_dir": str(tmp_path / "own")}
+    config = PolicyConfig(algorithm="grpo", beta=0.0, seed=0, **settings)
+    prompts = load_benchmark()["train_gen"]
+    trainer = PolicyTrainer(str(MODEL_DIR), [train.known_score], args=config, train_dataset=prompts)
+    trainer.train()
+    own, trained = load_file("runs/grpo/model.safetensors"), dict(trainer.model.named_parameters())
+    assert all(torch.allclose(own[name], trained[name].cpu(), atol=1e-5) for name in own)
+
+
+@pytest.mark.slow
+def test_a_preference_run_is_compared_with_its_base(course, capsys):
+    course("rlhf_project")
+    train.main(["--recipe", "ipo", *SHORT, "--eval_prompts", "8"])
+    assert results("ipo")["yours"] == ["ipo"] and results("ipo")["win_rate"]["half"]["n"] == 8
+    unknown = error(capsys, "--recipe", "dpo", "--learning_rat", "1")
+    assert "PreferenceConfig has no setting --learning_rat" in unknown
+
+
+@pytest.mark.slow
+def test_steps_train_and_accuracy_is_the_library_s(course, capsys):
+    """A student whose parser finds nothing earns no reward but has an accuracy, and a step must call backward()."""
+    course("reasoning")
+    short = ("--max_steps", "1", "--eval_prompts", "20", "--disable_tqdm", "true")
+    train.main(["--recipe", "sft", *short])
+    assert "sft_microbatch_step" in results("sft")["yours"] and results("sft")["accuracy"] > 0.3
+    importlib.import_module("my_reasoning.rewards").parse_gsm8k_response = lambda model_output: None
+    train.main(["--recipe", "grpo", *short, "--per_device_train_batch_size", "4", "--num_generations", "2"])
+    assert results("grpo")["accuracy"] > 0.3
+    own, before = (load_file(f"{folder}/model.safetensors") for folder in ("runs/grpo", MODEL_DIR))
+    assert all(torch.equal(own[name], before[name].to(own[name])) for name in own)
+    module = importlib.import_module("my_reasoning.losses")
+    module.sft_microbatch_step = lambda log_probs, mask, steps, **_: (-(log_probs * mask).sum(), {})
+    assert "no gradient has reached the log-probabilities" in error(capsys, "--recipe", "sft", *short)
+
+
+@pytest.mark.slow
+def test_a_function_that_is_not_implemented(course, capsys):
+    course("rlhf_project", solution=False)
+    assert "implement dpo in my_rlhf/preference.py" in error(capsys, "--recipe", "dpo", *SHORT)
+    assert "no recipe 'dop': there are dpo, ipo, aot" in error(capsys, "--recipe", "dop")
