@@ -167,6 +167,9 @@ def test_an_appended_end_token_is_no_part_of_a_prompt(single, text):
     prompt, response = encode_turn(tokenizer, text, "sat")
     assert (prompt, response) == (expected, [*build_tokenizer()("sat")["input_ids"], end])
     assert encode_turn(tokenizer, text, "sat", finished=False)[1] == response[:-1]
+    if beginning:
+        # As a chat template renders it: with one beginning, not two.
+        assert prompt_tokens(tokenizer, beginning + text, None) == build_tokenizer()(beginning + text)["input_ids"]
     chat = [{"role": "user", "content": "the cat"}]
     assert prompt_tokens(tokenizer, chat, None) == prompt_tokens(build_tokenizer(), chat, None)
     (document,) = encode_documents(tokenizer, [{"prompt": "Why?", "response": "So"}])

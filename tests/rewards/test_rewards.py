@@ -116,8 +116,8 @@ def test_plain_text(tiny_model_path, folders):
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_truncation(shared, tiny_model_path, folders, tmp_path):
-    """The last 7 tokens of the prompt and the first 5 of the completion, its end token only if it fits."""
+def test_truncation(shared, tiny_model_path, folders, tmp_path, caplog):
+    """The last 7 tokens of the prompt and the first 5 of the completion, its end token only if it fits; two lines."""
     shutil.copytree(folders["adapter"], tmp_path / "short")
     (tmp_path / "short" / "reward_model.json").write_text('{"max_prompt_tokens": 7, "max_response_tokens": 5}')
     reward = RewardModel(tmp_path / "short")
@@ -131,6 +131,8 @@ def test_truncation(shared, tiny_model_path, folders, tmp_path):
         sequences.append(tokenizer(rendered)["input_ids"][-7:] + ids[:5])
     expected = plain_scores(plain_model(tiny_model_path, folders["adapter"]), sequences)
     assert (reward.score(PROMPTS, COMPLETIONS) - expected).abs().max() <= 2e-6
+    assert "reads no more than 7 tokens: its max_prompt_tokens" in caplog.text
+    assert "reads no more than 5 tokens: its max_response_tokens" in caplog.text
 
 
 def test_neither_batch_size_nor_order_nor_company_matters(folders):

@@ -86,6 +86,10 @@ GSM8K = [
     ("So 3 x 400 = $1,200.", "1200", (1, 1, 1)),
     ("It is 1200, or 12.", "1200", (1, 0, 0)),
     ("</think> <answer> 72 </answer>", 72, (1, 1, 1)),
+    # The column `answer` of GSM8K itself.
+    ("So the answer is 72", "48/2 = <<48/2=24>>24, and 48+24 = <<48+24=72>>72.\n#### 72", (1, 1, 1)),
+    ("So the answer is 71", "48/2 = <<48/2=24>>24, and 48+24 = <<48+24=72>>72.\n#### 72", (1, 0, 0)),
+    ("It is 1200.", "#### 1,200", (1, 1, 1)),
     ("None.", "5", (0, 0, 0)),
     ("", "5", (0, 0, 0)),
 ]
@@ -131,7 +135,7 @@ def test_a_truth_compared_with_itself_is_correct(spelling):
         assert parts(question_only_reward(rf"so \boxed{{{spelled}}}.", text)) == (1, 1, 1), text
 
 
-@pytest.mark.parametrize("truth", ["", [], None, float("nan"), r"\boxed{7"])
+@pytest.mark.parametrize("truth", ["", [], None, float("nan"), r"\boxed{7", "It is 7. ####"])
 @pytest.mark.parametrize("response", [TAGGED.format("7"), "no form"])
 def test_a_truth_that_is_none_is_refused(truth, response):
     with pytest.raises(ValueError, match="truth"):

@@ -367,8 +367,8 @@ def test_reward_columns_outside_of_a_rollout(policy_path, tmp_path):
 # ---- Rollouts ----
 
 
-def test_long_prompts_lose_their_beginning(policy_path, tmp_path):
-    """The last 12 tokens, with the template's start of the answer at their end; reward functions see the whole."""
+def test_long_prompts_lose_their_beginning(policy_path, tmp_path, caplog):
+    """The last 12 tokens, with the template's start of the answer at their end, and a line; rewards see the whole."""
     seen = []
 
     def reward(prompts, completion_ids, **_):
@@ -386,3 +386,4 @@ def test_long_prompts_lose_their_beginning(policy_path, tmp_path):
     assert all(len(ids) > 12 for ids in whole)
     assert found == {tuple(ids[-12:]) for ids in whole}
     assert seen[0] == rows[0] and seen[-1] == rows[1]
+    assert "tokens loses its beginning, with any system message: max_prompt_tokens is 12" in caplog.text

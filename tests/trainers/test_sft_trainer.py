@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import trl
 from accelerate.utils import set_seed
 from datasets import Dataset
 from safetensors.torch import load_file
@@ -15,11 +16,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.support import recipes
 from tests.support.files import read_rows
-from tests.support.tiny import response_log_prob
+from tests.support.tiny import build_tokenizer, response_log_prob
 from tests.support.train_once import DEFAULTS
 from trl_ext import ExpertIterationConfig, ExpertIterationTrainer, SFTConfig, SFTTrainer
+from trl_ext.data import encode_turn
 from trl_ext.data.math import load_math, math_prompt
-from trl_ext.rewards.verified import VerifiedGrader
+from trl_ext.rewards.verified import VerifiedGrader, r1_zero_reward
 from trl_ext.rollouts import SamplingSettings, responses
 from trl_ext.toy import MODEL_DIR
 from trl_ext.trainers.expert_iteration import NoCorrectResponseError, keep_correct
@@ -84,8 +86,28 @@ def test_long_rows_are_counted(tiny_model_path, tmp_path, caplog):
         trainer = trainer_of(tiny_model_path, tmp_path, ROWS, max_length=20)
     assert "2 of 4 rows exceed max_length 20" in caplog.text
     assert len(trainer.train_dataset) == 3
+    caplog.clear()
+    turns = [{"messages": [*row["prompt"], *row["completion"]]} for row in messages(ROWS)]
+    with caplog.at_level(logging.WARNING):
+        lengths = [
+            len(ids) for ids in trainer_of(tiny_model_path, tmp_path, turns, max_length=40).train_dataset["input_ids"]
+        ]
+    assert f"{lengths.count(40)} of 4 rows exceed max_length 40" in caplog.text and 40 in lengths
     with pytest.raises(ValueError, match="no completion of the train dataset is within max_length"):
         trainer_of(tiny_model_path, tmp_path, ROWS, max_length=2)
+
+
+def test_thoughts_are_trained_as_they_are_written():
+    """Qwen3's template would set line breaks around the thoughts, and the grader would not know the form."""
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = (Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja").read_text()
+    problem, written = [{"role": "user", "content": "2+2?"}], " 2+2=4 </think> <answer> 4 </answer>"
+    for text in (f"<think>{written}", "<think>\n2+2=4\n</think>\n\nIt is 4."):
+        _, ids = encode_turn(tokenizer, problem, text, verbatim=True)
+        assert tokenizer.decode(ids) == f"{text}<|im_end|>\n"
+    _, truncated = encode_turn(tokenizer, problem, f"<think>{written}", verbatim=True, finished=False)
+    assert tokenizer.decode(truncated) == f"<think>{written}"
+    assert r1_zero_reward(tokenizer.decode(truncated), "4")["reward"] == 1
 
 
 def test_tools_are_refused(tiny_model_path, tmp_path):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from trl_ext.processes import warn_once_per_run
+
 Messages = list[dict[str, Any]]
 
 
@@ -17,6 +19,7 @@ def encode_turn(
     max_prompt_tokens: int | None = None,
     max_response_tokens: int | None = None,
     template_kwargs: dict[str, Any] | None = None,
+    verbatim: bool = False,
 ) -> tuple[list[int], list[int]]:
     """Token ids of a prompt and its response, tokenized separately as in generation.
 
@@ -28,6 +31,7 @@ def encode_turn(
         max_prompt_tokens: longer prompts lose their beginning; None for no limit.
         max_response_tokens: longer responses lose their end, the end-of-turn token included; None for no limit.
         template_kwargs: arguments for the chat template in addition to the messages, such as `tools`.
+        verbatim: keep a text with `</think>` as it is where the template would set other spaces around the thoughts.
 
     Returns:
         Prompt ids and response ids; a reward model reads their concatenation.
@@ -53,8 +57,11 @@ def encode_turn(
             response_ids = [*response_ids, tokenizer.eos_token_id]
     else:
         rendered, turn = _render(tokenizer, prompt, response, text, template_kwargs or {})
+        end = _end_of_turn(tokenizer, prompt, template_kwargs or {}) if verbatim or not finished else ""
+        if verbatim and "</think>" in text and not turn.startswith(text.strip()):
+            turn = text + end
         if not finished:
-            turn = turn.removesuffix(_end_of_turn(tokenizer, prompt, template_kwargs or {}))
+            turn = turn.removesuffix(end)
         prompt_ids = tokenizer(rendered, add_special_tokens=False, **warn_of_prompts)["input_ids"]
         response_ids = tokenizer(turn, add_special_tokens=False, **warn_of_responses)["input_ids"]
     # The end of a prompt holds the question that the response answers. A truncated response loses its end token, so it
@@ -84,8 +91,11 @@ def _end_of_turn(tokenizer, prompt: Messages, options: dict) -> str:
 def text_ids(tokenizer, text: str, **options: Any) -> list[int]:
     """Token ids of a text that another follows, without the end token that some tokenizers append to every text.
 
-    The tokens that the tokenizer puts before a text stay, and so does an end token that the text itself contains.
+    The tokens that the tokenizer puts before a text stay, and so does an end token that the text itself contains. A
+    text that begins with the begin token, as a chat template renders it, gets no second one.
     """
+    if tokenizer.bos_token and text.startswith(tokenizer.bos_token):
+        return tokenizer(text, add_special_tokens=False, **options)["input_ids"]
     ids = tokenizer(text, **options)["input_ids"]
     if ids[-1:] != [tokenizer.eos_token_id]:
         return ids
@@ -93,6 +103,16 @@ def text_ids(tokenizer, text: str, **options: Any) -> list[int]:
     # Of an empty text, a single token is the beginning if it can be one.
     appended = ids[-len(own) :] != own if own else len(ids) > 1 or tokenizer.bos_token_id != ids[-1]
     return ids[:-1] if appended else ids
+
+
+def truncate_prompt(ids: list[int], limit: int | None) -> list[int]:
+    """The last `limit` tokens of a prompt, where the question is; one line a run says so. None for no limit."""
+    if limit is None or len(ids) <= limit:
+        return ids
+    warn_once_per_run(
+        f"a prompt of {len(ids)} tokens loses its beginning, with any system message: max_prompt_tokens is {limit}"
+    )
+    return ids[-limit:]
 
 
 def prompt_text(prompt: Messages | str) -> str:

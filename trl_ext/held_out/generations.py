@@ -32,6 +32,7 @@ class GenerationSettings:
         temperature: temperature for the responses that are compared and shown; 0 for greedy decoding.
         batch_size, seed: prompts per batch, and seed of the sampling.
         num_kl_prompts: the divergence is estimated on the first so many prompts; None for all.
+        stop: strings that end a response.
     """
 
     max_prompt_tokens: int | None
@@ -40,6 +41,7 @@ class GenerationSettings:
     batch_size: int = 32
     seed: int = 0
     num_kl_prompts: int | None = None
+    stop: tuple[str, ...] = ()
 
 
 class GenerationEvaluation:
@@ -169,6 +171,8 @@ class GenerationEvaluation:
                 max_new_tokens=settings.max_new_tokens,
                 max_prompt_tokens=settings.max_prompt_tokens,
                 temperature=temperature,
+                stop=settings.stop,
+                template_kwargs=getattr(self.trainer, "chat_template_kwargs", None),
                 batch_size=settings.batch_size,
                 seed=settings.seed + rank,
                 progress=label if progress and accelerator.is_main_process else None,

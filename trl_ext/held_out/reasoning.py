@@ -65,6 +65,7 @@ class ReasoningEvaluation:
         trainer, settings = self.trainer, self.settings
         if decoding == "greedy":
             settings = dataclasses.replace(settings, temperature=0.0)
+        settings = dataclasses.replace(settings, template_kwargs=getattr(trainer, "chat_template_kwargs", None))
         tokenizer = trainer.processing_class
         with trained_policy(trainer) as policy:
             return evaluate_reasoning(

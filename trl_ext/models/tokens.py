@@ -41,7 +41,7 @@ def tokenize_prompt_and_output(prompt_strs: Sequence[str], output_strs: Sequence
     padding = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     if padding is None:
         raise ValueError("the tokenizer has neither a padding nor an end-of-text token: set tokenizer.pad_token")
-    prompts = [_prompt_ids(tokenizer, prompt) for prompt in prompt_strs]
+    prompts = [text_ids(tokenizer, prompt) for prompt in prompt_strs]
     outputs = [tokenizer(output, add_special_tokens=False)["input_ids"] for output in output_strs]
     for row, prompt in enumerate(prompts):
         if not prompt:
@@ -55,12 +55,6 @@ def tokenize_prompt_and_output(prompt_strs: Sequence[str], output_strs: Sequence
         is_output[row, len(prompt) : end] = True
     # Copies, so that changing one in place does not change the other.
     return {"input_ids": tokens[:, :-1].clone(), "labels": tokens[:, 1:].clone(), "response_mask": is_output[:, 1:]}
-
-
-def _prompt_ids(tokenizer, prompt: str) -> list[int]:
-    """Ids of a text that another follows: one beginning-of-text token if the tokenizer uses one, and no end token."""
-    has_beginning = bool(tokenizer.bos_token) and prompt.startswith(tokenizer.bos_token)
-    return tokenizer(prompt, add_special_tokens=False)["input_ids"] if has_beginning else text_ids(tokenizer, prompt)
 
 
 def completion_mask(completion_ids: Tensor, eos_token_id: int | Sequence[int]) -> Tensor:

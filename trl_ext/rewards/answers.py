@@ -53,7 +53,8 @@ def truth_texts(truth: str | float | Iterable[str | float]) -> list[str]:
     if not isinstance(truth, str) or not truth.strip():
         raise ValueError(f"the truth must be a text, a finite number or a list of those, got {truth!r}")
     if "\\boxed" not in truth:
-        return [truth.strip()]
+        # The solutions of GSM8K's own column `answer` end with `#### 72`.
+        return truth_texts(truth.rpartition("####")[2]) if "####" in truth else [truth.strip()]
     inside = last_boxed(truth)
     if inside is None or not inside.strip():
         raise ValueError(f"the truth {truth[:60]!r} has a \\boxed without an answer in it; mend the data")

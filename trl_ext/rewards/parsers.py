@@ -20,7 +20,8 @@ NUMBER = re.compile(
 )
 OPEN = r"(?:(?:option|choice)\s+)?(?:\\boxed\{|\\(?:text|mathrm|textbf)\{)*\(?"
 STATED_CHOICE = re.compile(
-    r"answer(?:\s+choice|\s+option)?(?:\s+is|\s+would\s+be|\s+must\s+be)?\s*:?[\s*\"'$]*" + OPEN + r"([A-Z])(?![\w'])",
+    r"(?:answer(?:\s+choice|\s+option)?|correct\s+(?:choice|option))(?:\s+is|\s+would\s+be|\s+must\s+be)?"
+    r"\s*:?[\s*\"'$]*" + OPEN + r"([A-Z])(?![\w'])",
     re.IGNORECASE,
 )
 LONE_CHOICE = re.compile(rf"\W*{OPEN}\W*([A-Za-z])\W*", re.IGNORECASE)

@@ -53,7 +53,7 @@ class RewardModel:
 
     Attributes:
         limits: `max_prompt_tokens`, beyond which prompts lose their beginning, and `max_response_tokens`, beyond which
-            completions lose their end; None for no limit. `RewardTrainer` saves them; 512 if unknown.
+            completions lose their end; None for no limit. `RewardTrainer` saves them; none if unknown.
         adapter: its LoRA adapter; None for a full model.
 
     Raises:
@@ -81,7 +81,7 @@ class RewardModel:
         self.name = self.__name__ = name or (f"{parent}-{last}" if says_little else last)
         limits = self.folder / LIMITS_FILE
         saved = json.loads(limits.read_text(encoding="utf-8")) if limits.is_file() else {}
-        self.limits = {name: saved.get(name, 512) for name in ("max_prompt_tokens", "max_response_tokens")}
+        self.limits = {name: saved.get(name) for name in ("max_prompt_tokens", "max_response_tokens")}
         self.batch_size, self.dtype, self.packing = batch_size, DTYPES[dtype], packing
         self.model = None
         self.backbone: SharedBackbone | None = None
@@ -176,6 +176,9 @@ class RewardModel:
                 ids = encode_turn(self.tokenizer, prompt, completion, finished=bool(ended), **self.limits)
             except ValueError as error:
                 raise ValueError(f"reward model {self.name}: completion {index}: {error}") from error
+            for (limit_name, limit), own in zip(self.limits.items(), ids, strict=True):
+                if limit is not None and len(own) == limit:
+                    warn_once_per_run(f"reward model {self.name} reads no more than {limit} tokens: its {limit_name}")
             sequences.append([*ids[0], *ids[1]])
         options = {"batch_size": self.batch_size, "pad_token_id": self.pad_token_id, "progress": progress}
         if self.backbone is not None:

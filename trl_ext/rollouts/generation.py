@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, StoppingCriteriaList
 
-from trl_ext.data.conversation import text_ids
+from trl_ext.data.conversation import text_ids, truncate_prompt
 from trl_ext.models import score_responses
 from trl_ext.models.batches import in_batches, pad_rows, temporarily
 from trl_ext.models.packing import unwrapped
@@ -64,6 +64,7 @@ class SamplingSettings:
     batch_size: int = 32
     top_k: int = 0
     repetition_penalty: float = 1.0
+    template_kwargs: dict[str, Any] | None = None
 
     def __post_init__(self):
         check_stop(self.stop)
@@ -87,6 +88,7 @@ def generate_responses(
     top_k: int = 0,
     repetition_penalty: float = 1.0,
     stop: Sequence[str] = (),
+    template_kwargs: dict[str, Any] | None = None,
     batch_size: int = 32,
     seed: int = 0,
     fast: bool = True,
@@ -105,6 +107,7 @@ def generate_responses(
         top_k: the number of most likely tokens to sample from; 0 for all.
         repetition_penalty: above 1, tokens of prompt and response become less likely (arXiv 1909.05858); 1 for none.
         stop: strings that end a response; the string remains in the response.
+        template_kwargs: arguments for the chat template in addition to the messages, such as `enable_thinking`.
         fast: False leaves sampling to transformers.
         progress: label of the progress bar; None for no bar.
 
@@ -126,7 +129,7 @@ def generate_responses(
         **(sampling if temperature > 0 else {}),
         **common,
     )
-    prompt_ids = [prompt_tokens(tokenizer, prompt, max_prompt_tokens) for prompt in prompts]
+    prompt_ids = [prompt_tokens(tokenizer, prompt, max_prompt_tokens, template_kwargs) for prompt in prompts]
     if not all(prompt_ids):
         raise ValueError(f"prompt {prompt_ids.index([])} is empty: there is nothing to continue")
     sampler = evaluation_sampler(model) if fast else None
@@ -176,17 +179,18 @@ def end_token_ids(model, tokenizer) -> set[int]:
     return {tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])} - {None}
 
 
-def prompt_tokens(tokenizer, prompt: list[dict] | str, max_prompt_tokens: int | None) -> list[int]:
+def prompt_tokens(
+    tokenizer, prompt: list[dict] | str, max_prompt_tokens: int | None, template_kwargs: dict[str, Any] | None = None
+) -> list[int]:
     """Token ids of a prompt: messages go through the chat template, and long prompts lose their beginning."""
     # The tokenizer warns about texts that are too long for the model, but the prompt is cut here.
     warn = {"verbose": max_prompt_tokens is None}
     if isinstance(prompt, str):
         ids = text_ids(tokenizer, prompt, **warn)
     else:
-        ids = tokenizer.apply_chat_template(
-            prompt, add_generation_prompt=True, tokenize=True, return_dict=True, tokenizer_kwargs=warn
-        )["input_ids"]
-    return ids if max_prompt_tokens is None else ids[-max_prompt_tokens:]
+        options = {"add_generation_prompt": True, "return_dict": True, "tokenizer_kwargs": warn}
+        ids = tokenizer.apply_chat_template(prompt, **options, **(template_kwargs or {}))["input_ids"]
+    return truncate_prompt(ids, max_prompt_tokens)
 
 
 def without_template(tokenizer, prompts: Sequence[list[dict] | str]) -> str | None:
@@ -247,7 +251,8 @@ class VLLMEngine:
         self, prompts: Sequence[list[dict] | str], *, seed: int = 0, progress: str | None = None
     ) -> list[Generation]:
         settings = self.settings
-        prompt_ids = [prompt_tokens(self.tokenizer, prompt, settings.max_prompt_tokens) for prompt in prompts]
+        limits = settings.max_prompt_tokens, settings.template_kwargs
+        prompt_ids = [prompt_tokens(self.tokenizer, prompt, *limits) for prompt in prompts]
         # One seed per request: equal prompts get different responses, whatever else is in the batch.
         sampling = [
             self._sampling(

@@ -185,6 +185,7 @@ def evaluate_generations(
         batch_size=arguments.generation_eval_batch_size if samples else arguments.generation_batch_size,
         num_kl_prompts=arguments.num_kl_prompts,
         seed=trainer.args.seed,
+        stop=tuple(getattr(trainer.args, "stop", None) or ()),
     )
     # Only the embedded benchmarks have a known quality for every response.
     score_function = known_score(arguments.dataset_name)

@@ -92,6 +92,15 @@ def report_plain_prompts(tokenizer: Any, dataset: Any) -> None:
         warn_once_per_run(line)
 
 
+def report_doubled_begin(tokenizer: Any, dataset: Any) -> None:
+    """Log a line if TRL's tokenization puts the begin token before plain prompts that begin with it."""
+    prompts = dataset[:100].get("prompt", []) if isinstance(dataset, Dataset) else []
+    begin = getattr(tokenizer, "bos_token", None)
+    texts = [text for text in prompts if begin and isinstance(text, str) and text.startswith(begin)]
+    if texts and tokenizer(texts[0])["input_ids"][:2] == 2 * [tokenizer.bos_token_id]:
+        warn_once_per_run(f"prompts begin with {begin}, and the tokenizer puts one before each: remove it from them")
+
+
 # ---- Rows as token ids ----
 
 

@@ -92,6 +92,7 @@ class KTOTrainer(ResilientTraining, WritesModelCard, TRLKTOTrainer):
             if dataset_name == "train" and (labels := {*dataset["label"]}) != {True, False}:
                 raise ValueError(f"KTO needs responses of both labels, true and false: train_dataset has {labels}")
         context.report_plain_prompts(processing_class, dataset)
+        context.report_doubled_begin(processing_class, dataset)
         context.quiet_about_length(processing_class)
         dataset = super()._prepare_dataset(dataset, processing_class, args, dataset_name)
         if self.calculate_KL and isinstance(dataset, Dataset) and (args.dataset_num_proc or 1) > 1:

@@ -80,13 +80,16 @@ class SFTTrainer(ResilientTraining, WritesModelCard, StepMetrics, TRLSFTTrainer)
             if isinstance(dataset, Dataset) and args.max_length is not None and not packing:
                 # TRL truncates rows, and drops those without a completion that is left.
                 count = sum(len(mask) > args.max_length for mask in dataset["completion_mask"])
-                if count:
-                    warn_once_per_run(
-                        f"{dataset_name}: {count} of {len(dataset)} rows exceed max_length {args.max_length}"
-                    )
+                _report_truncated(count, dataset_name, dataset, args)
                 if not any(any(mask[: args.max_length]) for mask in dataset["completion_mask"]):
                     raise ValueError(f"no completion of the {dataset_name} dataset is within max_length: raise it")
-        return super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
+            return super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
+        dataset = super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
+        if isinstance(dataset, Dataset) and "input_ids" in dataset.column_names and not packing:
+            # TRL has truncated them without a word.
+            count = sum(len(ids) == args.max_length for ids in dataset["input_ids"])
+            _report_truncated(count, dataset_name, dataset, args)
+        return dataset
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         labels = inputs["shift_labels"] if "shift_labels" in inputs else inputs["labels"][..., 1:]
@@ -101,9 +104,14 @@ class SFTTrainer(ResilientTraining, WritesModelCard, StepMetrics, TRLSFTTrainer)
         return result
 
 
+def _report_truncated(count: int, name: str, dataset: Dataset, args: SFTConfig) -> None:
+    if count:
+        warn_once_per_run(f"{name}: {count} of {len(dataset)} rows exceed max_length {args.max_length}")
+
+
 def _encode(row: dict, tokenizer) -> dict:
     """`input_ids` of a row and `completion_mask`, 1 for the tokens of the completion and its end."""
     with encoding(row):
-        prompt_ids, completion_ids = encode_turn(tokenizer, row["prompt"], row["completion"])
+        prompt_ids, completion_ids = encode_turn(tokenizer, row["prompt"], row["completion"], verbatim=True)
     mask = [0] * len(prompt_ids) + [1] * len(completion_ids)
     return {"input_ids": prompt_ids + completion_ids, "completion_mask": mask}

@@ -238,6 +238,22 @@ class TestBasePolicy:
         assert pairs_metrics["before"]["summed"] == pairs_metrics["after"]["summed"]
         assert pairs_metrics["after"]["reference_corrected"]["margin"] == 0.0
 
+    def test_prompts_and_stop_strings_are_those_of_rollouts(self, tiny_model_path, tmp_path):
+        """The template's arguments reach the held-out prompts, and responses end where rollouts end."""
+        spec = {"trainer": "GRPOTrainer", "model": tiny_model_path, "args": {"chat_template_kwargs": {"shout": True}}}
+        trainer = build(spec, str(tmp_path))
+        trainer.processing_class.chat_template = (
+            "{% for message in messages %}{{ message.content | upper if shout else message.content }}{% endfor %}"
+        )
+        prompt = pairs(1)[0]["prompt"]
+        settings = GenerationSettings(max_prompt_tokens=None, max_new_tokens=40, temperature=1.0, stop=("a", "e"))
+        evaluation = GenerationEvaluation(trainer, [{"row_id": "0", "prompt": prompt}], settings)
+        found = evaluation._generate(trainer.model, [prompt] * 8, 1.0, "", False)
+        assert found[0].prompt_ids == trainer._tokenize_prompts([prompt])[0][0]
+        assert trainer.processing_class.decode(found[0].prompt_ids) == prompt[-1]["content"].upper()
+        stopped = [one.text for one in found if "a" in one.text or "e" in one.text]
+        assert stopped and all(text[-1] in "ae" and not {*text[:-1]} & {*"ae"} for text in stopped)
+
     def test_the_base_answers_each_prompt_once(self, tiny_model_path, tmp_path, monkeypatch):
         spec = {"trainer": "DPOTrainer", "model": tiny_model_path, "args": {"learning_rate": 0.05}}
         trainer = build(spec, str(tmp_path))

@@ -16,7 +16,7 @@ from datasets import Dataset
 from torch import Tensor
 from trl import GRPOTrainer as TRLGRPOTrainer
 
-from trl_ext.data.conversation import text_ids
+from trl_ext.data.conversation import text_ids, truncate_prompt
 from trl_ext.losses import PolicyScores, masked_sum
 from trl_ext.models.batches import temporarily
 from trl_ext.processes import warn_once_per_run
@@ -219,8 +219,8 @@ class PolicyTrainer(ResilientTraining, WritesModelCard, StepMetrics, TRLGRPOTrai
         prompt_ids, images, multimodal_fields = super()._tokenize_prompts(prompts)
         if isinstance(prompts[0], str):
             prompt_ids = [text_ids(self._tokenizer, prompt) for prompt in prompts]
-        limit = self.args.max_prompt_tokens
-        return [ids if limit is None else ids[-limit:] for ids in prompt_ids], images, multimodal_fields
+        prompt_ids = [truncate_prompt(ids, self.args.max_prompt_tokens) for ids in prompt_ids]
+        return prompt_ids, images, multimodal_fields
 
     def _generate_single_turn(self, *args, **kwargs):
         with without_own_settings(self.model), ending_at_stop(self):

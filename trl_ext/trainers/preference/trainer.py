@@ -24,7 +24,14 @@ from trl_ext.models.batches import temporarily
 from trl_ext.models.loading import check_vocabulary
 from trl_ext.models.shared_backbone import preserved_random_state
 from trl_ext.resilience.training import ResilientTraining
-from trl_ext.trainers.context import PAIRS, check_inputs, quiet_about_length, report_plain_prompts, truncate_rows
+from trl_ext.trainers.context import (
+    PAIRS,
+    check_inputs,
+    quiet_about_length,
+    report_doubled_begin,
+    report_plain_prompts,
+    truncate_rows,
+)
 from trl_ext.trainers.defaults import configuration
 from trl_ext.trainers.metrics import StepMetrics, pair_metrics
 from trl_ext.trainers.model_card import WritesModelCard
@@ -111,6 +118,7 @@ class PreferenceTrainer(ResilientTraining, WritesModelCard, PairPasses, StepMetr
         if missing := {*self.objective.columns} - {*(dataset.column_names or self.objective.columns)}:
             raise ValueError(f"the loss reads the column {missing.pop()!r}, which the {dataset_name} dataset lacks")
         report_plain_prompts(processing_class, dataset)
+        report_doubled_begin(processing_class, dataset)
         quiet_about_length(processing_class)
         dataset = super()._prepare_dataset(dataset, processing_class, args, dataset_name)
         return truncate_rows(dataset, dataset_name, args)
