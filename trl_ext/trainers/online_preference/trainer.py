@@ -250,14 +250,9 @@ class OnlinePreferenceTrainer(PolicyTrainer):
             The inputs of the loss; the entropies summed over the tokens of each pair's responses, [P]; and the
             load-balancing loss of a mixture of experts, None for other models.
         """
-        input_ids, attention_mask, mask, rows = forward_rows(inputs)
+        *responses, mask, rows = forward_rows(inputs)
         log_probs, entropies, auxiliary_loss = self._get_per_token_logps_and_entropies(
-            model,
-            input_ids,
-            attention_mask,
-            mask.size(1),
-            compute_entropy=True,
-            compute_aux_loss=self.aux_loss_enabled,
+            model, *responses, mask.size(1), compute_entropy=True, compute_aux_loss=self.aux_loss_enabled
         )
         sums = (log_probs * mask).sum(dim=1)[rows]
         lengths = mask.sum(dim=1)[rows]
