@@ -21,8 +21,8 @@ class StepMetrics:
     """Mixin before one of TRL's trainers, whose loss step calls `add_metrics`.
 
     A micro-batch waits for no number: sums stay on the device and on their process until the step or the evaluation
-    ends, and then one exchange gives all of them. In an evaluation over several processes whose rows do not divide
-    evenly, the rows that accelerate repeats count twice in these means.
+    ends, and then one exchange gives all of them. Rows that accelerate repeats in an evaluation over several processes
+    are left out where the trainer asks `counted`.
     """
 
     # The mean of a metric over no pairs or tokens; TRL's is 0.
@@ -81,6 +81,16 @@ class StepMetrics:
             self._step_tokens = tokens if self._step_tokens is None else self._step_tokens + tokens
         if mode == "train" and self.accelerator.sync_gradients:
             self._end_step(mode)
+
+    def counted(self, rows: int) -> Tensor:
+        """1 for each row of a held-out micro-batch that counts, and 0 for the others, [rows].
+
+        accelerate completes the last batch of several processes with rows from the beginning, which count once.
+        """
+        state, counted = self.accelerator.gradient_state, torch.ones(rows, device=self.accelerator.device)
+        if not self.model.training and state.end_of_dataloader and state.remainder > 0:
+            counted[max(state.remainder - rows * self.accelerator.process_index, 0) :] = 0
+        return counted
 
     def _end_step(self, mode: str) -> None:
         sums, extremes = (found[mode] if found else {} for found in (self._sums, self._extremes))

@@ -181,7 +181,9 @@ class RewardTrainer(ResilientTraining, WritesModelCard, TRLRewardTrainer):
             if self.accelerator.sync_gradients:
                 self._summarize_scores("train")
         else:
-            self._scores["eval"].append(self.accelerator.gather_for_metrics(scores))
+            # transformers' mean loss of a batch counts the rows that accelerate repeats.
+            table = torch.cat([scores, losses.detach()[:, None]], dim=1)
+            self._scores["eval"].append(self.accelerator.gather_for_metrics(table))
         return (loss, outputs) if return_outputs else loss
 
     def _summarize_scores(self, mode: str) -> None:
@@ -207,13 +209,16 @@ class RewardTrainer(ResilientTraining, WritesModelCard, TRLRewardTrainer):
         self._total_train_tokens += int(tokens) // self._tp_size
         self._metrics[mode]["num_tokens"] = [self._total_train_tokens]
 
-    def evaluation_loop(self, *args, **kwargs):
+    def evaluation_loop(self, *args, metric_key_prefix: str = "eval", **kwargs):
         # `predict`, and an evaluation that was interrupted, leave scores that were never logged.
         self._scores["eval"].clear()
-        return super().evaluation_loop(*args, **kwargs)
+        self._held_out_loss = f"{metric_key_prefix}_loss"
+        return super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if self._scores["eval"] and not self.model.training:
+            if self._held_out_loss in logs:
+                logs[self._held_out_loss] = torch.cat(self._scores["eval"])[:, 2].mean().item()
             self._summarize_scores("eval")
         super().log(logs, start_time)
 
