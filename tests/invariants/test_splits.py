@@ -308,3 +308,24 @@ def test_a_step_counts_once_however_many_micro_batches_it_has():
     add_step(trainer, (1.0, 2.0), (1.6, 8.0), name="loss")
     trainer.log({"eval_loss": 0.35, "eval_runtime": 7.0})
     assert trainer.logged[-1] == pytest.approx({"eval_loss": 0.26, "eval_runtime": 7.0})
+
+
+@pytest.mark.slow
+def test_repeated_rows_count_once(tmp_path):
+    """Of five held-out rows, two processes repeat three or five; a short last batch of one process repeats none."""
+    save_tiny_model(tmp_path / "model")
+
+    def spec(name: str, rows: int) -> dict:
+        args = {**CASES[name]["args"], "max_steps": 1, "per_device_eval_batch_size": rows}
+        return {**CASES[name], "win_rate": False, "model": str(tmp_path / "model"), "args": args}
+
+    names, held_out = ("dpo", "aot", "reward", "sft"), pairs(5, seed=9)
+    specs = {f"{name}-{rows}": {**spec(name, rows), "held_out": held_out} for name in names for rows in (2, 5)}
+    spread = train_once.train_under(None, specs, tmp_path / "spread")
+    for name in names:
+        whole, alone = ({**specs[f"{name}-{rows}"]} for rows in (5, 2))
+        for one in (whole, alone):
+            one["args"] = {**one["args"], "gradient_accumulation_steps": 2}
+        expected = train_once.complete(whole, tmp_path / f"whole-{name}")
+        for run in (spread[f"{name}-2"], spread[f"{name}-5"], train_once.complete(alone, tmp_path / f"alone-{name}")):
+            assert not {key: value for key, value in metric_differences(run, expected).items() if value > 1e-7}, name

@@ -21,8 +21,8 @@ class StepMetrics:
     """Mixin before one of TRL's trainers, whose loss step calls `add_metrics`.
 
     A micro-batch waits for no number: sums stay on the device and on their process until the step or the evaluation
-    ends, and then one exchange gives all of them. In an evaluation over several processes whose rows do not divide
-    evenly, the rows that accelerate repeats count twice in these means.
+    ends, and then one exchange gives all of them. Rows that accelerate repeats in an evaluation over several processes
+    are left out where the trainer asks `counted`.
     """
 
     # The mean of a metric over no pairs or tokens; TRL's is 0.
@@ -86,6 +86,16 @@ class StepMetrics:
         """Values without gradient in float64; in float32 on Apple's GPUs, which have no float64."""
         dtype = torch.float32 if self.accelerator.device.type == "mps" else torch.float64
         return values.detach().to(self.accelerator.device, dtype)
+
+    def counted(self, rows: int) -> Tensor:
+        """1 for each row of a held-out micro-batch that counts, and 0 for the others, [rows].
+
+        accelerate completes the last batch of several processes with rows from the beginning, which count once.
+        """
+        state, counted = self.accelerator.gradient_state, torch.ones(rows, device=self.accelerator.device)
+        if not self.model.training and state.end_of_dataloader and state.remainder > 0:
+            counted[max(state.remainder - rows * self.accelerator.process_index, 0) :] = 0
+        return counted
 
     def _end_step(self, mode: str) -> None:
         sums, extremes = (found[mode] if found else {} for found in (self._sums, self._extremes))

@@ -152,14 +152,16 @@ class RewardTrainer(ResilientTraining, WritesModelCard, PairPasses, StepMetrics,
         )
         loss = losses.mean() if scale is None else losses.sum() * scale
 
-        scores = self.widened(torch.stack([chosen, rejected], dim=1))
+        scores = self.widened(torch.stack([chosen, rejected, losses], dim=1))
         if not self.model.training:
             # Without the pairs that accelerate repeats.
             scores = self.accelerator.gather_for_metrics(scores)
         margins, pairs = scores[:, 0] - scores[:, 1], torch.tensor(len(scores))
-        metrics = {"mean_reward": (scores.sum() / 2, pairs), "margin": (margins.sum(), pairs)}
+        metrics = {"mean_reward": (scores[:, :2].sum() / 2, pairs), "margin": (margins.sum(), pairs)}
         metrics["accuracy"] = (margins > 0).sum(), pairs
-        extremes = {"min_reward": scores.min(), "max_reward": scores.max()}
+        if not self.model.training:
+            metrics["loss"] = scores[:, 2].sum(), pairs
+        extremes = {"min_reward": scores[:, :2].min(), "max_reward": scores[:, :2].max()}
         self.add_metrics(metrics, extremes=extremes, tokens=inputs["attention_mask"].sum())
         return (loss, outputs) if return_outputs else loss
 

@@ -92,6 +92,9 @@ class SFTTrainer(ResilientTraining, WritesModelCard, StepMetrics, TRLSFTTrainer)
         return dataset
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        if not (self.model.training or self.padding_free or "shift_labels" in inputs):
+            repeated = self.counted(len(inputs["labels"])) == 0
+            inputs["labels"] = inputs["labels"].masked_fill(repeated[:, None], -100)
         labels = inputs["shift_labels"] if "shift_labels" in inputs else inputs["labels"][..., 1:]
         tokens = labels.ne(-100).sum().double()
         result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)

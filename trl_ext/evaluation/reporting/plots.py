@@ -35,7 +35,9 @@ def plot_run(folder: str | Path, path: str | Path) -> None:
     for axis in axes[len(drawn) :]:
         axis.set_axis_off()
     about = run.results.run
-    save_figure(figure, path, f"{about.objective}, model {about.model}, data {Path(about.dataset or '').name}")
+    figure.suptitle(f"{about.objective}, model {about.model}, data {Path(about.dataset or '').name}", wrap=True)
+    with replacing(path) as temporary:
+        figure.savefig(temporary, dpi=110)
 
 
 def new_figure(rows: int, columns: int):
@@ -48,13 +50,6 @@ def new_figure(rows: int, columns: int):
     figure = Figure(figsize=(4.4 * columns, 3.5 * rows), layout="constrained")
     FigureCanvasAgg(figure)
     return figure, list(figure.subplots(rows, columns, squeeze=False).flatten())
-
-
-def save_figure(figure, path: str | Path, title: str = "") -> None:
-    """Write a figure with a title as a PNG, atomically."""
-    figure.suptitle(title, wrap=True)
-    with replacing(path) as temporary:
-        figure.savefig(temporary, dpi=110)
 
 
 def distances(estimate: Estimate) -> list[list[float]] | None:

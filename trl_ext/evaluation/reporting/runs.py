@@ -11,14 +11,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from trl_ext.evaluation.reporting.results import (
-    RESULTS_NAME,
-    Logged,
-    Response,
-    Results,
-    first_fault,
-    read_results,
-)
+from trl_ext.evaluation.reporting.results import RESULTS_NAME, Logged, Response, Results, first_fault, read_results
 
 Row = TypeVar("Row", bound=BaseModel)
 Faults = list[dict[str, str]]
@@ -118,23 +111,14 @@ def _natural(path: Path) -> list[tuple[int, int | str]]:
 
 def read_run(label: str, folder: Path) -> Run:
     """Read a finished run; ValueError says why it has no figures."""
-    problems: Faults = []
-    results = read_results(folder / RESULTS_NAME)
-    metrics = _read_metrics(folder / "metrics.jsonl", problems)
+    run = Run(label, folder, read_results(folder / RESULTS_NAME))
+    for row in sorted(_read_rows(folder / "metrics.jsonl", Logged, run.problems), key=lambda row: row.step):
+        numbers = {name: value for name, value in row.model_extra.items() if isinstance(value, int | float | None)}
+        run.metrics.append({"step": row.step, **numbers})
     # An evaluation on a task has responses of one model.
-    generations = _read_rows(folder / "generations.jsonl", Response, problems) or _read_rows(
-        folder / "responses.jsonl", Response, problems
-    )
-    return Run(label, folder, results, metrics, generations, problems)
-
-
-def _read_metrics(path: Path, problems: Faults) -> list[dict[str, Any]]:
-    """The numbers of each row, by step; null, which stands for a value that is not finite, is None."""
-    return [
-        {"step": row.step}
-        | {name: value for name, value in row.model_extra.items() if value is None or isinstance(value, (int, float))}
-        for row in sorted(_read_rows(path, Logged, problems), key=lambda row: row.step)
-    ]
+    for name in ("generations.jsonl", "responses.jsonl"):
+        run.generations.extend([] if run.generations else _read_rows(folder / name, Response, run.problems))
+    return run
 
 
 def _read_rows(path: Path, model: type[Row], problems: Faults) -> list[Row]:

@@ -312,8 +312,9 @@ class PreferenceTrainer(ResilientTraining, WritesModelCard, PairPasses, StepMetr
 
     def _log(self, scores: PreferenceScores, output, inputs: dict) -> None:
         """Log TRL's metrics of a micro-batch."""
-        mask = inputs["completion_mask"][:, 1:]
-        values = pair_metrics(scores, self.beta, torch.ones_like(scores.chosen))
+        counted = self.counted(len(scores.chosen)).to(scores.chosen)
+        mask = inputs["completion_mask"][:, 1:] * counted.repeat(2)[:, None].long()
+        values = pair_metrics(scores, self.beta, counted)
         values["entropy"] = (_of_the_text(output.entropy, mask) * mask).sum(), mask.sum()
         for name, logits, own in zip(("chosen", "rejected"), output.mean_logits.chunk(2), mask.chunk(2), strict=True):
             values[f"logits/{name}"] = (_of_the_text(logits, own) * own).sum(), own.sum()
@@ -321,6 +322,12 @@ class PreferenceTrainer(ResilientTraining, WritesModelCard, PairPasses, StepMetr
         values["mean_token_accuracy"] = (_of_the_text(top1, own) * own).sum(), own.sum()
         if self.aux_loss_enabled:
             values["aux_loss"] = output.aux_loss, mask.new_ones(())
+        if not (self.model.training or self._held_out):
+            # transformers' mean loss of a batch counts the rows that accelerate repeats.
+            losses = self.objective(scores).detach()
+            if self.aux_loss_enabled:
+                losses = losses + self.router_aux_loss_coef * output.aux_loss
+            values["loss"] = (counted * losses).sum(), counted.sum()
         self.add_metrics(values, tokens=inputs["attention_mask"].sum())
 
     def _keep_held_out(self, scores: PreferenceScores) -> None:
