@@ -207,11 +207,11 @@ def test_losses_and_gradients_against_loops(loss_type, surrogate, signal):
     old, advantages, clips = given["old_log_probs"], given[signal].expand(5, 9), {"clip_low": 0.15, "clip_high": 0.15}
     losses, metadata = course.policy_gradient_loss(log_probs, loss_type, **given)
     (gradient,) = torch.autograd.grad(losses.sum() / 5, log_probs)
-    expected, slope = by_loops(surrogate, "sum", log_probs, old, old, mask | True, advantages, clips)
+    expected, slope = by_loops(surrogate, "sum", log_probs, old, mask | True, advantages, clips)
     assert losses.sum().item() / 5 == pytest.approx(expected, rel=1e-12)
     torch.testing.assert_close(gradient, slope, rtol=1e-12, atol=1e-15)
     loss, step_metadata = course.policy_microbatch_step(log_probs, mask, 3, loss_type, **given)
-    expected, slope = by_loops(surrogate, "sequence_mean", log_probs, old, old, mask, advantages, clips)
+    expected, slope = by_loops(surrogate, "sequence_mean", log_probs, old, mask, advantages, clips)
     assert loss.item() == pytest.approx(expected / 3, rel=1e-12)
     torch.testing.assert_close(log_probs.grad, slope / 3, rtol=1e-12, atol=1e-15)
     ratio = (log_probs - old).exp()

@@ -14,11 +14,9 @@ from trl_ext.algorithms import algorithms
 from trl_ext.registry import preference_losses, preference_weightings
 
 # Of the course, the functions of tensors, and not those that read texts and files.
-COURSE = [
-    n
-    for n in course.__all__
-    if getattr(course, n).__module__ in ("trl_ext.course", "trl_ext.models.scoring", "trl_ext.models.tokens")
-]
+MODULES = ("trl_ext.course", "trl_ext.models.scoring", "trl_ext.models.tokens")
+COURSE = [name for name in course.__all__ if getattr(course, name).__module__ in MODULES]
+COURSE = [name for name in COURSE if name not in ("PackedSFTDataset", "iterate_batches")]
 TABLES = {
     "preference": preference_losses,
     "weighting": preference_weightings,

@@ -140,7 +140,7 @@ class TestCommand:
             ([], ["l.jsonl", "empty"]),
             ([{"row_id": 0, "outcome": "win"}], ["row-axe", "outcome", "'candidate', 'base' or 'tie'"]),
             ([{"row_id": "elsewhere", "outcome": C}], ["row_id elsewhere", "line 1", "10 rows"]),
-            ([{"row_id": 0, "outcome": C}] * 2, ["row-axe", "lines 1 and 2"]),
+            ([{"row_id": 0, "outcome": C}] * 2, ["row-axe", "line 2", "already used on line 1"]),
         ],
     )
     def test_errors_come_before_judging(self, judge, row_ids, tmp_path, monkeypatch, rows, words):
