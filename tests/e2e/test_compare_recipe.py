@@ -90,7 +90,7 @@ def test_methods_are_run_and_compared(compare, capsys):
     dpo, ipo, grpo = found["methods"]
     expected = sum(score("ipo", p, str(s)) for p in range(PROMPTS) for s in range(3)) / (3 * PROMPTS)
     assert ipo["mean"] == pytest.approx(expected)
-    assert [one["verdict"] for one in found["comparisons"]] == ["cannot tell", "higher"]
+    assert [one["verdict"] for one in found["comparisons"]] == ["indistinguishable", "higher"]
     assert found["comparisons"][1]["difference"]["mean"] == pytest.approx(grpo["mean"] - dpo["mean"])
     assert (dpo["optimizer_steps"], dpo["training_seconds"]) == (10, 20)
     printed = capsys.readouterr().out
@@ -140,7 +140,7 @@ def test_finished_runs_of_a_folder_are_compared_and_none_is_run(compare):
     found = summary()
     # Of four prompts, one is won, one lost and two are ties, on every seed: 0.5, and nothing to test.
     assert [one["mean"] for one in found["methods"]] == [0.5, 0.5]
-    assert found["comparisons"][0]["verdict"] == "cannot tell" and "searched no settings" in found["notes"][0]
+    assert found["comparisons"][0]["verdict"] == "indistinguishable" and "searched no settings" in found["notes"][0]
     assert stopped(compare, *words[:3], "3-5", *words[4:]) == 2
 
 

@@ -272,3 +272,12 @@ def test_a_file_of_prompts_needs_no_split_named(tmp_path, monkeypatch):
         assert row["reward"] == row["generated_num_tokens"] - 9 * (not row["finished"])
     assert [row["row_id"] for row in samples] == ["p0", "p0", "p1", "p1", "p2", "p2"]
     assert not any("score" in row for row in samples), "the score is known on the embedded benchmark alone"
+
+
+def test_the_configuration_of_part_two(monkeypatch):
+    """With the settings of the course's search over decoding."""
+    path = recipes.RECIPES / "configs" / "wildchat" / "part2" / "best_of_n.yaml"
+    (arguments,) = recipes.parse(monkeypatch, "best_of_n", "--config", str(path), "--n", "1", "--temperature", "0.5")
+    settings = arguments.settings()
+    assert arguments.model_name_or_path == "Qwen/Qwen2.5-1.5B-Instruct"
+    assert (settings.max_prompt_tokens, settings.max_new_tokens, settings.temperature) == (700, 256, 0.5)

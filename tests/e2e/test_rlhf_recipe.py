@@ -50,7 +50,6 @@ class Recipe:
         monkeypatch.setattr(processes, "run_or_stop", self._stage)
         monkeypatch.setattr(pipeline, "evaluate_pipeline", lambda given, pipeline: {})
         monkeypatch.setattr(pipeline, "write_pipeline_report", lambda *_: ["report.html"])
-        monkeypatch.setattr(pipeline, "print_tables", lambda summary: None)
 
     def _stage(self, command):
         given = flags(command)

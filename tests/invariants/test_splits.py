@@ -321,6 +321,10 @@ def test_repeated_rows_count_once(tmp_path):
 
     names, held_out = ("dpo", "aot", "reward", "sft"), pairs(5, seed=9)
     specs = {f"{name}-{rows}": {**spec(name, rows), "held_out": held_out} for name in names for rows in (2, 5)}
+    for rows in (2, 5):
+        smoothed = {**specs[f"sft-{rows}"]["args"], "label_smoothing_factor": 0.1}
+        specs[f"sft, smoothed-{rows}"] = {**specs[f"sft-{rows}"], "args": smoothed}
+    names = (*names, "sft, smoothed")
     spread = train_once.train_under(None, specs, tmp_path / "spread")
     for name in names:
         whole, alone = ({**specs[f"{name}-{rows}"]} for rows in (5, 2))

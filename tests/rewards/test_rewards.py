@@ -135,6 +135,20 @@ def test_truncation(shared, tiny_model_path, folders, tmp_path, caplog):
     assert "reads no more than 5 tokens: its max_response_tokens" in caplog.text
 
 
+def test_without_limits_a_model_reads_as_much_as_it_has_positions(folders, tmp_path, caplog):
+    """The last tokens of 400, of which the first 144 have no position; a shorter text is read as a whole."""
+    shutil.copytree(folders["full"], tmp_path / "hub")
+    (tmp_path / "hub" / "reward_model.json").unlink(missing_ok=True)
+    reward = RewardModel(tmp_path / "hub")
+    positions = reward.load().model.config.max_position_embeddings
+    long, other = ("x" * positions + " and " + end for end in ("good", "bad"))
+    scores = reward.score(["q"] * 2, [long, other])
+    assert scores[0] != scores[1]
+    assert f"reads no more than {positions} tokens: its positions" in caplog.text
+    ids = [*reward.tokenizer("q" + long)["input_ids"], reward.tokenizer.eos_token_id]
+    assert (scores[:1] - plain_scores(reward.model, [ids[-positions:]])).abs().max() <= 2e-6
+
+
 def test_neither_batch_size_nor_order_nor_company_matters(folders):
     reward = RewardModel(folders["adapter"], batch_size=4)
     scores = reward.score(PROMPTS, COMPLETIONS)

@@ -92,7 +92,7 @@ def test_long_rows_are_counted(tiny_model_path, tmp_path, caplog):
         lengths = [
             len(ids) for ids in trainer_of(tiny_model_path, tmp_path, turns, max_length=40).train_dataset["input_ids"]
         ]
-    assert f"{lengths.count(40)} of 4 rows exceed max_length 40" in caplog.text and 40 in lengths
+    assert f"{lengths.count(40)} of 4 rows reach max_length 40" in caplog.text and 40 in lengths
     with pytest.raises(ValueError, match="no completion of the train dataset is within max_length"):
         trainer_of(tiny_model_path, tmp_path, ROWS, max_length=2)
 
@@ -108,6 +108,11 @@ def test_thoughts_are_trained_as_they_are_written():
     _, truncated = encode_turn(tokenizer, problem, f"<think>{written}", verbatim=True, finished=False)
     assert tokenizer.decode(truncated) == f"<think>{written}"
     assert r1_zero_reward(tokenizer.decode(truncated), "4")["reward"] == 1
+    # Where the generation prompt opens the thoughts, the template says what follows.
+    begin = "<|im_start|>assistant\\n"
+    tokenizer.chat_template = tokenizer.chat_template.replace(f"'{begin}' }}}}", f"'{begin}<think>\\n' }}}}")
+    prompt, ids = encode_turn(tokenizer, problem, "<think>\n2+2=4\n</think>\n\nIt is 4.", verbatim=True)
+    assert tokenizer.decode(prompt + ids).count("<think>") == 1
 
 
 def test_tools_are_refused(tiny_model_path, tmp_path):

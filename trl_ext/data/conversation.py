@@ -58,7 +58,8 @@ def encode_turn(
     else:
         rendered, turn = _render(tokenizer, prompt, response, text, template_kwargs or {})
         end = _end_of_turn(tokenizer, prompt, template_kwargs or {}) if verbatim or not finished else ""
-        if verbatim and "</think>" in text and not turn.startswith(text.strip()):
+        opened = rendered.rstrip().endswith("<think>")
+        if verbatim and "</think>" in text and not opened and not turn.startswith(text.strip()):
             turn = text + end
         if not finished:
             turn = turn.removesuffix(end)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from importlib import import_module
@@ -154,7 +155,7 @@ def _solution(raw: Mapping[str, Any]) -> Row:
 
 def _countdown(raw: Mapping[str, Any]) -> Row:
     numbers, target = raw.get("nums", raw.get("numbers")), raw["target"]
-    if not isinstance(numbers, list) or not numbers or not all(isinstance(one, int) for one in [target, *numbers]):
+    if not isinstance(numbers, list) or not numbers or not all(type(one) is int for one in [target, *numbers]):
         raise ValueError("nums, target: must be a list of whole numbers and one")
     question = (
         f"Make {target} from the numbers {', '.join(map(str, numbers))}: write one expression with +, -, *, / and "
@@ -165,7 +166,9 @@ def _countdown(raw: Mapping[str, Any]) -> Row:
 
 def _answer(raw: Mapping[str, Any], field: str) -> str:
     value = raw.get(field)
-    return str(value) if isinstance(value, (int, float)) else text_field(raw, field)
+    # Integers may be too large for a float.
+    is_number = type(value) is int or (isinstance(value, float) and math.isfinite(value))
+    return str(value) if is_number else text_field(raw, field)
 
 
 # ---- Prompt templates and boxes ----

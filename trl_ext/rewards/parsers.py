@@ -20,7 +20,7 @@ NUMBER = re.compile(
 )
 OPEN = r"(?:(?:option|choice)\s+)?(?:\\boxed\{|\\(?:text|mathrm|textbf)\{)*\(?"
 STATED_CHOICE = re.compile(
-    r"(?:answer(?:\s+choice|\s+option)?|correct\s+(?:choice|option))(?:\s+is|\s+would\s+be|\s+must\s+be)?"
+    r"(?:answer(?:\s+choice|\s+option)?|correct\s+(?:choice|option)(?=\s*:|\s+(?:is|would|must)\b))(?:\s+is|\s+would\s+be|\s+must\s+be)?"
     r"\s*:?[\s*\"'$]*" + OPEN + r"([A-Z])(?![\w'])",
     re.IGNORECASE,
 )

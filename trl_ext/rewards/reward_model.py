@@ -170,20 +170,28 @@ class RewardModel:
             pads = f"reward model {self.name} pads with its end-of-turn token"
             warn_once_per_run(f"{pads}, so a truncated completion scores as a complete one: use missing_eos_penalty")
         finished = [True] * len(completions) if finished is None else finished
+        # One token more than a limit shows whether a text exceeds it.
+        limits = {limit_name: limit and limit + 1 for limit_name, limit in self.limits.items()}
         sequences = []
         for index, (prompt, completion, ended) in enumerate(zip(prompts, completions, finished, strict=True)):
             try:
-                ids = encode_turn(self.tokenizer, prompt, completion, finished=bool(ended), **self.limits)
+                ids = encode_turn(self.tokenizer, prompt, completion, finished=bool(ended), **limits)
             except ValueError as error:
                 raise ValueError(f"reward model {self.name}: completion {index}: {error}") from error
             for (limit_name, limit), own in zip(self.limits.items(), ids, strict=True):
-                if limit is not None and len(own) == limit:
+                if limit is not None and len(own) > limit:
                     warn_once_per_run(f"reward model {self.name} reads no more than {limit} tokens: its {limit_name}")
-            sequences.append([*ids[0], *ids[1]])
+            most_prompt, most_response = self.limits.values()
+            sequences.append([*ids[0][-(most_prompt or 0) :], *ids[1][:most_response]])
+        model = (self.backbone or self.load()).model
+        positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        if positions and max(map(len, sequences), default=0) > positions:
+            warn_once_per_run(f"reward model {self.name} reads no more than {positions} tokens: its positions")
+            sequences = [sequence[-positions:] for sequence in sequences]
         options = {"batch_size": self.batch_size, "pad_token_id": self.pad_token_id, "progress": progress}
         if self.backbone is not None:
             return self.backbone.score(self._shared_name, sequences, **options)
-        return score_sequences(self.load().model, sequences, **options)
+        return score_sequences(model, sequences, **options)
 
     def __call__(self, prompts, completions, finished: Sequence[bool] | None = None, **kwargs: Any) -> list[float]:
         """TRL's reward signature; other columns and hooks that it passes are not used."""

@@ -301,7 +301,7 @@ class BalancedBatches(BatchSampler):
 def balance_ranks(loader: DataLoader, columns: Sequence[str], micro_batches: int) -> DataLoader:
     """Balance the tokens in these columns of token ids over the ranks, if each takes whole batches of a dataset."""
     shard, dataset = getattr(loader, "batch_sampler", None), loader.dataset
-    known = {*columns} <= {*(getattr(dataset, "column_names", None) or ())}
+    known = bool(columns) and {*columns} <= {*(getattr(dataset, "column_names", None) or ())}
     if isinstance(shard, BatchSamplerShard) and not shard.split_batches and shard.num_processes > 1 and known:
         # Arrow counts them without a Python object for each token.
         table = dataset.select_columns([*columns]).with_format("arrow")[:]

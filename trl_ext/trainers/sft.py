@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from datasets import Dataset
 from transformers.hf_argparser import HfArg
 from trl import SFTConfig as TRLSFTConfig
@@ -80,7 +81,7 @@ class SFTTrainer(ResilientTraining, WritesModelCard, StepMetrics, TRLSFTTrainer)
             if isinstance(dataset, Dataset) and args.max_length is not None and not packing:
                 # TRL truncates rows, and drops those without a completion that is left.
                 count = sum(len(mask) > args.max_length for mask in dataset["completion_mask"])
-                _report_truncated(count, dataset_name, dataset, args)
+                _report_truncated(count, dataset_name, dataset, f"exceed max_length {args.max_length}")
                 if not any(any(mask[: args.max_length]) for mask in dataset["completion_mask"]):
                     raise ValueError(f"no completion of the {dataset_name} dataset is within max_length: raise it")
             return super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
@@ -88,7 +89,9 @@ class SFTTrainer(ResilientTraining, WritesModelCard, StepMetrics, TRLSFTTrainer)
         if isinstance(dataset, Dataset) and "input_ids" in dataset.column_names and not packing:
             # TRL has truncated them without a word.
             count = sum(len(ids) == args.max_length for ids in dataset["input_ids"])
-            _report_truncated(count, dataset_name, dataset, args)
+            _report_truncated(
+                count, dataset_name, dataset, f"reach max_length {args.max_length}, and may be truncated"
+            )
         return dataset
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
@@ -103,13 +106,14 @@ class SFTTrainer(ResilientTraining, WritesModelCard, StepMetrics, TRLSFTTrainer)
         means = {name: logged[name].pop() for name in ("entropy", "mean_token_accuracy") if logged.get(name)}
         if not self.model.training:
             means["loss"] = result[0] if return_outputs else result
-        self.add_metrics({name: (mean * tokens, tokens) for name, mean in means.items()})
+        # A process may hold repeated rows alone, whose mean is NaN.
+        self.add_metrics({name: (torch.where(tokens > 0, mean * tokens, 0.0), tokens) for name, mean in means.items()})
         return result
 
 
-def _report_truncated(count: int, name: str, dataset: Dataset, args: SFTConfig) -> None:
+def _report_truncated(count: int, name: str, dataset: Dataset, what: str) -> None:
     if count:
-        warn_once_per_run(f"{name}: {count} of {len(dataset)} rows exceed max_length {args.max_length}")
+        warn_once_per_run(f"{name}: {count} of {len(dataset)} rows {what}")
 
 
 def _encode(row: dict, tokenizer) -> dict:

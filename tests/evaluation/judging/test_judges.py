@@ -26,7 +26,7 @@ from trl_ext.evaluation import (
     win_rate,
 )
 from trl_ext.evaluation.judging.openai_judge import JudgeAnswer, question_text, read_answer
-from trl_ext.evaluation.judging.rubric import read_rubric
+from trl_ext.evaluation.judging.rubric import last_answer, read_rubric
 
 pytestmark = pytest.mark.usefixtures("no_key")
 
@@ -369,3 +369,7 @@ def test_refusals():
     asked = RubricReward(OpenAIJudge("judge"))
     words = ["OPENAI_API_KEY is not set"]
     assert_refused(lambda: asked(["q"], ["r"], rubric=[["says why"]]), *words, error=JudgeUnavailable)
+
+
+def test_a_response_of_a_tool_call_alone_has_no_text():
+    assert last_answer([{"role": "assistant", "tool_calls": []}]) == ""

@@ -371,7 +371,9 @@ def test_best_of_n_is_the_mean_over_all_subsets(n):
             tied = [own_gold[i] for i in subset if own_proxy[i] == best]
             picks.append(sum(tied) / len(tied))
     assert best_of_n(proxy, gold, n)["gold"] == pytest.approx(sum(picks) / len(picks))
-    assert best_of_n(torch.tensor(proxy), torch.tensor(gold), n)["gold"] == pytest.approx(sum(picks) / len(picks))
+    tensors = torch.tensor(proxy, requires_grad=True), torch.tensor(gold)
+    assert best_of_n(*tensors, n)["gold"] == pytest.approx(sum(picks) / len(picks))
+    assert best_of_n(*(one.bfloat16() for one in tensors), n)["proxy"] == best_of_n(proxy, gold, n)["proxy"]
 
 
 @pytest.mark.parametrize(("count", "n"), [(1040, 520), (2048, 1024)])

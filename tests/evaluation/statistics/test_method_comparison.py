@@ -115,7 +115,7 @@ def test_what_has_no_interval(values):
     assert found.mean == pytest.approx(numpy.mean(values))
     assert (found.low, found.high, found.standard_error, found.seed_share) == (None, None, None, None)
     compared = compare_with_baseline({"m": (values, numpy.zeros_like(values))})["m"]
-    assert compared.verdict == "cannot tell"
+    assert compared.verdict == "indistinguishable"
 
 
 @pytest.mark.parametrize(
@@ -184,8 +184,8 @@ def test_how_often_one_of_eleven_methods_is_called_where_all_are_alike(seeds, mo
 
 
 def test_the_verdict():
-    assert [verdict(0.1, 0.05), verdict(-0.1, 0.01), verdict(0.1, 0.051)] == ["higher", "lower", "cannot tell"]
-    assert verdict(0.0, 0.0) == "cannot tell"
+    assert [verdict(0.1, 0.05), verdict(-0.1, 0.01), verdict(0.1, 0.051)] == ["higher", "lower", "indistinguishable"]
+    assert verdict(0.0, 0.0) == "indistinguishable"
 
 
 def test_methods_against_a_baseline():
@@ -202,8 +202,8 @@ def test_methods_against_a_baseline():
     assert {name: one.verdict for name, one in found.items()} == {
         "up": "higher",
         "down": "lower",
-        "same": "cannot tell",
-        "itself": "cannot tell",
+        "same": "indistinguishable",
+        "itself": "indistinguishable",
     }
     own = crossed_mean(base)
     assert own.high - own.low > 40 * (found["same"].difference.high - found["same"].difference.low)

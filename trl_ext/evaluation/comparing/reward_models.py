@@ -115,7 +115,7 @@ def best_of_n(proxy: Sequence, gold: Sequence, n: int) -> dict[str, float]:
     Raises:
         ValueError: n is out of range.
     """
-    proxies, golds = (numpy.atleast_2d(numpy.asarray(values, dtype=float)) for values in (proxy, gold))
+    proxies, golds = (_rows(values) for values in (proxy, gold))
     if not 1 <= n <= proxies.shape[1]:
         raise ValueError(f"n must lie between 1 and the number of samples, {proxies.shape[1]}, got {n}")
     picks = {"gold": (proxies, golds), "proxy": (proxies, proxies), "oracle": (golds, golds)}
@@ -192,6 +192,11 @@ def _calibration(margins: numpy.ndarray, bins: int) -> list[dict[str, Any]]:
         bounds = {"low": 0.5 + 0.5 * index / bins, "high": 0.5 + 0.5 * (index + 1) / bins}
         rows.append({**bounds, "n": int(own.sum()), "confidence": means[0], "accuracy": means[1]})
     return rows
+
+
+def _rows(values: Sequence) -> numpy.ndarray:
+    """The samples of one or several prompts, [P, N]; a tensor may be on a GPU, in bfloat16 or with gradient."""
+    return numpy.atleast_2d(numpy.asarray(values.tolist() if hasattr(values, "tolist") else values, dtype=float))
 
 
 def _expected_best(proxy: numpy.ndarray, gold: numpy.ndarray, n: int) -> float:

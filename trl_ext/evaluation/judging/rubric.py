@@ -32,13 +32,17 @@ INSTRUCTIONS = {
 }
 
 
-# The reason comes before the verdict.
+# The judge sees the docstrings of its answers in their schema.
 class CriterionAnswer(BaseModel, extra="forbid", strict=True):
+    """A judge's answer on one criterion; the reason comes before the verdict."""
+
     reason: str
     met: bool
 
 
 class RatingAnswer(BaseModel, extra="forbid", strict=True):
+    """A judge's rating by all criteria."""
+
     reason: str
     rating: Annotated[int, Field(ge=1, le=10)]
 

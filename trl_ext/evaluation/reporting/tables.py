@@ -34,6 +34,10 @@ class Table:
         names = dict.fromkeys(name for row in self.rows for name in row)
         return [name for name in names if any(shown(row.get(name)) != "-" for row in self.rows)]
 
+    def texts(self) -> list[list[str]]:
+        """The text of each row's cells."""
+        return [[shown(row.get(name), name) for name in self.columns] for row in self.rows]
+
 
 def shown(value: Estimate | float | str | None, column: str = "") -> str:
     """The text of a value in a column; a dash if there is none."""
@@ -139,7 +143,7 @@ def render_table(table: Table, level: int = 2) -> str:
         return ""
     text = [name for name in table.columns if any(isinstance(row.get(name), str) for row in table.rows)]
     rule = [":--" if name in text else "--:" for name in table.columns]
-    rows = [table.columns, rule, *([shown(row.get(name), name) for name in table.columns] for row in table.rows)]
+    rows = [table.columns, rule, *table.texts()]
     lines = ["| " + " | ".join(cells if cells is rule else map(markdown_line, cells)) + " |" for cells in rows]
     return "\n".join([f"{'#' * level} {table.title}", "", markdown_line(table.note), "", *lines])
 

@@ -18,7 +18,7 @@ from scipy.optimize import brentq
 
 from trl_ext.evaluation.statistics.intervals import critical_value
 
-Verdict = Literal["higher", "lower", "cannot tell"]
+Verdict = Literal["higher", "lower", "indistinguishable"]
 ALPHA = 0.05
 LEAST_P_VALUE = 1e-12
 
@@ -155,7 +155,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
 def verdict(difference: float, adjusted_p_value: float) -> Verdict:
     """The conclusion about a difference, at a level of 0.05."""
     if adjusted_p_value > ALPHA or difference == 0:
-        return "cannot tell"
+        return "indistinguishable"
     return "higher" if difference > 0 else "lower"
 
 

@@ -12,7 +12,7 @@ from trl_ext.data import load_benchmark
 from trl_ext.data.rows import first_error, first_few, read_jsonl
 from trl_ext.evaluation.judging.protocol import last_user_text
 from trl_ext.evaluation.statistics.win_rate import System
-from trl_ext.files import existing_file, read_json
+from trl_ext.files import brief, existing_file, read_json
 
 KINDS = {"gen": "prompts", "prefs": "preference pairs"}
 _THRESHOLDS = TypeAdapter(Annotated[dict[str, Annotated[float, Field(ge=0, le=1, strict=True)]], Field(min_length=1)])
@@ -152,7 +152,7 @@ def read_rows(
     problems = [f"line {line}: {message}" for line, message in sorted(split.problems)]
     if complete:
         found = {str(row.get("row_id")) for _, row in split.rows}
-        problems += [f"row_id {row_id}: missing" for row_id in row_ids if row_id not in found]
+        problems += [f"row_id {brief(row_id)}: missing" for row_id in row_ids if row_id not in found]
     return FileRows(rows, problems, [])
 
 
@@ -168,12 +168,12 @@ def read_responses(path: str | Path, prompts: Sequence[Mapping[str, Any]], *, ma
         text, tokens = row.response_text, row.generated_num_tokens
         responses.append(Response(row_id, text, tokens, tokens < max_new_tokens))
         if row.prompt_text != prompt["prompt_text"]:
-            found.problems.append(f"row_id {row_id}: prompt_text is not the benchmark's for this row_id")
+            found.problems.append(f"row_id {brief(row_id)}: prompt_text is not the benchmark's for this row_id")
         elif tokens > max_new_tokens:
             budget = f"over the token budget of {max_new_tokens}"
-            found.problems.append(f"row_id {row_id}: {budget}: generated_num_tokens is {tokens}")
+            found.problems.append(f"row_id {brief(row_id)}: {budget}: generated_num_tokens is {tokens}")
         elif not text.strip():
-            found.warnings.append(f"row_id {row_id}: the response is empty")
+            found.warnings.append(f"row_id {brief(row_id)}: the response is empty")
     return found._replace(rows=responses)
 
 
