@@ -25,6 +25,7 @@ from trl_ext.rewards.verified import VerifiedGrader, r1_zero_reward
 from trl_ext.rollouts import SamplingSettings, responses
 from trl_ext.toy import MODEL_DIR
 from trl_ext.trainers.expert_iteration import NoCorrectResponseError, keep_correct
+from trl_ext.trainers.sft import _encode
 
 ROWS = [
     {"prompt": "one and ", "completion": "two"},
@@ -103,8 +104,9 @@ def test_thoughts_are_trained_as_they_are_written():
     tokenizer.chat_template = (Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja").read_text()
     problem, written = [{"role": "user", "content": "2+2?"}], " 2+2=4 </think> <answer> 4 </answer>"
     for text in (f"<think>{written}", "<think>\n2+2=4\n</think>\n\nIt is 4."):
-        _, ids = encode_turn(tokenizer, problem, text, verbatim=True)
-        assert tokenizer.decode(ids) == f"{text}<|im_end|>\n"
+        found = _encode({"prompt": problem, "completion": [{"role": "assistant", "content": text}]}, tokenizer)
+        completion = [token for token, own in zip(found["input_ids"], found["completion_mask"], strict=True) if own]
+        assert tokenizer.decode(completion) == f"{text}<|im_end|>\n"
     _, truncated = encode_turn(tokenizer, problem, f"<think>{written}", verbatim=True, finished=False)
     assert tokenizer.decode(truncated) == f"<think>{written}"
     assert r1_zero_reward(tokenizer.decode(truncated), "4")["reward"] == 1
