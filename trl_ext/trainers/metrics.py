@@ -36,7 +36,7 @@ class StepMetrics:
     _step_tokens: Tensor | None = None
     _held_out_prefix = "eval"
     # Scores of the pairs of the evaluation in progress, for a loss that is one of all pairs.
-    _held_out: list[PreferenceScores]
+    _held_out: list[PreferenceScores] | tuple[()] = ()
 
     def evaluation_loop(self, *args, metric_key_prefix: str = "eval", **kwargs):
         # `predict`, and an evaluation that was interrupted, leave what was never logged.
