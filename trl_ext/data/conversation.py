@@ -57,12 +57,11 @@ def encode_turn(
             response_ids = [*response_ids, tokenizer.eos_token_id]
     else:
         rendered, turn = _render(tokenizer, prompt, response, text, template_kwargs or {})
-        end = _end_of_turn(tokenizer, prompt, template_kwargs or {}) if verbatim or not finished else ""
         opened = rendered.rstrip().endswith("<think>")
         if verbatim and "</think>" in text and not opened and not turn.startswith(text.strip()):
-            turn = text + end
+            turn = text + _end_of_turn(tokenizer, prompt, template_kwargs or {})
         if not finished:
-            turn = turn.removesuffix(end)
+            turn = turn.removesuffix(_end_of_turn(tokenizer, prompt, template_kwargs or {}))
         prompt_ids = tokenizer(rendered, add_special_tokens=False, **warn_of_prompts)["input_ids"]
         response_ids = tokenizer(turn, add_special_tokens=False, **warn_of_responses)["input_ids"]
     # The end of a prompt holds the question that the response answers. A truncated response loses its end token, so it

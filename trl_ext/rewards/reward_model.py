@@ -172,6 +172,7 @@ class RewardModel:
         finished = [True] * len(completions) if finished is None else finished
         # One token more than a limit shows whether a text exceeds it.
         limits = {limit_name: limit and limit + 1 for limit_name, limit in self.limits.items()}
+        most_prompt, most_response = self.limits.values()
         sequences = []
         for index, (prompt, completion, ended) in enumerate(zip(prompts, completions, finished, strict=True)):
             try:
@@ -181,7 +182,6 @@ class RewardModel:
             for (limit_name, limit), own in zip(self.limits.items(), ids, strict=True):
                 if limit is not None and len(own) > limit:
                     warn_once_per_run(f"reward model {self.name} reads no more than {limit} tokens: its {limit_name}")
-            most_prompt, most_response = self.limits.values()
             sequences.append([*ids[0][-(most_prompt or 0) :], *ids[1][:most_response]])
         model = (self.backbone or self.load()).model
         positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)

@@ -152,11 +152,8 @@ class PairPasses:
     """
 
     def get_train_dataloader(self):
-        loader = super().get_train_dataloader()
-        columns = {"prompt_ids", "chosen_ids", "rejected_ids"} & {
-            *(getattr(loader.dataset, "column_names", None) or ())
-        }
-        return balance_ranks(loader, sorted(columns), self.args.gradient_accumulation_steps)
+        columns = ("prompt_ids", "chosen_ids", "rejected_ids")
+        return balance_ranks(super().get_train_dataloader(), columns, self.args.gradient_accumulation_steps)
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         batches, num_items_in_batch = super().get_batch_samples(epoch_iterator, num_batches, device)
@@ -299,12 +296,12 @@ class BalancedBatches(BatchSampler):
 
 
 def balance_ranks(loader: DataLoader, columns: Sequence[str], micro_batches: int) -> DataLoader:
-    """Balance the tokens in these columns of token ids over the ranks, if each takes whole batches of a dataset."""
+    """Balance the tokens over the ranks, if each takes whole batches of a dataset with any of these columns of ids."""
     shard, dataset = getattr(loader, "batch_sampler", None), loader.dataset
-    known = bool(columns) and {*columns} <= {*(getattr(dataset, "column_names", None) or ())}
-    if isinstance(shard, BatchSamplerShard) and not shard.split_batches and shard.num_processes > 1 and known:
+    columns = [name for name in columns if name in (getattr(dataset, "column_names", None) or ())]
+    if isinstance(shard, BatchSamplerShard) and not shard.split_batches and shard.num_processes > 1 and columns:
         # Arrow counts them without a Python object for each token.
-        table = dataset.select_columns([*columns]).with_format("arrow")[:]
+        table = dataset.select_columns(columns).with_format("arrow")[:]
         lengths = [pyarrow.compute.list_value_length(table[column]).to_pylist() for column in columns]
         tokens = [sum(row) for row in zip(*lengths, strict=True)]
         shard.batch_sampler = BalancedBatches(shard.batch_sampler, tokens, shard.num_processes, micro_batches)

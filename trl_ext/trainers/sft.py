@@ -86,7 +86,7 @@ class SFTTrainer(ResilientTraining, WritesModelCard, StepMetrics, TRLSFTTrainer)
                     raise ValueError(f"no completion of the {dataset_name} dataset is within max_length: raise it")
             return super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
         dataset = super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
-        if isinstance(dataset, Dataset) and "input_ids" in dataset.column_names and not packing:
+        if isinstance(dataset, Dataset) and "input_ids" in dataset.column_names and args.max_length and not packing:
             # TRL has truncated them without a word.
             count = sum(len(ids) == args.max_length for ids in dataset["input_ids"])
             _report_truncated(
