@@ -264,6 +264,9 @@ class Base:
         self._metrics = {"train": {}, "eval": {}}
         self.logged = []
 
+    def training_step(self, *args, **kwargs):
+        self.add_metrics(*args, **kwargs)
+
     def log(self, logs, start_time=None):
         mode = "train" if self.model.training else "eval"
         self.logged.append({**logs, **{name: sum(v) / len(v) for name, v in self._metrics[mode].items()}})
@@ -277,7 +280,8 @@ class Counted(StepMetrics, Base):
 def add_step(trainer, *micro_batches: tuple[float, float], name: str = "entropy") -> None:
     for index, numbers in enumerate(micro_batches):
         trainer.accelerator.sync_gradients = index == len(micro_batches) - 1
-        trainer.add_metrics({name: tuple(map(torch.tensor, numbers))})
+        step = trainer.training_step if trainer.model.training else trainer.add_metrics
+        step({name: tuple(map(torch.tensor, numbers))})
 
 
 def test_extremes_are_of_the_whole_step_and_leave_out_what_is_not_a_number():
@@ -285,7 +289,7 @@ def test_extremes_are_of_the_whole_step_and_leave_out_what_is_not_a_number():
     for low, high, last in ((0.2, math.nan, False), (math.nan, 0.4, False), (0.1, 0.3, True)):
         trainer.accelerator.sync_gradients = last
         extremes = {"low_min": torch.tensor(low), "high_max": torch.tensor(high)}
-        trainer.add_metrics({"entropy": nothing}, extremes=extremes)
+        trainer.training_step({"entropy": nothing}, extremes=extremes)
     trainer.log({"loss": 1.0})
     assert (trainer.logged[0]["low_min"], trainer.logged[0]["high_max"]) == pytest.approx((0.1, 0.4))
 

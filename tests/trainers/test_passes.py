@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import random
 import traceback
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from itertools import accumulate
 from types import SimpleNamespace
 from unittest import mock
 
@@ -15,10 +17,12 @@ import torch
 from accelerate.data_loader import BatchSamplerShard
 from datasets import Dataset
 from peft import LoKrConfig, LoraConfig, get_peft_model
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from tests.support.float64 import float64_throughout, precision
 from trl_ext import (
     GRPOConfig,
     GRPOTrainer,
@@ -31,7 +35,10 @@ from trl_ext import (
     load_benchmark,
 )
 from trl_ext.models import resolve_model_path
+from trl_ext.models.packing import packed_inputs, share_prefixes
+from trl_ext.models.packing.plan import plan_batch
 from trl_ext.resilience.training import ResilientTraining
+from trl_ext.trainers import token_budget
 from trl_ext.trainers.passes import balance_ranks, divide, passes_of_groups, passes_of_pairs
 
 ALONE = SimpleNamespace(num_processes=1)
@@ -63,7 +70,7 @@ def test_every_unit_is_in_one_pass_and_passes_are_few(seed):
     assert len(divide(costs, budget, 99, of_ranks((1, 1)))) == 1
 
 
-def test_auto_is_the_padded_size_of_the_largest_micro_batch():
+def test_the_padded_size_of_the_largest_micro_batch_as_the_budget():
     """Pairs of 6 + 2, 5 + 1, 3 + 3 and 2 + 2 tokens, one in a micro-batch: 2 x 6 tokens take 8, 6 and 6 + 4 in a pass.
 
     Micro-batches of two responses of at most 4 tokens to a prompt of 3 are padded to 14. Two passes of at most that
@@ -76,7 +83,7 @@ def test_auto_is_the_padded_size_of_the_largest_micro_batch():
     pairs = [
         {"input_ids": mask, "attention_mask": mask} for mask in (up_to(6, 2), up_to(5, 1), up_to(3, 3), up_to(2, 2))
     ]
-    found = passes_of_pairs(pairs, "auto", ALONE, pad_token_id=0, shares=False)
+    found = passes_of_pairs(pairs, 12, ALONE, pad_token_id=0, shares=False)
     assert [one["attention_mask"].sum().item() for one in found] == [8, 6, 10]
 
     def groups(rows: int, shares: bool = True) -> list[list[int]]:
@@ -87,7 +94,7 @@ def test_auto_is_the_padded_size_of_the_largest_micro_batch():
             prompts = torch.ones(rows, 3)
             batch = {"prompt_ids": prompts, "prompt_mask": prompts, "completion_ids": mask, "completion_mask": mask}
             rollout.append(batch | {"group": own})
-        return [one["group"].tolist() for one in passes_of_groups(rollout, "auto", ALONE, shares=shares)]
+        return [one["group"].tolist() for one in passes_of_groups(rollout, 7 * rows, ALONE, shares=shares)]
 
     assert groups(2) == [[0, 0], [1, 1, 2, 2]]
     # Where each row encodes its prompt, of 7, 4, 4, 4, 5 and 5 tokens: in three passes, 11, 8 and 10.
@@ -136,7 +143,7 @@ CASES = {
 }
 
 
-def trained(case: str, budget: str, folder) -> tuple[torch.Tensor, list[dict], list[int]]:
+def trained(case: str, budget: str, folder, prepare=None, **given) -> tuple[torch.Tensor, list[dict], list[int]]:
     """What three updates change, the log, and which micro-batches are passes."""
     trainer_class, config_class, settings, split = CASES[case]
     rewards = {}
@@ -144,7 +151,7 @@ def trained(case: str, budget: str, folder) -> tuple[torch.Tensor, list[dict], l
         size = 1 if case == "ppo" else 4
         settings = {**settings, "num_generations": size, "max_completion_length": 8}
         rewards["reward_funcs"] = lambda completions, **_: [float(len(str(one)) % 7) for one in completions]
-    args = config_class(str(folder), tokens_per_pass=budget, **COMMON, **settings)
+    args = config_class(str(folder), tokens_per_pass=budget, **COMMON, **settings, **given)
     rows = load_benchmark("toy")[split].select(range(64))
     torch.manual_seed(0)
     trainer = trainer_class(resolve_model_path("toy"), args=args, train_dataset=rows, **rewards)
@@ -155,6 +162,8 @@ def trained(case: str, budget: str, folder) -> tuple[torch.Tensor, list[dict], l
         return step(model, inputs, **kwargs)
 
     trainer.compute_loss = counted
+    if prepare is not None:
+        prepare(trainer)
     before = parameters_of(trainer)
     trainer.train()
     timed = ("runtime", "second", "step_time", "flos", "epoch")
@@ -186,6 +195,170 @@ def test_the_update_and_the_log_are_those_of_the_micro_batches(case, tmp_path):
             assert one.keys() == other.keys()
             for name, value in one.items():
                 assert value == pytest.approx(other[name], rel=2e-3, abs=2e-4), name
+
+
+# ---- Memory ----
+
+
+class ShortOfMemory:
+    """A device on which a pass of more than so many tokens does not fit, in its forward or its backward pass.
+
+    Its backward pass fails at a layer in the middle, when the layers above have their gradients.
+    """
+
+    def __init__(self, trainer, most: float, where: str, *, once: bool = False):
+        self.most, self.where, self.once, self.failures = most, where, once, 0
+        backbone = trainer.model.base_model
+        backbone.register_forward_pre_hook(self._in_forward, with_kwargs=True)
+        backbone.layers[len(backbone.layers) // 2].register_full_backward_pre_hook(self._in_backward)
+        self.trainer, self.tokens = trainer, 0
+
+    def fail(self, where: str) -> None:
+        # The first step checks packing.
+        if self.where == where and self.tokens > self.most and self.trainer.state.global_step:
+            self.failures += 1
+            self.most = math.inf if self.once else self.most
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    def _in_forward(self, module, args, kwargs) -> None:
+        if torch.is_grad_enabled():
+            self.tokens = kwargs["input_ids"].numel()
+            self.fail("forward")
+
+    def _in_backward(self, module, gradients) -> None:
+        self.fail("backward")
+
+
+@pytest.mark.parametrize(
+    ("case", "budget", "where"),
+    [
+        pytest.param("dpo", "100000", "backward", marks=pytest.mark.slow),
+        ("dpo", "450", "backward"),
+        ("aot", "100000", "forward"),
+        pytest.param("aot", "100000", "backward", marks=pytest.mark.slow),
+        pytest.param("aot", "450", "backward", marks=pytest.mark.slow),
+        pytest.param("reward", "450", "backward", marks=pytest.mark.slow),
+        pytest.param("grpo", "100000", "backward", marks=pytest.mark.slow),
+        ("grpo", "120", "backward"),
+        pytest.param("ppo", "100000", "forward", marks=pytest.mark.slow),
+    ],
+)
+def test_a_pass_that_does_not_fit_is_repeated_in_smaller_ones(case, budget, where, tmp_path, caplog):
+    """The update and the log stay those of the micro-batches: what has failed leaves nothing, and counts once."""
+    # The score head of a reward model, and a value head, are in float32.
+    exact = case not in ("reward", "ppo")
+    found, most = [], 200 if CASES[case][3] == PAIRS else 60
+    settings = {"prepare": lambda trainer: found.append(ShortOfMemory(trainer, most, where))}
+    with precision("float64" if exact else "float32"):
+        expected, log, _ = trained(case, "off", tmp_path / "off")
+        got, its_log, _ = trained(case, budget, tmp_path / budget, **settings)
+    assert found[0].failures and "from now on passes have at most" in caplog.text
+    assert (got - expected).norm() <= (1e-9 if exact else 2e-3) * expected.norm() > 0
+    for one, other in zip(its_log, log, strict=True):
+        assert one.keys() == other.keys()
+        for name, value in one.items():
+            assert value == pytest.approx(other[name], rel=1e-9 if exact else 2e-3, abs=1e-9 if exact else 2e-4), name
+
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("free", "given", "recomputes", "by_default", "expected"),
+    [
+        # 0.8 x 10 GiB, less 1 GiB of gradients and 2 GiB of weights in half precision: (0.8 x 9 - 2) GiB = 5.2 GiB.
+        # 1 MiB a token takes 5,324 tokens, and 0.25 MiB takes 21,299.
+        (10 * GIB, "auto", True, True, (5324, True)),
+        (10 * GIB, "auto", True, False, (21299, False)),
+        (10 * GIB, "auto", False, False, (5324, True)),
+        # Not so many tokens fit as the micro-batch has, 4,000: 3.6 GiB take 3,686 and 14,745.
+        (8 * GIB, "auto", True, True, (14745, False)),
+        # 1.2 GiB take 4,915. With 0.4 GiB, packed passes are still as large as padded ones.
+        (5 * GIB, "auto", True, True, (4915, False)),
+        (4 * GIB, "auto", True, True, (4000, False)),
+        (2 * GIB, "auto", True, True, (4000, False)),
+        (10 * GIB, "5000", True, True, (5000, True)),
+        (10 * GIB, "6000", True, True, (6000, False)),
+        (10 * GIB, "6000", True, False, (6000, None)),
+        (None, "auto", True, True, (4000, None)),
+    ],
+)
+def test_memory_decides(free, given, recomputes, by_default, expected, monkeypatch):
+    """Of a model of 256 Mi parameters in float32, before whose first step the budget is as large as a micro-batch."""
+    weight = SimpleNamespace(numel=lambda: 2**28, element_size=lambda: 4, requires_grad=True)
+    model = mock.Mock(spec=["parameters", "is_gradient_checkpointing", "gradient_checkpointing_disable"])
+    model.parameters.return_value, model.is_gradient_checkpointing = [weight], recomputes
+    trainer = SimpleNamespace(
+        args=SimpleNamespace(recomputes_by_memory=by_default),
+        accelerator=SimpleNamespace(num_processes=1, device=torch.device("cpu")),
+        state=SimpleNamespace(global_step=0),
+        packing=SimpleNamespace(passes=""),
+        model=model,
+    )
+    monkeypatch.setattr(token_budget, "free_memory", lambda device: free)
+    monkeypatch.setattr(token_budget, "activation_bytes", lambda trainer: (2 * GIB, 2**20, 2**18))
+    monkeypatch.setattr(token_budget, "unwrapped", lambda model: model)
+    budget = token_budget.TokenBudget(trainer, given)
+    assert budget.of(4000) == (4000 if given == "auto" else int(given)) and budget.keeps is None
+    trainer.state.global_step = 1
+    assert (budget.of(4000), budget.keeps) == expected
+    assert model.gradient_checkpointing_disable.called == (recomputes and expected[1] is True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_the_bytes_of_a_pass_are_those_that_it_allocates(dtype, recomputes):
+    """By torch's profiler, on passes of 384 and 768 tokens."""
+    sizes = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4}
+    model = Qwen2ForCausalLM(Qwen2Config(vocab_size=64, num_key_value_heads=2, **sizes)).to(dtype)
+    ids = torch.ones(1, 16, dtype=torch.long)
+    packing = share_prefixes(model, quiet=True)
+    model(input_ids=ids, attention_mask=ids, use_cache=False)
+    if recomputes:
+        model.train().gradient_checkpointing_enable()
+    accelerator = SimpleNamespace(autocast=nullcontext, device=torch.device("cpu"))
+    trainer = SimpleNamespace(model=model, packing=packing, accelerator=accelerator)
+    expected = token_budget.activation_bytes(trainer)[2 if recomputes else 1]
+    assert model.is_gradient_checkpointing == recomputes
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    peaks = []
+    for tokens in (384, 768):
+        plan = plan_batch(torch.ones(1, tokens, dtype=torch.long), torch.ones(1, tokens, dtype=torch.long))
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            model.model(**packed_inputs(plan)).last_hidden_state.sum().backward()
+        events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+        events.sort(key=lambda event: event.start_ns())
+        peaks.append(max(accumulate(event.nbytes() for event in events)))
+    assert 0.8 < expected / ((peaks[1] - peaks[0]) / 384) < (1.6 if recomputes else 1.1)
+
+
+def test_activations_are_kept_where_memory_holds_them(tmp_path, monkeypatch, caplog):
+    """Until a pass does not fit; then layers are recomputed. The update stays that of the micro-batches."""
+    monkeypatch.setattr(token_budget, "free_memory", lambda device: 1024 * GIB)
+    found = []
+
+    def prepare(trainer):
+        trainer.args.recomputes_by_memory = trainer.token_budget.may_keep = True
+        short, step = ShortOfMemory(trainer, math.inf, "backward", once=True), trainer.training_step
+
+        def training_step(*args, **kwargs):
+            if trainer.state.global_step == 2 and not short.failures:
+                assert not trainer.model.is_gradient_checkpointing
+                short.most = 0
+            return step(*args, **kwargs)
+
+        trainer.training_step = training_step
+        found.extend([short, trainer])
+
+    with float64_throughout():
+        settings = {"gradient_checkpointing": True}
+        expected, *_ = trained("dpo", "off", tmp_path / "off", **settings)
+        got, *_ = trained("dpo", "auto", tmp_path / "auto", prepare=prepare, **settings)
+    assert (got - expected).norm() <= 1e-9 * expected.norm() > 0
+    short, trainer = found
+    assert short.failures == 1 and trainer.model.is_gradient_checkpointing
+    assert "activations kept" in trainer.packing.describe() and "its activations are recomputed" in caplog.text
 
 
 # ---- Recomputation ----

@@ -8,7 +8,7 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from transformers import TrainingArguments
@@ -39,8 +39,12 @@ class CommonFields(KeepsSecrets):
         default=None, help="Mixed precision in bfloat16. Default: on where the accelerator has it, off on a CPU."
     )
     gradient_checkpointing: bool | None = HfArg(
-        default=None, help="Recompute activations in the backward pass. Default: on with an accelerator, off on a CPU."
+        default=None,
+        help="Recompute activations in the backward pass. Default: off on a CPU and, with token budgets on a GPU, "
+        "after the first step if its memory holds them; otherwise on.",
     )
+    # Whether memory may turn that off, where it was not given.
+    recomputes_by_memory: ClassVar[bool] = False
 
 
 @dataclass
@@ -61,8 +65,8 @@ class PackedFields(CommonFields):
         default=None,
         help="Tokens of a packed forward pass, such as 16384: the rows of an optimizer step go into as few "
         "passes as that allows, with the same update up to rounding. auto: as many tokens as the largest "
-        "micro-batch of the step has with its padding. off: as many passes as micro-batches. Default: auto with "
-        "an accelerator, off on a CPU.",
+        "micro-batch of the step has with its padding and, after the first step on a GPU, as its memory takes. off: "
+        "as many passes as micro-batches. Default: auto with an accelerator, off on a CPU.",
     )
 
 
@@ -95,6 +99,7 @@ def resolve_device_defaults(args: TrainingArguments) -> None:
     args.use_cpu = runs_on_cpu(args.use_cpu)
     if args.use_cpu and args.fp16:
         raise ValueError("fp16 needs a GPU, and this run is on a CPU: leave fp16 out to train in float32")
+    args.recomputes_by_memory = args.gradient_checkpointing is None and not args.use_cpu
     if args.gradient_checkpointing is None:
         args.gradient_checkpointing = not args.use_cpu
     if getattr(args, "tokens_per_pass", "off") is None:

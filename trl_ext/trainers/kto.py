@@ -28,8 +28,8 @@ from trl_ext.trainers.defaults import (
 )
 from trl_ext.trainers.model_card import WritesModelCard
 from trl_ext.trainers.packing import pack_trainer
-from trl_ext.trainers.passes import tokens_per_pass
 from trl_ext.trainers.policies import check_base_of_adapter, reference_in_memory
+from trl_ext.trainers.token_budget import token_budget
 
 LOSSES = ("kto", "apo_zero_unpaired")
 
@@ -82,7 +82,7 @@ class KTOTrainer(ResilientTraining, WritesModelCard, TRLKTOTrainer):
         if self.ref_model is None:
             check_base_of_adapter(self.model)
         self.packing = pack_trainer(self)
-        tokens_per_pass(self, obstacle="KTO pairs the rows of a micro-batch, in TRL's own step")
+        token_budget(self, obstacle="KTO pairs the rows of a micro-batch, in TRL's own step")
 
     def _prepare_dataset(self, dataset, processing_class, args, dataset_name):
         if isinstance(dataset, Dataset):

@@ -79,8 +79,19 @@ class StepMetrics:
             self._step_tokens = tokens if self._step_tokens is None else self._step_tokens + tokens
         elif tokens is not None:
             self._metrics["eval"]["num_tokens"] = [self._total_train_tokens]
-        if mode == "train" and self.accelerator.sync_gradients:
-            self._end_step(mode)
+
+    def training_step(self, *args, **kwargs):
+        loss = super().training_step(*args, **kwargs)
+        if self.accelerator.sync_gradients:
+            self._end_step("train")
+        return loss
+
+    def forget_step(self) -> None:
+        """Drop what the micro-batches of the step in progress have added, which will be computed again."""
+        self._step_tokens = None
+        if self._sums:
+            self._sums["train"].clear()
+            self._extremes["train"].clear()
 
     def widened(self, values: Tensor) -> Tensor:
         """Values without gradient in float64; in float32 on Apple's GPUs, which have no float64."""

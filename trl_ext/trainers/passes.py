@@ -6,18 +6,18 @@ that gradients are exchanged after the last as always.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import pyarrow.compute
 import torch
 from accelerate import Accelerator
 from accelerate.data_loader import BatchSamplerShard
-from peft import PeftModel
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader
 
-from trl_ext.processes import warn_once_per_run
+from trl_ext.trainers.token_budget import TokenBudgets
 
 # What stands in for a micro-batch whose rows are in a later pass.
 EMPTY = {"in_a_later_pass": True, "input_ids": torch.empty(0, dtype=torch.long)}
@@ -33,33 +33,9 @@ def no_loss(device: torch.device) -> Tensor:
     return torch.zeros((), device=device, requires_grad=True)
 
 
-def tokens_per_pass(trainer, *, obstacle: str | None = None) -> int | Literal["auto"] | None:
-    """The token budget of a trainer; None if it has none or, with one line why for a number, cannot use one.
-
-    "auto" is the padded size of the largest micro-batch of a window: a packed pass encodes no more tokens than the
-    micro-batch would without packing. A window is divided only while its passes are packed, `Packing.packs_all`.
-
-    Args:
-        trainer: a trainer that has tried to pack its model.
-        obstacle: why the split of a window changes the update, if it does.
-    """
-    setting = str(trainer.args.tokens_per_pass)
-    if setting == "off":
-        return None
-    if trainer.packing is None or not trainer.packing.active:
-        obstacle = "passes are not packed"
-    elif trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
-        obstacle = "it has not been tried under DeepSpeed or FSDP"
-    elif isinstance(trainer.model, PeftModel) and trainer.model.active_peft_config.is_prompt_learning:
-        obstacle = "passes with virtual tokens are not packed"
-    if obstacle is not None:
-        if setting != "auto":
-            warn_once_per_run(f"tokens_per_pass: off, {obstacle}")
-        return None
-    return setting if setting == "auto" else int(setting)
-
-
-def divide(costs: Sequence[int], budget: int, micro_batches: int, accelerator: Accelerator) -> list[range]:
+def divide(
+    costs: Sequence[int], budget: int, micro_batches: int, accelerator: Accelerator | None = None
+) -> list[range]:
     """Divide units of these numbers of tokens into passes; every process must call this, and gets as many passes.
 
     Units keep their order. A pass has at most `budget` tokens, unless more passes than micro-batches would be needed,
@@ -69,13 +45,13 @@ def divide(costs: Sequence[int], budget: int, micro_batches: int, accelerator: A
         costs: the tokens of each of this process's units, such as pairs or groups of responses.
         budget: tokens of a pass.
         micro_batches: the largest number of passes.
-        accelerator: exchanges the number of passes.
+        accelerator: exchanges the number of passes; None to decide on this process alone.
 
     Returns:
         The units of each pass.
     """
     needed = min(len(_fill(costs, budget)), micro_batches)
-    if accelerator.num_processes > 1:
+    if accelerator is not None and accelerator.num_processes > 1:
         both = accelerator.gather(torch.tensor([[needed, len(costs)]], device=accelerator.device)).tolist()
         needed = min(max(one for one, _ in both), min(units for _, units in both))
     # The smallest capacity that does with so many passes.
@@ -111,45 +87,48 @@ def window_of_passes(passes: list[dict[str, Any]], micro_batches: int) -> list[d
 
 
 def passes_of_pairs(
-    batches: list[dict[str, Any]],
-    budget: int | Literal["auto"],
-    accelerator: Accelerator,
-    *,
-    pad_token_id: int,
-    shares: bool,
+    batches: list[dict[str, Any]], budget: int, accelerator: Accelerator, *, pad_token_id: int, shares: bool
 ) -> list[dict[str, Any]]:
     """The pairs of micro-batches in passes; chosen rows come first in each, as in the micro-batches.
 
     Args:
         batches: micro-batches of 2b rows, chosen and then rejected ones, padded on the right, and of values of the b
             pairs; `columns` may hold further values of the pairs.
-        budget: tokens of a pass, or "auto" for those of the largest micro-batch with its padding.
+        budget: tokens of a pass.
         accelerator: exchanges the number of passes.
         pad_token_id: fills up rows.
         shares: whether a pass encodes the common prompt of a pair once.
     """
-    if budget == "auto":
-        budget = max(batch["input_ids"].numel() for batch in batches)
     whole = _joined(batches, pad_token_id)
-    chosen, rejected = whole["attention_mask"].chunk(2)
+    return [_pairs_of(whole, units) for units in divide(_pair_costs(whole, shares), budget, len(batches), accelerator)]
+
+
+def halves_of_pairs(batch: dict[str, Any], *, shares: bool) -> tuple[int, list[dict[str, Any]]]:
+    """The tokens of a pass, and the pass in two, or as it is if it has one pair."""
+    costs = _pair_costs(batch, shares)
+    return sum(costs), [_pairs_of(batch, units) for units in divide(costs, sum(costs) // 2, 2)]
+
+
+def _pair_costs(batch: dict[str, Any], shares: bool) -> list[int]:
+    """The tokens that a pass encodes for each pair."""
+    chosen, rejected = batch["attention_mask"].chunk(2)
     costs = chosen.sum(dim=1) + rejected.sum(dim=1)
     if shares:
-        one, other = whole["input_ids"].chunk(2)
+        one, other = batch["input_ids"].chunk(2)
         alike = ((one == other) & (chosen == 1) & (rejected == 1)).long().cumprod(dim=1).sum(dim=1)
         costs = costs - alike
-    found = []
-    for units in divide(costs.tolist(), budget, len(batches), accelerator):
-        own = slice(units.start, units.stop)
-        width = int(torch.maximum(chosen[own].sum(dim=1), rejected[own].sum(dim=1)).max())
-        found.append({name: _rows_of(value, own, len(chosen), width) for name, value in whole.items()})
-    return found
+    return costs.tolist()
 
 
-class PairPasses:
-    """Mixin before a trainer on pairs: balances the tokens of the ranks, and divides a window's pairs into passes.
+def _pairs_of(batch: dict[str, Any], units: range) -> dict[str, Any]:
+    """Consecutive pairs of a batch, of the width of the longest."""
+    own, (chosen, rejected) = slice(units.start, units.stop), batch["attention_mask"].chunk(2)
+    width = int(torch.maximum(chosen[own].sum(dim=1), rejected[own].sum(dim=1)).max())
+    return {name: _rows_of(value, own, len(chosen), width) for name, value in batch.items()}
 
-    The trainer sets `packing`, and `_budget` by `tokens_per_pass`.
-    """
+
+class PairPasses(TokenBudgets):
+    """Mixin before a trainer on pairs: balances the tokens of the ranks, and divides a window's pairs into passes."""
 
     def get_train_dataloader(self):
         columns = ("prompt_ids", "chosen_ids", "rejected_ids")
@@ -159,17 +138,21 @@ class PairPasses:
         batches, num_items_in_batch = super().get_batch_samples(epoch_iterator, num_batches, device)
         if batches:
             passes, micro_batches = batches, len(batches)
-            if self._budget is not None and self.packing.packs_all():
+            if self.token_budget is not None and self.packing.packs_all():
                 # Without dropout, a pass encodes the prompt of a pair once.
                 settings = {"shares": not self.packing.draws_dropout()}
                 settings["pad_token_id"] = getattr(self, "_tokenizer", self.processing_class).pad_token_id or 0
-                passes = passes_of_pairs(batches, self._budget, self.accelerator, **settings)
+                budget = self.token_budget.of(max(batch["input_ids"].numel() for batch in batches))
+                passes = passes_of_pairs(batches, budget, self.accelerator, **settings)
             batches = window_of_passes(self.open_window(passes, micro_batches), micro_batches)
         return batches, num_items_in_batch
 
     def open_window(self, passes: list[dict[str, Any]], micro_batches: int) -> list[dict[str, Any]]:
         """The passes with what their loss needs of the window, which has so many micro-batches."""
         raise NotImplementedError
+
+    def halves(self, one: dict[str, Any]) -> tuple[int, list[dict[str, Any]]]:
+        return halves_of_pairs(one, shares=not self.packing.draws_dropout())
 
 
 def _joined(batches: list[dict[str, Any]], pad_token_id: int) -> dict[str, Any]:
@@ -193,6 +176,8 @@ def _joined(batches: list[dict[str, Any]], pad_token_id: int) -> dict[str, Any]:
 def _rows_of(value: Any, own: slice, pairs: int, width: int) -> Any:
     if isinstance(value, dict):
         return {name: column[own] for name, column in value.items()}
+    if not isinstance(value, Tensor):
+        return value
     if value.ndim == 1:
         return value[own]
     return torch.cat([value[:pairs][own], value[pairs:][own]])[:, :width]
@@ -202,26 +187,37 @@ def _rows_of(value: Any, own: slice, pairs: int, width: int) -> Any:
 
 
 def passes_of_groups(
-    batches: list[dict[str, Any]], budget: int | Literal["auto"], accelerator: Accelerator, *, shares: bool
+    batches: list[dict[str, Any]], budget: int, accelerator: Accelerator, *, shares: bool
 ) -> list[dict[str, Any]]:
     """The responses of micro-batches in passes, which keep the responses of a `group` together where they fit.
 
     Args:
         batches: micro-batches of a rollout, whose rows are padded to one width.
-        budget: tokens of a pass, or "auto" for those of a micro-batch with its padding.
+        budget: tokens of a pass.
         accelerator: exchanges the number of passes.
         shares: whether a pass encodes the prompt of a group once.
     """
-    if budget == "auto":
-        budget = max(batch["prompt_ids"].numel() + batch["completion_ids"].numel() for batch in batches)
     whole = {
         name: torch.cat([batch[name] for batch in batches]) if isinstance(value, Tensor) and value.ndim else value
         for name, value in batches[0].items()
     }
+    units, costs = _parts_of_groups(whole, budget, shares)
+    return [_responses_of(whole, units, own) for own in divide(costs, budget, len(batches), accelerator)]
+
+
+def halves_of_groups(batch: dict[str, Any], *, shares: bool) -> tuple[int, list[dict[str, Any]]]:
+    """The tokens of a pass, and the pass in two, or as it is if it has one response."""
+    tokens = sum(_parts_of_groups(batch, math.inf, shares)[1])
+    units, costs = _parts_of_groups(batch, tokens // 2, shares)
+    return tokens, [_responses_of(batch, units, own) for own in divide(costs, tokens // 2, 2)]
+
+
+def _parts_of_groups(batch: dict[str, Any], budget: float, shares: bool) -> tuple[list[list[int]], list[int]]:
+    """The rows of each group that share a pass, as far as they fit, and the tokens that the pass encodes for them."""
     groups: dict[int, list[int]] = {}
-    for row, group in enumerate(whole["group"].tolist()):
+    for row, group in enumerate(batch["group"].tolist()):
         groups.setdefault(group, []).append(row)
-    prompts, responses = (whole[f"{part}_mask"].sum(dim=1).tolist() for part in ("prompt", "completion"))
+    prompts, responses = (batch[f"{part}_mask"].sum(dim=1).tolist() for part in ("prompt", "completion"))
     units: list[list[int]] = []
     costs: list[int] = []
     for rows in groups.values():
@@ -233,16 +229,15 @@ def passes_of_groups(
             else:
                 units.append([row])
                 costs.append(prompts[row] + responses[row])
-    found = []
-    for own in divide(costs, budget, len(batches), accelerator):
-        rows = torch.tensor([row for unit in units[own.start : own.stop] for row in unit])
-        found.append(
-            {
-                name: value[rows.to(value.device)] if isinstance(value, Tensor) and value.ndim else value
-                for name, value in whole.items()
-            }
-        )
-    return found
+    return units, costs
+
+
+def _responses_of(batch: dict[str, Any], units: list[list[int]], own: range) -> dict[str, Any]:
+    rows = torch.tensor([row for unit in units[own.start : own.stop] for row in unit])
+    return {
+        name: value[rows.to(value.device)] if isinstance(value, Tensor) and value.ndim else value
+        for name, value in batch.items()
+    }
 
 
 # ---- Ranks ----

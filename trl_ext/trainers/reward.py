@@ -32,9 +32,10 @@ from trl_ext.trainers.defaults import TruncatedFields, check_training, configura
 from trl_ext.trainers.metrics import StepMetrics
 from trl_ext.trainers.model_card import WritesModelCard
 from trl_ext.trainers.packing import pack_trainer
-from trl_ext.trainers.passes import PairPasses, is_empty, no_loss, tokens_per_pass
+from trl_ext.trainers.passes import PairPasses, is_empty, no_loss
 from trl_ext.trainers.policies import is_zero3, trained_policy
 from trl_ext.trainers.preference.whole_batch import loss_scale
+from trl_ext.trainers.token_budget import token_budget
 from trl_ext.trainers.trl_settings import refuse_given
 
 
@@ -65,7 +66,7 @@ class RewardConfig(TruncatedFields, TRLRewardConfig):
         super().__post_init__()
 
 
-class RewardTrainer(ResilientTraining, WritesModelCard, PairPasses, StepMetrics, TRLRewardTrainer):
+class RewardTrainer(ResilientTraining, WritesModelCard, StepMetrics, PairPasses, TRLRewardTrainer):
     """Trains a reward model on preference pairs: `trl_ext.losses.reward.bradley_terry` on the scores of both sides.
 
     Accepts the arguments of `trl.RewardTrainer`, with a `RewardConfig`, and keeps its features. It differs in six
@@ -93,7 +94,7 @@ class RewardTrainer(ResilientTraining, WritesModelCard, PairPasses, StepMetrics,
         super().__init__(model, args, **kwargs)
         self._train_head_in_float32()
         self.packing = pack_trainer(self)
-        self._budget = tokens_per_pass(self)
+        self.token_budget = token_budget(self)
         if self.processing_class.pad_token_id == self.processing_class.eos_token_id:
             warn_once_per_run(
                 "the padding token is the end-of-turn token, so scores are read before it and do not show whether a "
@@ -140,6 +141,7 @@ class RewardTrainer(ResilientTraining, WritesModelCard, PairPasses, StepMetrics,
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         if is_empty(inputs):
             return no_loss(self.accelerator.device)
+        self.begin_pass(inputs)
         margin, scale = inputs.pop("margin", None), inputs.pop("loss_scale", None)
         outputs = model(**inputs, use_cache=False)
         chosen, rejected = outputs.logits.squeeze(-1).float().chunk(2)

@@ -52,6 +52,7 @@ class Packing:
         packed_tokens: tokens that were encoded for them.
         quiet: whether to omit the log line when packing is used; the line for unused packing is always logged.
         compiles: whether the layers of packed passes are compiled, as far as is known now.
+        passes: how large the passes of a trainer are, in a few words; empty if that is as configured.
         left_padded: number of passes that were not packed, by reason.
         skipped: back-ends that were tried first, and why each is not used.
     """
@@ -65,6 +66,7 @@ class Packing:
         self.largest_difference: float | None = None
         self.padded_tokens = 0
         self.packed_tokens = 0
+        self.passes = ""
         self.left_padded: Counter[str] = Counter()
         self.skipped: dict[str, str] = {}
         self.hooks = []
@@ -102,6 +104,7 @@ class Packing:
         if self.backend is None:
             return "packing: undecided until the first batch"
         how = f"{self.backend} attention" + ", compiled layers" * self.compiles
+        how += f", {self.passes}" if self.passes else ""
         how += "".join(f"; not {name}: {why}" for name, why in self.skipped.items())
         return (
             f"packing: on, without padding and with common prefixes encoded once ({how}; differs from the padded "

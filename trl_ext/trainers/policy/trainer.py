@@ -7,6 +7,7 @@ scores with the reference and logs in `_generate_and_score_completions`; the res
 from __future__ import annotations
 
 import math
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -29,7 +30,7 @@ from trl_ext.trainers.defaults import configuration
 from trl_ext.trainers.metrics import StepMetrics
 from trl_ext.trainers.model_card import WritesModelCard
 from trl_ext.trainers.packing import keeps_groups, pack_trainer, regroup
-from trl_ext.trainers.passes import is_empty, no_loss, passes_of_groups, tokens_per_pass, window_of_passes
+from trl_ext.trainers.passes import halves_of_groups, is_empty, no_loss, passes_of_groups, window_of_passes
 from trl_ext.trainers.policies import check_base_of_adapter, reference_in_memory
 from trl_ext.trainers.policy.config import PolicyConfig
 from trl_ext.trainers.policy.generation import (
@@ -50,6 +51,7 @@ from trl_ext.trainers.policy.reward_functions import (
 )
 from trl_ext.trainers.policy.rollout_metrics import log_advantages, log_ended, log_rollout
 from trl_ext.trainers.policy.scoring import count_from_the_first_token
+from trl_ext.trainers.token_budget import TokenBudgets, token_budget
 
 # What TRL passes on to a model with images.
 _OF_IMAGES = ("pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles")
@@ -81,7 +83,7 @@ def takes_several_turns(given: dict[str, Any]) -> bool:
     return any(given.get(name) for name in ("tools", "environment_factory", "rollout_func"))
 
 
-class PolicyTrainer(ResilientTraining, WritesModelCard, StepMetrics, TRLGRPOTrainer):
+class PolicyTrainer(ResilientTraining, WritesModelCard, StepMetrics, TokenBudgets, TRLGRPOTrainer):
     """Trains a policy on its own samples with any algorithm: `PolicyConfig(algorithm=...)`.
 
     Accepts the arguments of `trl.GRPOTrainer`, with a `PolicyConfig`, and keeps its features: generation with
@@ -144,7 +146,7 @@ class PolicyTrainer(ResilientTraining, WritesModelCard, StepMetrics, TRLGRPOTrai
     def _prepare_models(self) -> None:
         """Change how the models score and sample, immediately after TRL has put its heads on them."""
         self.packing = pack_trainer(self)
-        self._budget = tokens_per_pass(self, obstacle=self._split_changes_the_update())
+        self.token_budget = token_budget(self, obstacle=self._split_changes_the_update())
         models = [model for model in (self.model, self.ref_model) if model is not None]
         count_from_the_first_token(*map(self.accelerator.unwrap_model, models))
         place_reward_models(self, self._reward_models)
@@ -347,7 +349,7 @@ class PolicyTrainer(ResilientTraining, WritesModelCard, StepMetrics, TRLGRPOTrai
             if keeps_groups(self):
                 self._buffered_inputs = regroup(self._buffered_inputs)
             self._count_tokens(self._buffered_inputs)
-            packed = self._budget is not None and self.packing.packs_all()
+            packed = self.token_budget is not None and self.packing.packs_all()
             if packed and "num_images" not in self._buffered_inputs[0]:
                 self._divide_into_passes()
             inputs = self._buffered_inputs[self._step % self.args.steps_per_generation]
@@ -360,8 +362,19 @@ class PolicyTrainer(ResilientTraining, WritesModelCard, StepMetrics, TRLGRPOTrai
         shares = not self.packing.draws_dropout()
         self._buffered_inputs = []
         for start in range(0, len(batches), size):
-            passes = passes_of_groups(batches[start : start + size], self._budget, self.accelerator, shares=shares)
+            window = batches[start : start + size]
+            largest = max(one["prompt_ids"].numel() + one["completion_ids"].numel() for one in window)
+            passes = passes_of_groups(window, self.token_budget.of(largest), self.accelerator, shares=shares)
             self._buffered_inputs += window_of_passes(passes, size)
+
+    def halves(self, one: dict) -> tuple[int, list[dict]]:
+        return halves_of_groups(one, shares=not self.packing.draws_dropout())
+
+    @contextmanager
+    def in_place_of(self, inputs, one: dict):
+        # At the first pass of a rollout, TRL would sample another one.
+        with temporarily(self, _prepare_inputs=lambda _: one):
+            yield inputs
 
     def _count_tokens(self, batches: list[dict]) -> None:
         tokens = torch.stack([self._token_mask(batch).sum() for batch in batches])
@@ -381,7 +394,7 @@ class PolicyTrainer(ResilientTraining, WritesModelCard, StepMetrics, TRLGRPOTrai
     @property
     def _mean_rows(self) -> int | None:
         """Responses of a micro-batch, if those of an optimizer step are in fewer passes; otherwise None."""
-        return self.args.per_device_train_batch_size if self.model.training and self._budget is not None else None
+        return self.args.per_device_train_batch_size if self.model.training and self.token_budget is not None else None
 
     def micro_batches_of(self, mask: Tensor) -> Tensor:
         """How many micro-batches a pass with this mask stands for."""
@@ -415,6 +428,7 @@ class PolicyTrainer(ResilientTraining, WritesModelCard, StepMetrics, TRLGRPOTrai
     def _compute_loss(self, model, inputs):
         if is_empty(inputs):
             return no_loss(self.accelerator.device)
+        self.begin_pass(inputs)
         loss, metrics = self.loss(self.score(model, inputs, entropies=True), inputs)
         extremes = {name: metrics.pop(name) for name in EXTREMES if name in metrics}
         if not self.model.training:

@@ -50,6 +50,9 @@ class PPOTrainer(PolicyTrainer):
         if self.is_fsdp_enabled:
             raise ValueError("PPO's value function has not been tried under FSDP: use DDP or DeepSpeed")
         self.value_model = VALUE_MODELS[self.args.value_model](self)
+        if self.token_budget is not None and self.args.value_model == "separate":
+            # The value model is trained in the same passes, and its rows are padded.
+            self.token_budget.by_memory = self.token_budget.may_keep = False
         self._sum_up = partial(self.accelerator.reduce, reduction="sum")
 
     # ---- Sample, and score: the value function estimates along with the policy ----

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -36,7 +38,7 @@ from trl_ext.trainers.defaults import configuration
 from trl_ext.trainers.metrics import StepMetrics, pair_metrics
 from trl_ext.trainers.model_card import WritesModelCard
 from trl_ext.trainers.packing import pack_trainer
-from trl_ext.trainers.passes import PairPasses, is_empty, no_loss, tokens_per_pass
+from trl_ext.trainers.passes import PairPasses, is_empty, no_loss
 from trl_ext.trainers.policies import check_base_of_adapter, is_zero3, reference_in_memory
 from trl_ext.trainers.preference.config import PreferenceConfig
 from trl_ext.trainers.preference.whole_batch import (
@@ -47,6 +49,7 @@ from trl_ext.trainers.preference.whole_batch import (
     loss_scale,
     map_scores,
 )
+from trl_ext.trainers.token_budget import token_budget
 
 # TRL's names for the reference log-probabilities of chosen and rejected in a batch.
 _REFERENCE = ("ref_chosen_logps", "ref_rejected_logps")
@@ -55,7 +58,7 @@ _OWN = ("columns", "window", "window_index")
 _NOT_OF_THE_MODEL = (*_OWN, "completion_mask", *_REFERENCE)
 
 
-class PreferenceTrainer(ResilientTraining, WritesModelCard, PairPasses, StepMetrics, TRLDPOTrainer):
+class PreferenceTrainer(ResilientTraining, WritesModelCard, StepMetrics, PairPasses, TRLDPOTrainer):
     """Trains on pairs with any preference loss: `PreferenceConfig(loss=...)`.
 
     Accepts the arguments of `trl.DPOTrainer`, with a `PreferenceConfig`, and keeps its features and the names of its
@@ -100,7 +103,7 @@ class PreferenceTrainer(ResilientTraining, WritesModelCard, PairPasses, StepMetr
         self._pack()
         # Such a loss compares the pairs of a micro-batch, as TRL's does.
         apart = self.objective.batch_coupled and not self._couples_batch
-        self._budget = tokens_per_pass(self, obstacle="aot_scope is device" if apart else None)
+        self.token_budget = token_budget(self, obstacle="aot_scope is device" if apart else None)
         # TRL's `evaluate` reads this: a dataset passed to it gets reference log-probabilities first.
         self.precompute_ref_logps = bool(args.precompute_ref_log_probs)
         if args.precompute_ref_log_probs is None and self._saves_reference_passes():
@@ -219,6 +222,21 @@ class PreferenceTrainer(ResilientTraining, WritesModelCard, PairPasses, StepMetr
         )
         return [{**one, "window": window, "window_index": index} for index, one in enumerate(passes)]
 
+    def halves(self, one: dict) -> tuple[int, list[dict]]:
+        tokens, parts = super().halves(one)
+        window, index = one["window"], one["window_index"]
+        if len(parts) == 1 or window.pending is not None:
+            return tokens, [one]
+        if self._couples_batch and window.coupled is None:
+            again = replace(window, pending=parts)
+            windows = [(again, number) for number in range(len(parts))]
+        else:
+            ends = [*accumulate(len(part["input_ids"]) // 2 for part in parts)]
+            windows = [(window.part(index, slice(*own)), 0) for own in pairwise([0, *ends])]
+        return tokens, [
+            {**part, "window": its, "window_index": number} for part, (its, number) in zip(parts, windows, strict=True)
+        ]
+
     def _raw_weights(self, batch: dict) -> Tensor:
         """Weights to be normalised, which depend only on dataset columns. [n]."""
         blank = torch.zeros(len(batch["input_ids"]) // 2, device=batch["input_ids"].device)
@@ -233,6 +251,7 @@ class PreferenceTrainer(ResilientTraining, WritesModelCard, PairPasses, StepMetr
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         if is_empty(inputs):
             return no_loss(self.accelerator.device)
+        self.begin_pass(inputs)
         window, index = inputs.get("window"), inputs.get("window_index")
         if window is not None and window.pending is not None:
             self._score_window_ahead(model, window)
@@ -298,12 +317,11 @@ class PreferenceTrainer(ResilientTraining, WritesModelCard, PairPasses, StepMetr
         order, draw the same dropout masks.
         """
         batches = [self._prepare_inputs(batch) for batch in window.pending]
-        window.pending = None
         window.reference = [self._reference(batch) for batch in batches]
         with torch.no_grad(), preserved_random_state():
             passes = zip(batches, window.reference, strict=True)
             parts = [self._scores(self._forward(model, batch), batch, reference) for batch, reference in passes]
-        window.coupled = self._coupled_shares(window, parts)
+        window.pending, window.coupled = None, self._coupled_shares(window, parts)
 
     def _coupled_shares(self, window: Window, parts: list[PreferenceScores]) -> list[CoupledShare]:
         return coupled_shares(self._mean_loss, parts, self.accelerator, micro_batches=window.micro_batches)

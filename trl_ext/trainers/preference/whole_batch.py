@@ -10,7 +10,7 @@ contributes its scores times those derivatives, a local term whose gradient is t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from accelerate import Accelerator
@@ -32,6 +32,11 @@ class CoupledShare:
     loss: Tensor
     chosen_slope: Tensor
     rejected_slope: Tensor
+
+    def part(self, own: slice) -> CoupledShare:
+        """The share of some of the micro-batch's pairs."""
+        slopes = self.chosen_slope[own], self.rejected_slope[own]
+        return CoupledShare(self.loss * len(slopes[0]) / len(self.chosen_slope), *slopes)
 
     def of(self, scores: PreferenceScores) -> Tensor:
         """The loss, with the gradient that is the micro-batch's part of the whole gradient."""
@@ -58,6 +63,11 @@ class Window:
     pending: list[dict] | None = None
     reference: list[Sequence[Tensor | None]] | None = None
     coupled: list[CoupledShare] | None = None
+
+    def part(self, index: int, own: slice) -> Window:
+        """The window of some pairs of a micro-batch, as its first micro-batch."""
+        reference = self.reference and [[one if one is None else one[own] for one in self.reference[index]]]
+        return replace(self, reference=reference, coupled=self.coupled and [self.coupled[index].part(own)])
 
 
 def loss_scale(micro_batches: int, ranks: int, pairs: int) -> float:

@@ -1,0 +1,285 @@
+"""How many tokens a packed pass has, and whether it keeps its activations: as configured, or as memory allows.
+
+A pass for which memory does not suffice is undone, with the passes of its optimizer step before it, and repeated in
+halves. The update and its log are those of the passes that were meant.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
+from peft import PeftModel
+from torch import nn
+from transformers import Trainer
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from trl_ext.models.batches import temporarily
+from trl_ext.models.packing import packed_inputs, unwrapped
+from trl_ext.models.packing.plan import plan_batch
+from trl_ext.models.shared_backbone import preserved_random_state
+from trl_ext.processes import warn_once_per_run
+
+logger = logging.getLogger(__name__)
+
+# The share of free memory that a pass may take by estimate. The rest is for the head's tiles, the gradients of
+# activations, and the gaps between blocks. On several processes the last pass of a step cannot be repeated.
+SHARE_OF_ONE, SHARE_OF_SEVERAL = 0.8, 0.6
+# The lengths of the passes that are measured.
+_MEASURED = (256, 768)
+
+
+class TokenBudget:
+    """The tokens of a packed pass.
+
+    `auto` begins with the padded size of the largest micro-batch of a step: a packed pass encodes no more tokens than
+    the micro-batch would without packing. On a GPU, after the first optimizer step has allocated its states, a pass
+    takes as many tokens as memory allows, and activations are kept if a padded micro-batch's fit and the configuration
+    does not ask for their recomputation.
+
+    Args:
+        trainer: a trainer that packs its model.
+        setting: tokens of a pass, or "auto".
+
+    Attributes:
+        by_memory: whether memory may decide anything.
+        may_keep: whether it may decide that activations are kept.
+        keeps: whether memory has decided that activations are kept; None before it has decided anything.
+        most: tokens of a pass by memory, and after memory did not suffice; None for no limit.
+    """
+
+    def __init__(self, trainer, setting: str):
+        self.trainer = trainer
+        self.given = None if setting == "auto" else int(setting)
+        self.may_keep = trainer.args.recomputes_by_memory
+        self.by_memory = self.given is None or self.may_keep
+        self.keeps: bool | None = None
+        self.most: int | None = None
+
+    def of(self, micro_batch: int) -> int:
+        """The budget of the next optimizer step, whose largest micro-batch has so many tokens with its padding.
+
+        Every process must call this.
+        """
+        budget = micro_batch if self.given is None else self.given
+        if self.keeps is None and self.by_memory and self.trainer.state.global_step > 0:
+            self._decide(budget)
+        if self.keeps and self.may_keep:
+            # transformers turns it on where a training begins.
+            recompute(self.trainer, False)
+        if self.most is None:
+            return budget
+        return self.most if self.given is None else min(self.most, budget)
+
+    def _decide(self, needed: int) -> None:
+        trainer, model = self.trainer, self.trainer.model
+        free = free_memory(trainer.accelerator.device)
+        if free is None:
+            self.by_memory = False
+            return
+        free -= sum(own.numel() * own.element_size() for own in model.parameters() if own.requires_grad)
+        fixed, kept, recomputed = activation_bytes(trainer)
+        several = trainer.accelerator.num_processes > 1
+        free = max((SHARE_OF_SEVERAL if several else SHARE_OF_ONE) * free - fixed, 0)
+        if several:
+            free = trainer.accelerator.gather(torch.tensor(free, device=trainer.accelerator.device)).min().item()
+        self.keeps = not model.is_gradient_checkpointing or (self.may_keep and free / kept >= needed)
+        if self.given is None:
+            self.most = max(int(free / (kept if self.keeps else recomputed)), needed)
+        trainer.packing.passes = f"passes of at most {self.most or self.given} tokens, activations " + (
+            "kept" if self.keeps else "recomputed"
+        )
+        warn_once_per_run(f"{trainer.packing.passes}: {free / 2**30:.1f} GiB are left for them")
+
+    def lower(self, tokens: int) -> str:
+        """Take less memory than a pass of so many tokens did; returns what has changed, in a few words."""
+        if self.keeps and self.may_keep:
+            self.may_keep = self.keeps = False
+            recompute(self.trainer, True)
+            return "its activations are recomputed"
+        self.most = max(tokens // 2, 1)
+        return f"passes have at most {self.most} tokens"
+
+
+def token_budget(trainer, *, obstacle: str | None = None) -> TokenBudget | None:
+    """The budget of a trainer's passes; None if it has none or, with one line why for a number, cannot use one.
+
+    A window is divided only while its passes are packed, `Packing.packs_all`.
+
+    Args:
+        trainer: a trainer that has tried to pack its model.
+        obstacle: why the split of a window changes the update, if it does.
+    """
+    setting = str(trainer.args.tokens_per_pass)
+    if setting == "off":
+        return None
+    if trainer.packing is None or not trainer.packing.active:
+        obstacle = "passes are not packed"
+    elif trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
+        obstacle = "it has not been tried under DeepSpeed or FSDP"
+    elif isinstance(trainer.model, PeftModel) and trainer.model.active_peft_config.is_prompt_learning:
+        obstacle = "passes with virtual tokens are not packed"
+    if obstacle is not None:
+        if setting != "auto":
+            warn_once_per_run(f"tokens_per_pass: off, {obstacle}")
+        return None
+    return TokenBudget(trainer, setting)
+
+
+# ---- Memory ----
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that tensors on a CUDA device may still take, with what torch holds for them; None for other devices."""
+    if device.type != "cuda":
+        return None
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def recompute(trainer, on: bool) -> None:
+    """Recompute the activations of the layers in the backward pass, or keep them."""
+    model = unwrapped(trainer.model)
+    if on:
+        model.gradient_checkpointing_enable(trainer.args.gradient_checkpointing_kwargs)
+    elif model.is_gradient_checkpointing:
+        model.gradient_checkpointing_disable()
+
+
+def activation_bytes(trainer) -> tuple[float, float, float]:
+    """Bytes that a packed pass of the trained model holds for its backward pass.
+
+    They are measured on forward passes of random tokens. A pass whose layers are recomputed holds the input of each,
+    and the activations of one layer at a time with about as much again for their gradients.
+
+    Returns:
+        What does not depend on the number of tokens, such as weights in half precision; what each token takes; and
+        what it takes if layers are recomputed.
+    """
+    backbone = unwrapped(trainer.model).base_model
+    layers = [layer for layer in backbone.modules() if isinstance(layer, GradientCheckpointingLayer)]
+    weights = {own.untyped_storage().data_ptr() for own in backbone.parameters()}
+    held, inputs = [], 0
+
+    def count(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            storages[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    def note(layer: nn.Module, given: tuple) -> None:
+        nonlocal inputs
+        inputs += given[0].numel() * given[0].element_size()
+
+    with ExitStack() as stack:
+        stack.enter_context(torch.enable_grad())
+        for layer in layers:
+            stack.enter_context(temporarily(layer, gradient_checkpointing=False))
+            stack.callback(layer.register_forward_pre_hook(note).remove)
+        stack.enter_context(preserved_random_state())
+        stack.enter_context(trainer.accelerator.autocast())
+        for tokens in _MEASURED:
+            ids = torch.randint(backbone.config.get_text_config().vocab_size, (1, tokens))
+            plan = plan_batch(ids, torch.ones_like(ids), device=trainer.accelerator.device)
+            plan.derived["backend"] = trainer.packing.backend
+            # While the pass is alive, no two of its tensors are at one address.
+            storages: dict[int, int] = {}
+            with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+                output = backbone(**packed_inputs(plan))
+            held.append(sum(storages.values()))
+            del output
+    per_token = (held[1] - held[0]) / (_MEASURED[1] - _MEASURED[0])
+    recomputed = inputs / sum(_MEASURED) + 2 * per_token / max(len(layers), 1)
+    return max(held[0] - _MEASURED[0] * per_token, 0.0), per_token, min(recomputed, per_token)
+
+
+# ---- Passes that did not fit ----
+
+
+class TokenBudgets:
+    """Mixin before a trainer whose loss step calls `begin_pass`, and after `StepMetrics`.
+
+    The trainer sets `packing` and `token_budget`. What runs out of memory in a pass is repeated in smaller passes;
+    on several processes not the last pass of a step, in which gradients are exchanged.
+    """
+
+    token_budget: TokenBudget | None = None
+    # The passes of the optimizer step in progress, and the sum of the losses that transformers has received for it.
+    _begun: list[dict[str, Any]] = []
+    _received: torch.Tensor | float = 0.0
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any):
+        # A step begins.
+        self._begun, self._received = [], 0.0
+        return super().get_batch_samples(*args, **kwargs)
+
+    def begin_pass(self, inputs: dict[str, Any]) -> None:
+        """Remember a training pass, as it is given to the loss step."""
+        if self.token_budget is not None and self.model.training:
+            self._begun.append(dict(inputs))
+
+    def halves(self, one: dict[str, Any]) -> tuple[int, list[dict[str, Any]]]:
+        """The tokens of a pass, and the pass in two, or as it is if it cannot be divided."""
+        raise NotImplementedError
+
+    @contextmanager
+    def in_place_of(self, inputs: Any, one: dict[str, Any]) -> Iterator[Any]:
+        """What `training_step` receives in place of `inputs` to compute this pass."""
+        yield one
+
+    def training_step(self, model, inputs, *args: Any, **kwargs: Any):
+        before, parts = len(self._begun), None
+        while True:
+            try:
+                loss = self._repeat(model, inputs, parts, *args, **kwargs) if parts else None
+                if parts is None:
+                    loss = super().training_step(model, inputs, *args, **kwargs)
+                break
+            except RuntimeError as error:
+                if not self._may_repeat(error, before if parts is None else 0):
+                    raise
+            # The error, which held on to the activations, is gone.
+            parts = self._smaller_passes(parts)
+        self._received = self._received + loss
+        return loss
+
+    def _may_repeat(self, error: RuntimeError, before: int) -> bool:
+        if self.token_budget is None or not should_reduce_batch_size(error) or len(self._begun) <= before:
+            return False
+        alone = self.accelerator.num_processes == 1 or not self.accelerator.sync_gradients
+        one = self._begun[-1]
+        lowers = self.token_budget.keeps and self.token_budget.may_keep
+        return alone and (lowers or len(self.halves(one)[1]) > 1)
+
+    def _smaller_passes(self, parts: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
+        """Undo the optimizer step so far; returns its passes, of which those that are too large are halved."""
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+        clear_device_cache(garbage_collection=True)
+        self.forget_step()
+        tokens, _ = self.halves(self._begun[-1])
+        change = self.token_budget.lower(tokens)
+        logger.warning(
+            f"step {self.state.global_step + 1}: memory does not suffice for a pass of {tokens} tokens; from now on "
+            f"{change}, and the step so far is repeated"
+        )
+        smaller, most = [], self.token_budget.most
+        for one in parts or self._begun:
+            size, halves = self.halves(one)
+            smaller += halves if most is not None and size > most else [one]
+        return smaller
+
+    def _repeat(self, model, inputs: Any, parts: list[dict[str, Any]], *args: Any, **kwargs: Any):
+        """Compute the step so far in these passes; returns what transformers has not received of its loss."""
+        self._begun, total = [], 0.0
+        for part in parts[:-1]:
+            with self.in_place_of(inputs, part) as given:
+                # Of transformers: TRL's counts its calls.
+                total = total + Trainer.training_step(self, model, given, *args, **kwargs)
+        with self.in_place_of(inputs, parts[-1]) as given:
+            return total + super().training_step(model, given, *args, **kwargs) - self._received
