@@ -8,37 +8,32 @@ from functools import partialmethod
 import pytest
 import torch
 from peft import LoraConfig
-from torch import Tensor, nn
+from torch import Tensor, library, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code
-from torch.nn.attention import varlen
 
-from tests.support.packing import VOCABULARY, close, tiny_model, values_and_gradient, varlen_by_contract
+from tests.support.packing import VOCABULARY, close, flash_by_contract, tiny_model, values_and_gradient
 from trl_ext import PreferenceConfig, PreferenceTrainer, load_benchmark
 from trl_ext.models import resolve_model_path
 from trl_ext.models.packing import share_prefixes, wrap
 
 # Torch has this operator for GPUs alone.
-ATTEND = varlen_by_contract([])
+KERNELS = library.Library("aten", "IMPL", "CPU")
+KERNELS.impl("_flash_attention_forward", flash_by_contract([]))
 
 
-def attend_on_a_cpu(query, key, value, *given):
-    *segments, _, scale, window, grouped = given[:8]
-    output = ATTEND(query, key, value, *segments, scale=scale, window_size=tuple(window), enable_gqa=grouped)
-    return output, query.new_zeros(query.shape[1::-1], dtype=torch.float32), torch.zeros(2, dtype=torch.uint64)
-
-
-def differentiate_on_a_cpu(output_gradient, query, key, value, output, sums, *given):
+def differentiate_on_a_cpu(output_gradient, query, key, value, output, sums, *given, **options):
     """The gradients of softmax(scale Q K^T) V in each segment; an operator's kernel has no autograd within it."""
-    query_bounds, key_bounds, _, _, _, _, scale, window = given
+    query_bounds, key_bounds, *_ = given
+    scale, window = options["scale"], options["window_size_left"]
     query_gradient, key_gradient, value_gradient = map(torch.zeros_like, (query, key, value))
     groups = query.shape[1] // key.shape[1]
     for row in range(len(query_bounds) - 1):
         own, other = slice(*query_bounds[row : row + 2]), slice(*key_bounds[row : row + 2])
         added, length = own.stop - own.start, other.stop - other.start
         distance = torch.arange(length - added, length)[:, None] - torch.arange(length)
-        hidden = (distance < 0) | ((distance > window[0]) if window[0] >= 0 else False)
+        hidden = (distance < 0) | ((distance > window) if window >= 0 else False)
         queries, upstream = query[own].transpose(0, 1), output_gradient[own].transpose(0, 1)
         keys, values = (one[other].transpose(0, 1).repeat_interleave(groups, dim=0) for one in (key, value))
         weights = (queries @ keys.mT * scale).masked_fill(hidden, -torch.inf).softmax(dim=-1)
@@ -50,8 +45,7 @@ def differentiate_on_a_cpu(output_gradient, query, key, value, output, sums, *gi
     return query_gradient, key_gradient, value_gradient
 
 
-varlen._varlen_attn.register_kernel("cpu")(attend_on_a_cpu)
-varlen._varlen_attn_backward.register_kernel("cpu")(differentiate_on_a_cpu)
+KERNELS.impl("_flash_attention_backward", differentiate_on_a_cpu)
 
 
 @pytest.fixture
@@ -136,7 +130,7 @@ def test_without_varlen_attention_layers_stay_as_they_are():
 
 def kernels(code: str) -> int:
     """How many kernels generated code calls: fused ones, matrix products and attention."""
-    call = r"^ +(cpp_fused\w+\(|triton_\w+\.run\(|extern_kernels\.|buf\d+ = torch\.ops\.torch_attn\.)"
+    call = r"^ +(cpp_fused\w+\(|triton_\w+\.run\(|extern_kernels\.|buf\d+ = torch\.ops\.aten._flash_attention_\w+\.)"
     return len(re.findall(call, code, flags=re.MULTILINE))
 
 

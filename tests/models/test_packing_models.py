@@ -21,6 +21,7 @@ from tests.support.float64 import float64_throughout
 from tests.support.packing import (
     ARCHITECTURES,
     OUTPUTS,
+    flash_by_contract,
     forward,
     gradient,
     largest,
@@ -29,7 +30,6 @@ from tests.support.packing import (
     tiny_classifier,
     tiny_model,
     values_and_gradient,
-    varlen_by_contract,
 )
 from tests.support.train_once import in_processes, relative_difference
 from trl_ext.models.packing import attention as packed_attention
@@ -256,15 +256,15 @@ def hidden_states(model, backend: str, shares: bool) -> Tensor:
 def test_varlen_by_its_contract(architecture, windows, shares, monkeypatch):
     """A window of nine tokens counts the token itself, so that the kernel is given the eight before it."""
     calls: list[dict] = []
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_by_contract(calls))
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", flash_by_contract(calls))
     model = tiny_model(architecture).eval()
     share_prefixes(model)
     expected = hidden_states(model, "sdpa", shares)
     assert not calls
     got = hidden_states(model, "varlen", shares)
     assert len(calls) == 3
-    assert {call["window_size"] for call in calls} == windows
-    assert all(call["enable_gqa"] for call in calls)
+    assert {call["window"] for call in calls} == windows
+    assert all(call["grouped"] for call in calls)
     assert largest(got, expected) < 1e-5
 
 

@@ -143,34 +143,36 @@ def attention_named(function) -> str:
     return name
 
 
-def varlen_by_contract(calls: list):
-    """`torch.nn.attention.varlen.varlen_attn` as it is documented, in plain operations, and what it was called with.
+def flash_by_contract(calls: list):
+    """FlashAttention's operator by its contract, in plain operations, and what it was called with.
 
-    Queries and keys of a segment end together. (-1, 0) is causal attention, (W, 0) that to W tokens before a token
-    and the token itself.
+    Queries and keys of a segment end together. A window of (-1, 0) is causal attention, (W, 0) that to W tokens before
+    a token and the token itself. Query heads share key heads in order.
     """
 
-    def varlen_attn(
-        query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False
-    ):
-        calls.append({"window_size": window_size, "enable_gqa": enable_gqa})
+    def attend(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, dropout, is_causal, debugs, **options):
+        scale, window = options["scale"], (options["window_size_left"], options["window_size_right"])
+        grouped = query.shape[1] != key.shape[1]
+        calls.append({"window": window, "grouped": grouped})
+        assert not dropout and not debugs and is_causal == (window[0] < 0)
         assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
         assert cu_seq_q[0] == cu_seq_k[0] == 0 and cu_seq_q[-1] == len(query) and cu_seq_k[-1] == len(key)
         assert max_q == cu_seq_q.diff().max() and max_k == cu_seq_k.diff().max()
         assert all(states.is_contiguous() for states in (query, key, value))
-        assert enable_gqa or query.shape[1] == key.shape[1]
         outputs = []
         for row in range(len(cu_seq_q) - 1):
             own, other = slice(*cu_seq_q[row : row + 2]), slice(*cu_seq_k[row : row + 2])
             added, length = own.stop - own.start, other.stop - other.start
             distance = torch.arange(length - added, length)[:, None] - torch.arange(length)
             mask = distance >= 0
-            assert window_size[1] == 0
-            if window_size[0] >= 0:
-                mask &= distance <= window_size[0]
+            assert window[1] == 0
+            if window[0] >= 0:
+                mask &= distance <= window[0]
             states = (states.transpose(0, 1)[None] for states in (query[own], key[other], value[other]))
-            output = scaled_dot_product_attention(*states, attn_mask=mask, scale=scale, enable_gqa=enable_gqa)
+            output = scaled_dot_product_attention(*states, attn_mask=mask, scale=scale, enable_gqa=grouped)
             outputs.append(output[0].transpose(0, 1))
-        return torch.cat(outputs)
+        sums = query.new_zeros(query.shape[1::-1], dtype=torch.float32)
+        seed, offset = torch.zeros(2, dtype=torch.uint64), torch.zeros((), dtype=torch.uint64)
+        return torch.cat(outputs), sums, seed, offset, query.new_zeros(0)
 
-    return varlen_attn
+    return attend

@@ -169,19 +169,21 @@ def _lower_right(plan: Plan, added: int, length: int, window: int | None, device
 
 
 def _varlen(paths: Paths, query, key, value, scaling, window) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn
+    """Call the operator by which torch trains nested tensors.
 
+    `torch.nn.attention.varlen`, of newer versions, calls the same kernel through Python in each direction.
+    """
     if paths.index is not None:
         key, value = (_OfPaths.apply(states, paths.index) for states in (key, value))
-    # Under torch 2.11, which has no grouped heads, this raises, and `sdpa` is used.
-    grouped = {"enable_gqa": True} if query.shape[1] != key.shape[1] else {}
-    return varlen_attn(
-        query.contiguous(),
-        key.contiguous(),
-        value.contiguous(),
+    # No dropout, causality without a window, and no debug mask.
+    options = 0.0, window is None, False
+    output, *_ = torch.ops.aten._flash_attention_forward(
+        *(states.contiguous() for states in (query, key, value)),
         *paths[1:],
+        *options,
         scale=scaling,
         # transformers counts the token itself in its window.
-        window_size=(-1 if window is None else window - 1, 0),
-        **grouped,
+        window_size_left=-1 if window is None else window - 1,
+        window_size_right=0,
     )
+    return output
