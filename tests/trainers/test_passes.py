@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
+import sys
 import traceback
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import accumulate
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
+from accelerate import PartialState
 from accelerate.data_loader import BatchSamplerShard
 from datasets import Dataset
 from peft import LoKrConfig, LoraConfig, get_peft_model
@@ -23,6 +27,7 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from tests.support.float64 import float64_throughout, precision
+from tests.support.train_once import in_processes
 from trl_ext import (
     GRPOConfig,
     GRPOTrainer,
@@ -215,6 +220,12 @@ class ShortOfMemory:
 
     def fail(self, where: str) -> None:
         # The first step checks packing.
+        accelerator = self.trainer.accelerator
+        # On several processes, one does not fit, and not where it exchanges gradients.
+        if accelerator.num_processes > 1 and (
+            accelerator.process_index == 0 or (where == "backward" and accelerator.sync_gradients)
+        ):
+            return
         if self.where == where and self.tokens > self.most and self.trainer.state.global_step:
             self.failures += 1
             self.most = math.inf if self.once else self.most
@@ -258,6 +269,31 @@ def test_a_pass_that_does_not_fit_is_repeated_in_smaller_ones(case, budget, wher
         assert one.keys() == other.keys()
         for name, value in one.items():
             assert value == pytest.approx(other[name], rel=1e-9 if exact else 2e-3, abs=1e-9 if exact else 2e-4), name
+
+
+def write_differences(path: str) -> None:
+    """In one of two processes: of the updates with passes that do not fit from those of the micro-batches."""
+    torch.set_num_threads(1)
+    apart = {}
+    for case, budget, where in (("dpo", "450", "backward"), ("aot", "100000", "forward"), ("grpo", "120", "forward")):
+        found, most = [], 200 if CASES[case][3] == PAIRS else 60
+        settings = {"prepare": lambda trainer: found.append(ShortOfMemory(trainer, most, where))}  # noqa: B023
+        with float64_throughout():
+            expected, *_ = trained(case, "off", f"{path}.{case}")
+            got, *_ = trained(case, budget, f"{path}.{case}", **settings)
+        failures = PartialState().num_processes * [0]
+        torch.distributed.all_gather_object(failures, found[0].failures)
+        apart[case] = [((got - expected).norm() / expected.norm()).item(), *failures]
+    if PartialState().is_main_process:
+        Path(path).write_text(json.dumps(apart))
+
+
+@pytest.mark.slow
+def test_one_of_two_processes_repeats_its_passes(tmp_path):
+    """The other waits for it where gradients are exchanged, as many times as it would without."""
+    in_processes(2, "-m", __name__, str(tmp_path / "apart.json"))
+    for apart, other, own in json.loads((tmp_path / "apart.json").read_text()).values():
+        assert apart < 1e-9 and other == 0 < own
 
 
 GIB = 2**30
@@ -497,3 +533,7 @@ def test_of_a_policy(tmp_path):
     first, last = counts_of_the_last_step(trainer)
     assert sum(first.values()) <= 1, first
     assert sum(last.values()) <= 1 + 1, last
+
+
+if __name__ == "__main__":
+    write_differences(sys.argv[1])

@@ -15,6 +15,7 @@ import torch
 from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 from peft import PeftModel
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -27,7 +28,7 @@ from trl_ext.processes import warn_once_per_run
 logger = logging.getLogger(__name__)
 
 # The share of free memory that a pass may take by estimate. The rest is for the head's tiles, the gradients of
-# activations, and the gaps between blocks. On several processes the last pass of a step cannot be repeated.
+# activations, and the gaps between blocks. On several processes the last backward pass of a step cannot be repeated.
 SHARE_OF_ONE, SHARE_OF_SEVERAL = 0.8, 0.6
 # The lengths of the passes that are measured.
 _MEASURED = (256, 768)
@@ -204,13 +205,14 @@ class TokenBudgets:
     """Mixin before a trainer whose loss step calls `begin_pass`, and after `StepMetrics`.
 
     The trainer sets `packing` and `token_budget`. What runs out of memory in a pass is repeated in smaller passes;
-    on several processes not the last pass of a step, in which gradients are exchanged.
+    on several processes not the backward pass that exchanges gradients, the last of a step.
     """
 
     token_budget: TokenBudget | None = None
     # The passes of the optimizer step in progress, and the sum of the losses that transformers has received for it.
     _begun: list[dict[str, Any]] = []
     _received: torch.Tensor | float = 0.0
+    _in_forward = False
 
     def get_batch_samples(self, *args: Any, **kwargs: Any):
         # A step begins.
@@ -221,6 +223,13 @@ class TokenBudgets:
         """Remember a training pass, as it is given to the loss step."""
         if self.token_budget is not None and self.model.training:
             self._begun.append(dict(inputs))
+            self._in_forward = True
+
+    @contextmanager
+    def compute_loss_context_manager(self) -> Iterator[None]:
+        with super().compute_loss_context_manager():
+            yield
+        self._in_forward = False
 
     def halves(self, one: dict[str, Any]) -> tuple[int, list[dict[str, Any]]]:
         """The tokens of a pass, and the pass in two, or as it is if it cannot be divided."""
@@ -250,10 +259,9 @@ class TokenBudgets:
     def _may_repeat(self, error: RuntimeError, before: int) -> bool:
         if self.token_budget is None or not should_reduce_batch_size(error) or len(self._begun) <= before:
             return False
-        alone = self.accelerator.num_processes == 1 or not self.accelerator.sync_gradients
-        one = self._begun[-1]
+        alone = self.accelerator.num_processes == 1 or not self.accelerator.sync_gradients or self._in_forward
         lowers = self.token_budget.keeps and self.token_budget.may_keep
-        return alone and (lowers or len(self.halves(one)[1]) > 1)
+        return alone and (lowers or len(self.halves(self._begun[-1])[1]) > 1)
 
     def _smaller_passes(self, parts: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
         """Undo the optimizer step so far; returns its passes, of which those that are too large are halved."""
@@ -277,8 +285,11 @@ class TokenBudgets:
     def _repeat(self, model, inputs: Any, parts: list[dict[str, Any]], *args: Any, **kwargs: Any):
         """Compute the step so far in these passes; returns what transformers has not received of its loss."""
         self._begun, total = [], 0.0
+        if isinstance(model, DistributedDataParallel):
+            # The other processes wait for no second broadcast of buffers.
+            model.require_forward_param_sync = False
         for part in parts[:-1]:
-            with self.in_place_of(inputs, part) as given:
+            with self.in_place_of(inputs, part) as given, self.accelerator.no_sync(model):
                 # Of transformers: TRL's counts its calls.
                 total = total + Trainer.training_step(self, model, given, *args, **kwargs)
         with self.in_place_of(inputs, parts[-1]) as given:
