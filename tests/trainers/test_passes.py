@@ -394,7 +394,10 @@ def test_activations_are_kept_where_memory_holds_them(tmp_path, monkeypatch, cap
     assert (got - expected).norm() <= 1e-9 * expected.norm() > 0
     short, trainer = found
     assert short.failures == 1 and trainer.model.is_gradient_checkpointing
-    assert "activations kept" in trainer.packing.describe() and "its activations are recomputed" in caplog.text
+    assert "with activations kept" in caplog.text and "its activations are recomputed" in caplog.text
+    # It was noted when the step began.
+    assert "(sdpa attention, passes: 1 of at most " in trainer.packing.describe()
+    assert "tokens for 4 micro-batches, activations kept; differs" in trainer.packing.describe()
 
 
 # ---- Recomputation ----

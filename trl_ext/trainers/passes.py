@@ -144,6 +144,7 @@ class PairPasses(TokenBudgets):
                 settings["pad_token_id"] = getattr(self, "_tokenizer", self.processing_class).pad_token_id or 0
                 budget = self.token_budget.of(max(batch["input_ids"].numel() for batch in batches))
                 passes = passes_of_pairs(batches, budget, self.accelerator, **settings)
+                self.token_budget.note(len(passes), micro_batches)
             batches = window_of_passes(self.open_window(passes, micro_batches), micro_batches)
         return batches, num_items_in_batch
 

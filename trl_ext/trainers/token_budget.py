@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 from peft import PeftModel
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -47,10 +46,11 @@ class TokenBudget:
         setting: tokens of a pass, or "auto".
 
     Attributes:
-        by_memory: whether memory may decide anything.
+        tokens: the budget of the latest optimizer step.
+        by_memory: whether memory may still decide anything.
         may_keep: whether it may decide that activations are kept.
-        keeps: whether memory has decided that activations are kept; None before it has decided anything.
-        most: tokens of a pass by memory, and after memory did not suffice; None for no limit.
+        keeps: whether activations are kept; None before memory has decided that.
+        most: tokens of a pass by memory, or after memory did not suffice; None for no limit.
     """
 
     def __init__(self, trainer, setting: str):
@@ -58,6 +58,7 @@ class TokenBudget:
         self.given = None if setting == "auto" else int(setting)
         self.may_keep = trainer.args.recomputes_by_memory
         self.by_memory = self.given is None or self.may_keep
+        self.tokens: int | None = None
         self.keeps: bool | None = None
         self.most: int | None = None
 
@@ -66,21 +67,27 @@ class TokenBudget:
 
         Every process must call this.
         """
-        budget = micro_batch if self.given is None else self.given
-        if self.keeps is None and self.by_memory and self.trainer.state.global_step > 0:
-            self._decide(budget)
+        self.tokens = micro_batch if self.given is None else self.given
+        if self.by_memory and self.trainer.state.global_step > 0:
+            self.by_memory = False
+            self._decide(self.tokens)
         if self.keeps and self.may_keep:
             # transformers turns it on where a training begins.
             recompute(self.trainer, False)
-        if self.most is None:
-            return budget
-        return self.most if self.given is None else min(self.most, budget)
+        if self.most is not None:
+            self.tokens = self.most if self.given is None else min(self.most, self.given)
+        return self.tokens
+
+    def note(self, passes: int, micro_batches: int) -> None:
+        """Tell what packing describes that an optimizer step has so many passes in place of micro-batches."""
+        how = "" if self.keeps is None else f", activations {'kept' if self.keeps else 'recomputed'}"
+        told = f"passes: {passes} of at most {self.tokens} tokens for {micro_batches} micro-batches{how}"
+        self.trainer.packing.passes = told
 
     def _decide(self, needed: int) -> None:
         trainer, model = self.trainer, self.trainer.model
         free = free_memory(trainer.accelerator.device)
         if free is None:
-            self.by_memory = False
             return
         free -= sum(own.numel() * own.element_size() for own in model.parameters() if own.requires_grad)
         fixed, kept, recomputed = activation_bytes(trainer)
@@ -91,10 +98,10 @@ class TokenBudget:
         self.keeps = not model.is_gradient_checkpointing or (self.may_keep and free / kept >= needed)
         if self.given is None:
             self.most = max(int(free / (kept if self.keeps else recomputed)), needed)
-        trainer.packing.passes = f"passes of at most {self.most or self.given} tokens, activations " + (
-            "kept" if self.keeps else "recomputed"
+        warn_once_per_run(
+            f"tokens_per_pass: at most {self.most or self.given}, with activations "
+            f"{'kept' if self.keeps else 'recomputed'}, for which {free / 2**30:.1f} GiB are left"
         )
-        warn_once_per_run(f"{trainer.packing.passes}: {free / 2**30:.1f} GiB are left for them")
 
     def lower(self, tokens: int) -> str:
         """Take less memory than a pass of so many tokens did; returns what has changed, in a few words."""
@@ -102,7 +109,7 @@ class TokenBudget:
             self.may_keep = self.keeps = False
             recompute(self.trainer, True)
             return "its activations are recomputed"
-        self.most = max(tokens // 2, 1)
+        self.most, self.by_memory = max(tokens // 2, 1), False
         return f"passes have at most {self.most} tokens"
 
 
@@ -164,7 +171,7 @@ def activation_bytes(trainer) -> tuple[float, float, float]:
     backbone = unwrapped(trainer.model).base_model
     layers = [layer for layer in backbone.modules() if isinstance(layer, GradientCheckpointingLayer)]
     weights = {own.untyped_storage().data_ptr() for own in backbone.parameters()}
-    held, inputs = [], 0
+    held: list[int] = []
 
     def count(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
@@ -172,15 +179,10 @@ def activation_bytes(trainer) -> tuple[float, float, float]:
             storages[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    def note(layer: nn.Module, given: tuple) -> None:
-        nonlocal inputs
-        inputs += given[0].numel() * given[0].element_size()
-
     with ExitStack() as stack:
         stack.enter_context(torch.enable_grad())
         for layer in layers:
             stack.enter_context(temporarily(layer, gradient_checkpointing=False))
-            stack.callback(layer.register_forward_pre_hook(note).remove)
         stack.enter_context(preserved_random_state())
         stack.enter_context(trainer.accelerator.autocast())
         for tokens in _MEASURED:
@@ -190,12 +192,13 @@ def activation_bytes(trainer) -> tuple[float, float, float]:
             # While the pass is alive, no two of its tensors are at one address.
             storages: dict[int, int] = {}
             with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-                output = backbone(**packed_inputs(plan))
+                states = backbone(**packed_inputs(plan)).last_hidden_state
             held.append(sum(storages.values()))
-            del output
+            inputs = len(layers) * states.nbytes / tokens
+            del states
     per_token = (held[1] - held[0]) / (_MEASURED[1] - _MEASURED[0])
-    recomputed = inputs / sum(_MEASURED) + 2 * per_token / max(len(layers), 1)
-    return max(held[0] - _MEASURED[0] * per_token, 0.0), per_token, min(recomputed, per_token)
+    recomputed = min(inputs + 2 * per_token / max(len(layers), 1), per_token)
+    return max(held[0] - _MEASURED[0] * per_token, 0.0), per_token, recomputed
 
 
 # ---- Passes that did not fit ----

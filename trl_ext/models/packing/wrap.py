@@ -52,7 +52,7 @@ class Packing:
         packed_tokens: tokens that were encoded for them.
         quiet: whether to omit the log line when packing is used; the line for unused packing is always logged.
         compiles: whether the layers of packed passes are compiled, as far as is known now.
-        passes: how large the passes of a trainer are, in a few words; empty if that is as configured.
+        passes: how many passes an optimizer step of a trainer has, and how large; empty if one for each micro-batch.
         left_padded: number of passes that were not packed, by reason.
         skipped: back-ends that were tried first, and why each is not used.
     """

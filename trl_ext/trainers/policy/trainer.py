@@ -365,6 +365,7 @@ class PolicyTrainer(ResilientTraining, WritesModelCard, StepMetrics, TokenBudget
             window = batches[start : start + size]
             largest = max(one["prompt_ids"].numel() + one["completion_ids"].numel() for one in window)
             passes = passes_of_groups(window, self.token_budget.of(largest), self.accelerator, shares=shares)
+            self.token_budget.note(len(passes), size)
             self._buffered_inputs += window_of_passes(passes, size)
 
     def halves(self, one: dict) -> tuple[int, list[dict]]:
