@@ -43,7 +43,7 @@ TABLES = {
     "C": (
         "optimizer step",
         ["micro_batch", "encoded_tokens", "cold_seconds", "median_seconds", "ratio_to_stock", "ratio_to_tuned"]
-        + ["peak_mib", "gradient_difference"],
+        + ["peak_mib", "activations_mib", "gradient_difference"],
     ),
     "D": ("profile of two micro-batches", ["busy", "kernels", "waits", "copies", "attention"]),
     "F": ("end to end, three steps", ["seconds"]),

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from torch.nn.functional import pad
 from benchmarks._lengths import Group, Pair, Writer, pairs
 from benchmarks._step_arms import Arm, Peak, arm_arguments, example, rollout
 from benchmarks.gpu.machine import free, out_of_memory, summarize, timed, trace
+from trl_ext.trainers.token_budget import activation_bytes
 
 WINDOWS, SHRINK = 2, 20
 BASELINES = ("stock", "tuned")
@@ -63,6 +65,7 @@ VARIANTS = {
     "packed-no-checkpointing": Variant(0.45, packed=True, checkpointing=False, new_widths=False),
     # What a token budget makes of a step, at most: one pass.
     "packed-in-one-pass": Variant(0.3, packed=True, checkpointing=False, factor=16),
+    "packed-in-one-pass-checkpointing": Variant(0.4, packed=True, factor=16, new_widths=False),
     # Its setup compiles.
     "packed-in-one-pass-compiled": Variant(0.3, packed=True, compiled=True, checkpointing=False, factor=16),
 }
@@ -161,9 +164,17 @@ class TimedArm(Arm):
             "seconds": seconds,
             "median_seconds": median(seconds),
             "peak_mib": max(figures[1] for figures in warm),
+            "activations_mib": self.packing and self.activations() / 2**20,
             "gradient_difference": self.gradient_difference,
             "packing": self.packing and self.packing.describe(),
         }
+
+    def activations(self) -> float:
+        """Bytes that the trainers' token budgets expect of the largest pass, to be compared with its peak."""
+        parts = {"model": self.trainer.model, "packing": self.packing, "accelerator": self.trainer.accelerator}
+        fixed, kept, recomputed = activation_bytes(SimpleNamespace(**parts))
+        tokens = max(self.encoded_tokens(batch) for window in self.windows for batch in window)
+        return fixed + tokens * (recomputed if self.variant.checkpointing else kept)
 
     def profile(self) -> dict[str, Any]:
         """What the device does in the passes of two micro-batches and an update, after warm-up."""
