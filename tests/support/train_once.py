@@ -124,7 +124,8 @@ def build(spec: dict, output_dir: str, **trainer_arguments: Any):
 
     Of pairs: how many `pairs`, `data_seed`, `reference_seed` (perturb the reference by this seed; None for TRL's own)
     and `reference_scale` (how far). Of a policy: how many `prompts`, `rewards` (names of `rollout_once.REWARDS`, or
-    folders), `fixed` (`rollout_once.FixedRollouts`), and `perturb` (move the policy off its reference by this seed).
+    folders), `fixed` (`rollout_once.FixedRollouts`), `uneven` (most of its responses are short), and `perturb` (move
+    the policy off its reference by this seed).
     """
     import torch
     import trl

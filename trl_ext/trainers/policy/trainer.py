@@ -420,7 +420,9 @@ class PolicyTrainer(ResilientTraining, WritesModelCard, StepMetrics, TRLGRPOTrai
         if not self.model.training:
             mask = self._token_mask(inputs)
             weight = mask.sum() if self.algorithm.aggregation == "token_mean" else mask.new_tensor(len(mask))
-            metrics["loss"] = (loss * weight, weight)
+            # The loss without its further terms is such a mean too.
+            means = {"loss": loss} | {name: metrics[name][0] for name in ("policy_loss",) if name in metrics}
+            metrics |= {name: (mean * weight, weight) for name, mean in means.items()}
         self.add_metrics(metrics, extremes=extremes)
         if not self.model.training:
             return loss
