@@ -50,8 +50,9 @@ class Run:
         evaluation: held-out figures at the end, where the specification has `held_out`.
         scores: of the training pairs, chosen then rejected, by a reward model that is saved.
         facts: `processes`; `engine`, as it was foreseen; `in_force`, accelerate's name for it; `zero_stage`; `shards`,
-            the number of parameters that are divided; and of a packed trainer `packed_tokens`, `padded_tokens`,
-            `left_padded` and `reference`, whether the reference model is packed.
+            the number of parameters that are divided; `groups`, those of the latest rollout on each process; and of a
+            packed trainer `packed_tokens`, `padded_tokens`, `left_padded` and `reference`, whether the reference model
+            is packed.
         folder: of its output.
     """
 
@@ -304,6 +305,8 @@ def _win_rate(trainer, rows: list[dict]) -> dict[str, float]:
 
 
 def _facts(trainer) -> dict[str, Any]:
+    from accelerate.utils import gather_object
+
     from trl_ext.models.packing import packing_of
     from trl_ext.runs.engine import engine_in_force
 
@@ -316,6 +319,8 @@ def _facts(trainer) -> dict[str, Any]:
         "zero_stage": None if plugin is None else plugin.zero_stage,
         "shards": sum(hasattr(parameter, "full_tensor") for parameter in trainer.model.parameters()),
     }
+    parts = [part["group"] for part in getattr(trainer, "_buffered_inputs", None) or [] if "group" in part]
+    facts["groups"] = gather_object([sorted({group for part in parts for group in part.tolist()})])
     if packing is not None:
         facts |= {name: getattr(packing, name) for name in ("packed_tokens", "padded_tokens", "left_padded")}
         reference = getattr(trainer, "ref_model", None)

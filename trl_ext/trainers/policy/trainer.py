@@ -357,10 +357,10 @@ class PolicyTrainer(ResilientTraining, WritesModelCard, StepMetrics, TRLGRPOTrai
         """Put the passes of each optimizer step in place of its micro-batches."""
         batches, size = self._buffered_inputs, self.args.gradient_accumulation_steps
         # Without dropout, a pass encodes the prompt of a group once.
-        shares = not self.packing.draws_dropout()
+        settings = {"shares": not self.packing.draws_dropout(), "pad_token_id": self._tokenizer.pad_token_id}
         self._buffered_inputs = []
         for start in range(0, len(batches), size):
-            passes = passes_of_groups(batches[start : start + size], self._budget, self.accelerator, shares=shares)
+            passes = passes_of_groups(batches[start : start + size], self._budget, self.accelerator, **settings)
             self._buffered_inputs += window_of_passes(passes, size)
 
     def _count_tokens(self, batches: list[dict]) -> None:
