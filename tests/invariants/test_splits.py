@@ -232,6 +232,36 @@ def test_the_split_changes_nothing(name, split, run):
         assert sorted(first + second) == groups and groups[: len(groups) // 2] not in (first, second)
 
 
+# One of each way in which passes are divided, and in which a step scores its rows ahead.
+UNDER_FSDP2 = ["dpo", "dpo, confidence", "aot", "reward", "grpo, uneven", "dapo, uneven", "gspo, uneven"]
+
+
+@pytest.mark.slow
+def test_passes_under_fsdp2_change_nothing(tmp_path):
+    """Parameters, gradient norms and whatever else is logged; gradients are clipped, and models are packed."""
+    save_tiny_model(tmp_path / "model")
+    rollout_once.save_policy(str(tmp_path / "model"), tmp_path / "policy")
+
+    def clipped(name: str, split: str) -> dict:
+        spec = specification(name, split, tmp_path)
+        spec = {key: value for key, value in spec.items() if key not in ("held_out", "win_rate")}
+        return {**spec, "args": {**spec["args"], "max_grad_norm": 1.0}}
+
+    specs = {name: clipped(name, "2 x 1 x 4 in passes") for name in UNDER_FSDP2}
+    sharded = train_once.train_under(train_once.FSDP2_ON_THE_CPU, specs, tmp_path / "sharded")
+    for name, split_run in sharded.items():
+        whole = train_once.complete(clipped(name, "1 x 8"), tmp_path / name)
+        facts = split_run.facts
+        assert facts["engine"] == "FSDP2" and facts["shards"] == len(split_run.parameters)
+        assert 0 < facts["packed_tokens"] < facts["padded_tokens"]
+        assert train_once.relative_difference(split_run.change, whole.change) < (
+            1e-6 if "confidence" in name else 1e-9
+        )
+        different = {key: value for key, value in metric_differences(split_run, whole).items() if value > 1e-7}
+        assert not different, name
+        assert max(entry["grad_norm"] for entry in whole.logs) > 1
+
+
 def test_the_cases_can_tell(run):
     """Lengths that differ, a win rate that is not 0, 1/2 or 1, rewards that vary: with less, all splits agree."""
     logs = run("dapo", "1 x 8").logs
