@@ -254,6 +254,8 @@ def test_passes_under_fsdp2_change_nothing(tmp_path):
         facts = split_run.facts
         assert facts["engine"] == "FSDP2" and facts["shards"] == len(split_run.parameters)
         assert 0 < facts["packed_tokens"] < facts["padded_tokens"]
+        # Before the division into passes, processes exchange groups of responses.
+        assert facts["groups"] != [[0, 1, 2, 3], [4, 5, 6, 7]]
         assert train_once.relative_difference(split_run.change, whole.change) < (
             1e-6 if "confidence" in name else 1e-9
         )

@@ -48,8 +48,8 @@ def tokens_per_pass(trainer, *, obstacle: str | None = None) -> int | Literal["a
         return None
     if trainer.packing is None or not trainer.packing.active:
         obstacle = "passes are not packed"
-    elif trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
-        obstacle = "it has not been tried under DeepSpeed or FSDP"
+    elif trainer.is_deepspeed_enabled:
+        obstacle = "it has not been tried under DeepSpeed"
     elif isinstance(trainer.model, PeftModel) and trainer.model.active_peft_config.is_prompt_learning:
         obstacle = "passes with virtual tokens are not packed"
     if obstacle is not None:
