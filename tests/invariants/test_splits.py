@@ -40,8 +40,8 @@ def _policy(algorithm: str, learning_rate: float = 0.05, **args) -> dict:
     return {"trainer": "PolicyTrainer", "args": {"algorithm": algorithm, "learning_rate": learning_rate, **args}}
 
 
-def _ppo(value_model: str) -> dict:
-    args = {"num_generations": 1, "num_iterations": 2, "learning_rate": 0.01, "value_learning_rate": 0.5}
+def _ppo(value_model: str, **args) -> dict:
+    args |= {"num_generations": 1, "num_iterations": 2, "learning_rate": 0.01, "value_learning_rate": 0.5}
     args |= {"value_model": value_model, "value_clip": 0.001, "kl_target": 0.5, "kl_horizon": 50}
     return {"trainer": "PPOTrainer", "args": args}
 
@@ -57,6 +57,8 @@ def _on_pairs(trainer: str, **args) -> dict:
 
 
 _OFF_POLICY = {"num_iterations": 2, "epsilon": 0.01}
+# Responses of 1 or 2 tokens to most prompts, and of up to 40 to the others.
+_UNEVEN = {"max_completion_length": 40}
 CASES: dict[str, dict] = {
     "dpo": {**_preference("DPOTrainer", beta=0.1), "win_rate": True},
     "dpo, shuffled": _preference("DPOTrainer", beta=0.1, train_sampling_strategy="random"),
@@ -98,6 +100,10 @@ CASES: dict[str, dict] = {
     "grpo, a reward not finite": {**_policy("grpo", 0.01, **_OFF_POLICY), "rewards": ["not_a_number"]},
     "ppo, shared": _ppo("shared"),
     "ppo, separate": _ppo("separate"),
+    "grpo, uneven": {**_policy("grpo", 0.002, **_OFF_POLICY, **_UNEVEN, beta=0.01), "scale": 4, "uneven": True},
+    "dapo, uneven": {**_policy("dapo", 0.02, **_OFF_POLICY, **_UNEVEN), "scale": 4, "uneven": True},
+    "gspo, uneven": {**_policy("gspo", num_iterations=2, epsilon=1e-4, **_UNEVEN), "scale": 4, "uneven": True},
+    "ppo, uneven": {**_ppo("shared", **_UNEVEN), "scale": 2, "uneven": True},
     "online": _online(),
     "online, all pairs": _online(pairs="all", loss="ipo"),
     "online, aot": _online(pairs="all", loss="aot", beta=0.2),
@@ -123,11 +129,12 @@ def specification(name: str, split: str, models: Path) -> dict:
     """Of a case for `train_once.complete`; `models` holds the tiny model, and the policy made of it."""
     processes, rows, accumulation, budget = SPLITS[split]
     case = dict(CASES[name])
-    batch = int(BATCH * case.pop("scale", 1))
+    scale = case.pop("scale", 1)
+    batch = BATCH * scale
     args = {**case["args"], "optim": "sgd", "max_steps": STEPS, "gradient_accumulation_steps": accumulation}
     args["per_device_train_batch_size"] = args["per_device_eval_batch_size"] = batch // processes // accumulation
     if budget != "off":
-        args["tokens_per_pass"] = budget
+        args["tokens_per_pass"] = str(int(budget) * scale)
     spec = {**case, "model": str(models / "model"), "args": args}
     if {"GRPOTrainer", "PolicyTrainer", "PPOTrainer", "OnlinePreferenceTrainer"} & {case["trainer"].split(".")[-1]}:
         # A group must fit into an evaluation batch.
@@ -136,7 +143,7 @@ def specification(name: str, split: str, models: Path) -> dict:
             args["value_model_name_or_path"] = str(models / "policy")
         # Four prompts or more, of which whole batches are made.
         groups = batch // args.get("num_generations", 4)
-        held_out = rollout_once.prompts(8)[-math.ceil(4 / groups) * groups :]
+        held_out = rollout_once.prompts(max(8, groups))[-math.ceil(4 / groups) * groups :]
         policy = {"model": str(models / "policy"), "fixed": True, "perturb": 1, "prompts": 16}
         return {**spec, **policy, "held_out": held_out}
     return {**spec, "pairs": STEPS * BATCH, "held_out": pairs(BATCH, seed=99)}
@@ -219,6 +226,42 @@ def test_the_split_changes_nothing(name, split, run):
     different = {name: value for name, value in metric_differences(split_run, whole).items() if value > 1e-7}
     assert not different
     assert len(whole.logs) == STEPS and len(whole.evaluation) > 4
+    if name.endswith("uneven") and split == "2 x 1 x 4 in passes":
+        # Processes have exchanged groups of responses, which stay whole.
+        (groups,), (first, second) = whole.facts["groups"], split_run.facts["groups"]
+        assert sorted(first + second) == groups and groups[: len(groups) // 2] not in (first, second)
+
+
+# One of each way in which passes are divided, and in which a step scores its rows ahead.
+UNDER_FSDP2 = ["dpo", "dpo, confidence", "aot", "reward", "grpo, uneven", "dapo, uneven", "gspo, uneven"]
+
+
+@pytest.mark.slow
+def test_passes_under_fsdp2_change_nothing(tmp_path):
+    """Parameters, gradient norms and whatever else is logged; gradients are clipped, and models are packed."""
+    save_tiny_model(tmp_path / "model")
+    rollout_once.save_policy(str(tmp_path / "model"), tmp_path / "policy")
+
+    def clipped(name: str, split: str) -> dict:
+        spec = specification(name, split, tmp_path)
+        spec = {key: value for key, value in spec.items() if key not in ("held_out", "win_rate")}
+        return {**spec, "args": {**spec["args"], "max_grad_norm": 1.0}}
+
+    specs = {name: clipped(name, "2 x 1 x 4 in passes") for name in UNDER_FSDP2}
+    sharded = train_once.train_under(train_once.FSDP2_ON_THE_CPU, specs, tmp_path / "sharded")
+    for name, split_run in sharded.items():
+        whole = train_once.complete(clipped(name, "1 x 8"), tmp_path / name)
+        facts = split_run.facts
+        assert facts["engine"] == "FSDP2" and facts["shards"] == len(split_run.parameters)
+        assert 0 < facts["packed_tokens"] < facts["padded_tokens"]
+        # Before the division into passes, processes exchange groups of responses.
+        assert facts["groups"] != [[0, 1, 2, 3], [4, 5, 6, 7]]
+        assert train_once.relative_difference(split_run.change, whole.change) < (
+            1e-6 if "confidence" in name else 1e-9
+        )
+        different = {key: value for key, value in metric_differences(split_run, whole).items() if value > 1e-7}
+        assert not different, name
+        assert max(entry["grad_norm"] for entry in whole.logs) > 1
 
 
 def test_the_cases_can_tell(run):

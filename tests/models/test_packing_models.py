@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import trl.trainer.utils
+from accelerate import Accelerator
 from torch import Tensor, distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -33,8 +34,9 @@ from tests.support.packing import (
 )
 from tests.support.train_once import in_processes, relative_difference
 from trl_ext.models.packing import attention as packed_attention
-from trl_ext.models.packing import packed_inputs, share_prefixes, wrap
+from trl_ext.models.packing import packed_inputs, packing_of, share_prefixes, wrap
 from trl_ext.models.packing.plan import plan_batch
+from trl_ext.trainers.passes import is_empty, no_loss, passes_of_pairs, window_of_passes
 
 architectures = pytest.mark.parametrize("architecture", ARCHITECTURES)
 FILLED = {"round_up": True}
@@ -438,26 +440,84 @@ def test_batches_that_no_plan_fits(place):
 
 # ---- FSDP2 ----
 
+# Tokens of a pass, and the number of passes that they divide four micro-batches into.
+BUDGETS = {120: 4, 260: 2, 10_000: 1}
+OF_WINDOWS = ("llama", "qwen2_moe")
 
-def fsdp_gradients(architecture: str, *, sharded: bool, checkpointing: bool) -> list[Tensor]:
-    """In a process of a group: the mean gradients over the processes of three batches, which differ between them."""
+
+def fsdp_model(architecture: str, *, sharded: bool, checkpointing: bool):
+    """A model in a process of a group; a sharded one is packed as well."""
     model = tiny_model(architecture)
     if checkpointing:
         model.gradient_checkpointing_enable()
     if sharded:
-        packing, mesh = share_prefixes(model), init_device_mesh("cpu", (distributed.get_world_size(),))
+        share_prefixes(model)
+        mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
         for module in (*model.model.layers, model):
             fully_shard(module, mesh=mesh)
-    found = []
+    return model
+
+
+def mean_gradient(model) -> Tensor:
+    """The mean gradient over the processes, as FSDP2 computes it of a sharded model."""
+    found = gradient(model)
+    if packing_of(model) is None:
+        distributed.all_reduce(found)
+        found /= distributed.get_world_size()
+    return found
+
+
+def fsdp_gradients(architecture: str, **options) -> list[Tensor]:
+    """The gradients of three batches, which differ between processes."""
+    model, found = fsdp_model(architecture, **options), []
     for step in range(3):
-        _, gradient = values_and_gradient(model, ragged(seed=10 * step + distributed.get_rank()))
-        if not sharded:
-            distributed.all_reduce(gradient)
-            gradient /= distributed.get_world_size()
-        found.append(gradient)
-    if sharded:
+        values_and_gradient(model, ragged(seed=10 * step + distributed.get_rank()))
+        found.append(mean_gradient(model))
+    packing = packing_of(model)
+    if packing is not None:
         assert packing.active and packing.packed_tokens < packing.padded_tokens and not packing.left_padded
     return found
+
+
+def pairs_of_process() -> list[dict[str, Tensor]]:
+    """Four micro-batches of two pairs, whose lengths differ between processes, and a weight for each pair."""
+    draw = random.Random(distributed.get_rank())
+    found = []
+    for _ in range(4):
+        prompts = [draw.choices(range(2, 90), k=draw.randint(8, 30)) for _ in range(2)]
+        rows = [prompt + draw.choices(range(2, 90), k=draw.randint(1, 30)) for prompt in prompts * 2]
+        batch = padded(rows, [len(prompt) for prompt in prompts * 2])
+        batch["completion_mask"] = (batch.pop("labels") != -100).long()
+        found.append(batch | {"weight": torch.tensor([draw.random() for _ in prompts])})
+    return found
+
+
+def fsdp_window(architecture: str, budget: int | None, **options) -> Tensor:
+    """The gradient of a window: of its passes with this budget, or of its micro-batches for None."""
+    model, batches = fsdp_model(architecture, **options), pairs_of_process()
+    if budget is not None:
+        # The first batch checks packing.
+        pair_loss(model, batches[0]).backward()
+        model.zero_grad()
+        packing, accelerator = packing_of(model), Accelerator(cpu=True)
+        assert packing.packs_all() and accelerator.num_processes == distributed.get_world_size()
+        passes = passes_of_pairs(batches, budget, accelerator, pad_token_id=0, shares=True)
+        assert len(passes) == BUDGETS[budget]
+        batches = window_of_passes(passes, len(batches))
+    for index, batch in enumerate(batches):
+        if budget is not None:
+            # As accelerate's `no_sync` does, for all but the last micro-batch.
+            model.set_requires_gradient_sync(index == len(batches) - 1)
+        loss = no_loss(torch.device("cpu")) if is_empty(batch) else pair_loss(model, batch)
+        loss.backward()
+    return mean_gradient(model)
+
+
+def pair_loss(model, batch: dict[str, Tensor]) -> Tensor:
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    labels = inputs["input_ids"].masked_fill(batch["completion_mask"] == 0, -100)
+    chosen, rejected = forward(model, {**inputs, "labels": labels}).log_probs.sum(dim=1).chunk(2)
+    return -(batch["weight"] * torch.nn.functional.logsigmoid(0.1 * (chosen - rejected))).sum()
 
 
 def write_largest_differences(path: str) -> None:
@@ -465,10 +525,15 @@ def write_largest_differences(path: str) -> None:
     distributed.init_process_group("gloo")
     apart = {}
     for architecture, checkpointing in itertools.product(("llama", "gemma3", "qwen2_moe"), (False, True)):
-        both = [fsdp_gradients(architecture, sharded=s, checkpointing=checkpointing) for s in (True, False)]
-        apart[f"{architecture}, checkpointing {checkpointing}"] = max(
-            itertools.starmap(relative_difference, zip(*both, strict=True))
-        )
+        name, options = f"{architecture}, checkpointing {checkpointing}", {"checkpointing": checkpointing}
+        both = [fsdp_gradients(architecture, sharded=sharded, **options) for sharded in (True, False)]
+        apart[name] = max(itertools.starmap(relative_difference, zip(*both, strict=True)))
+        if architecture not in OF_WINDOWS:
+            continue
+        expected = fsdp_window(architecture, None, sharded=False, **options)
+        for budget in BUDGETS:
+            got = fsdp_window(architecture, budget, sharded=True, **options)
+            apart[f"{name}, passes of {budget}"] = relative_difference(got, expected)
     if distributed.get_rank() == 0:
         Path(path).write_text(json.dumps(apart))
     distributed.destroy_process_group()
@@ -477,10 +542,13 @@ def write_largest_differences(path: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [2, 4])
 def test_under_fsdp2_gradients_are_those_of_padded_passes(processes, tmp_path):
-    """Each process has its own batches, packed rows of its own lengths, and a part of the parameters."""
+    """Each process has its own batches, packed rows of its own lengths, and a part of the parameters.
+
+    Also of windows of micro-batches that are divided into passes, of which the last exchanges the gradients.
+    """
     in_processes(processes, "-m", __name__, str(tmp_path / "largest.json"))
     largest = json.loads((tmp_path / "largest.json").read_text())
-    assert len(largest) == 6 and all(0 < apart < 1e-5 for apart in largest.values()), largest
+    assert len(largest) == 2 * (3 + 2 * len(BUDGETS)) and all(0 < apart < 1e-5 for apart in largest.values()), largest
 
 
 if __name__ == "__main__":

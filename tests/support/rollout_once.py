@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 import zlib
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from tests.support import REPOSITORY, train_once
 from tests.support.faults_once import is_last_rank
@@ -88,7 +88,12 @@ REWARDS = {function.__name__: function for function in _FUNCTIONS}
 
 
 class FixedRollouts(OwnResponses):
-    """Responses that depend on the prompt and on the place in its group alone: the same however they are split."""
+    """Responses that depend on the prompt and on the place in its group alone: the same however they are split.
+
+    Those of a specification with `uneven` are short for most prompts.
+    """
+
+    spec: ClassVar[dict] = {}
 
     def respond(self, prompt_ids):
         first = self.accelerator.process_index * len(prompt_ids)
@@ -96,7 +101,8 @@ class FixedRollouts(OwnResponses):
         responses = []
         for index, ids in enumerate(prompt_ids):
             digits = zlib.crc32(repr((list(ids), (first + index) % group)).encode())
-            length = 1 + digits % self.max_completion_length
+            short = self.spec.get("uneven") and zlib.crc32(repr(list(ids)).encode()) % 4
+            length = 1 + digits % (2 if short else self.max_completion_length)
             tokens = [3 + zlib.crc32(f"{digits} {position}".encode()) % 250 for position in range(length)]
             cut = length == self.max_completion_length
             responses.append(tokens if cut else [*tokens[:-1], self.eos_token_ids[0]])

@@ -31,6 +31,11 @@ DEFAULTS = {**ONE_STEP, "per_device_train_batch_size": 2, "train_sampling_strate
 # A reference that is not the policy.
 REFERENCE = {"reference_seed": 1, "reference_scale": 0.1}
 ON_THE_CPU = {"use_cpu": True, "mixed_precision": "no"}
+# An engine that accelerate has for accelerators alone; `shard_on_the_cpu` does the rest.
+FSDP2_ON_THE_CPU = "fsdp2 on the CPU"
+FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
+FSDP2 |= {"FSDP_RESHARD_AFTER_FORWARD": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "false"}
+FSDP2 |= {"FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT", "ACCELERATE_USE_CPU": "true"}
 
 
 def named_methods(module) -> list[str]:
@@ -50,8 +55,9 @@ class Run:
         evaluation: held-out figures at the end, where the specification has `held_out`.
         scores: of the training pairs, chosen then rejected, by a reward model that is saved.
         facts: `processes`; `engine`, as it was foreseen; `in_force`, accelerate's name for it; `zero_stage`; `shards`,
-            the number of parameters that are divided; and of a packed trainer `packed_tokens`, `padded_tokens`,
-            `left_padded` and `reference`, whether the reference model is packed.
+            the number of parameters that are divided; `groups`, those of the latest rollout on each process; and of a
+            packed trainer `packed_tokens`, `padded_tokens`, `left_padded` and `reference`, whether the reference model
+            is packed.
         folder: of its output.
     """
 
@@ -124,7 +130,8 @@ def build(spec: dict, output_dir: str, **trainer_arguments: Any):
 
     Of pairs: how many `pairs`, `data_seed`, `reference_seed` (perturb the reference by this seed; None for TRL's own)
     and `reference_scale` (how far). Of a policy: how many `prompts`, `rewards` (names of `rollout_once.REWARDS`, or
-    folders), `fixed` (`rollout_once.FixedRollouts`), and `perturb` (move the policy off its reference by this seed).
+    folders), `fixed` (`rollout_once.FixedRollouts`), `uneven` (most of its responses are short), and `perturb` (move
+    the policy off its reference by this seed).
     """
     import torch
     import trl
@@ -303,6 +310,8 @@ def _win_rate(trainer, rows: list[dict]) -> dict[str, float]:
 
 
 def _facts(trainer) -> dict[str, Any]:
+    from accelerate.utils import gather_object
+
     from trl_ext.models.packing import packing_of
     from trl_ext.runs.engine import engine_in_force
 
@@ -315,6 +324,8 @@ def _facts(trainer) -> dict[str, Any]:
         "zero_stage": None if plugin is None else plugin.zero_stage,
         "shards": sum(hasattr(parameter, "full_tensor") for parameter in trainer.model.parameters()),
     }
+    parts = [part["group"] for part in getattr(trainer, "_buffered_inputs", None) or [] if "group" in part]
+    facts["groups"] = gather_object([sorted({group for part in parts for group in part.tolist()})])
     if packing is not None:
         facts |= {name: getattr(packing, name) for name in ("packed_tokens", "padded_tokens", "left_padded")}
         reference = getattr(trainer, "ref_model", None)
@@ -336,15 +347,18 @@ def launch(
 ) -> subprocess.CompletedProcess:
     """Run a Python command as several processes, on the CPU in float32 unless `settings` say otherwise.
 
-    Under torchrun, or under the configuration of `accelerate_configs` with the name of an engine.
+    Under torchrun, as is `FSDP2_ON_THE_CPU`, or under the configuration of `accelerate_configs` with the name of an
+    engine.
     """
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    if engine is not None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    if engine == FSDP2_ON_THE_CPU:
+        environment |= FSDP2
+    elif engine is not None:
         configuration = yaml.safe_load((REPOSITORY / "accelerate_configs" / f"{engine}.yaml").read_text())
         configuration |= {"num_processes": processes, "main_process_port": 0, **(settings or ON_THE_CPU)}
         (folder / "accelerate.yaml").write_text(yaml.safe_dump(configuration))
         launcher = ["-m", "accelerate.commands.launch", "--config_file", str(folder / "accelerate.yaml")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     options = {"cwd": cwd, "env": environment, "capture_output": True, "text": True, "timeout": 600}
     return subprocess.run([sys.executable, *launcher, *command], **options)
 
@@ -378,6 +392,22 @@ def train_under(
     return runs
 
 
+def shard_on_the_cpu() -> None:
+    """Let accelerate use FSDP2 on a CPU, which it does on accelerators alone."""
+    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.utils import DistributedType
+
+    begin = AcceleratorState.__init__
+
+    def begin_sharded(self, *args, fsdp_plugin=None, **kwargs):
+        begin(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+        if fsdp_plugin is not None:
+            self.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+            self.fsdp_plugin = fsdp_plugin
+
+    AcceleratorState.__init__ = begin_sharded
+
+
 def main() -> None:
     from accelerate import Accelerator
     from safetensors.torch import save_file
@@ -389,6 +419,8 @@ def main() -> None:
 
         # Collectives by gloo alone: DeepSpeed else compiles its own for one machine's processes, which takes a minute.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if os.environ.get("ACCELERATE_USE_FSDP") and os.environ.get("ACCELERATE_USE_CPU") == "true":
+        shard_on_the_cpu()
     specs, folder = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
     for name, spec in specs.items():
         run = complete(spec, folder / name)

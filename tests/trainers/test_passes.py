@@ -6,9 +6,11 @@ import json
 import math
 import random
 import sys
+import threading
 import traceback
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from itertools import accumulate
 from pathlib import Path
@@ -19,6 +21,7 @@ import pytest
 import torch
 from accelerate import PartialState
 from accelerate.data_loader import BatchSamplerShard
+from accelerate.utils import operations
 from datasets import Dataset
 from peft import LoKrConfig, LoraConfig, get_peft_model
 from torch.profiler import ProfilerActivity, profile
@@ -44,7 +47,14 @@ from trl_ext.models.packing import packed_inputs, share_prefixes
 from trl_ext.models.packing.plan import plan_batch
 from trl_ext.resilience.training import ResilientTraining
 from trl_ext.trainers import token_budget
-from trl_ext.trainers.passes import balance_ranks, divide, passes_of_groups, passes_of_pairs
+from trl_ext.trainers.passes import (
+    balance_groups,
+    balance_ranks,
+    divide,
+    passes_of_groups,
+    passes_of_pairs,
+    place_groups,
+)
 
 ALONE = SimpleNamespace(num_processes=1)
 
@@ -132,6 +142,113 @@ def test_ranks_get_as_many_tokens_and_a_step_keeps_its_rows(ranks, micro_batches
         before, after = ([sum(lengths[row] for row in one) for one in step] for step in steps)
         assert sorted(sum(steps[0], [])) == sorted(sum(steps[1], []))
         assert max(after) <= max(before) and max(after) - min(after) <= max(lengths)
+
+
+@pytest.mark.parametrize("shares", [True, False])
+@pytest.mark.parametrize("seed", range(50))
+def test_groups_go_to_the_rank_with_the_fewest_tokens(seed, shares):
+    """Of two to four ranks with as many rows each, where a group may begin on one rank and end on the next."""
+    draw = random.Random(seed)
+    ranks, size, groups = draw.randint(2, 4), draw.choice([1, 3, 4]), draw.randint(1, 12)
+    prompts = [draw.randint(1, 60) for _ in range(groups)]
+    longest = draw.choice([5, 300])
+    rows = [(row // size, prompts[row // size], draw.randint(0, longest)) for row in range(groups * size)]
+    rows = rows[: len(rows) // ranks * ranks]
+    per_rank = [rows[rank * len(rows) // ranks : (rank + 1) * len(rows) // ranks] for rank in range(ranks)]
+
+    def tokens(own: list[tuple[int, int, int]]) -> int:
+        encoded = {group: prompt for group, prompt, _ in own}.values() if shares else [prompt for _, prompt, _ in own]
+        return sum(encoded) + sum(response for *_, response in own)
+
+    before, rank_of = [tokens(own) for own in per_rank], place_groups(per_rank, shares=shares)
+    if rank_of is None:
+        return
+    assert rank_of.keys() == {group for group, *_ in rows} and {*rank_of.values()} == {*range(ranks)}
+    after = [tokens([row for row in rows if rank_of[row[0]] == rank]) for rank in range(ranks)]
+    largest = max(tokens([row for row in rows if row[0] == group]) for group in rank_of)
+    assert max(before) > 1.05 * sum(before) / ranks and max(after) < max(before)
+    assert max(after) - min(after) <= largest
+
+
+def test_groups_by_hand():
+    """Prompts of 10 tokens with two responses each. Rank 0 has 10 + 40 + 40 and 10 + 20 + 20, rank 1 twice 10 + 5 + 5:
+    140 and 40 tokens become 90 and 90. Where each response encodes its prompt, 160 and 60 become 100 and 120.
+    """
+    uneven = [[(0, 10, 40), (0, 10, 40), (1, 10, 20), (1, 10, 20)], [(2, 10, 5), (2, 10, 5), (3, 10, 5), (3, 10, 5)]]
+    assert place_groups(uneven, shares=True) == place_groups(uneven, shares=False) == {0: 0, 1: 1, 2: 1, 3: 1}
+    # 21 and 19 tokens are 5% off the mean, and 22 and 18 are 10% off.
+    assert place_groups([[(0, 1, 20)], [(1, 1, 9), (2, 1, 8)]], shares=True) is None
+    assert place_groups([[(0, 1, 9), (1, 1, 11)], [(2, 1, 8), (3, 1, 8)]], shares=True) == {1: 0, 0: 1, 2: 1, 3: 0}
+    # A group on both ranks stays there: whole, it would be 3 tokens for one and none for the other.
+    assert place_groups([[(0, 1, 1)], [(0, 1, 2)]], shares=False) is None
+
+
+def in_threads(rows: list[dict], monkeypatch, **settings) -> list[dict]:
+    """`balance_groups` of processes with these rows, each of which is a thread here."""
+    own, meets, parts = threading.local(), threading.Barrier(len(rows), timeout=60), [None] * len(rows)
+
+    def gather(tensor: torch.Tensor) -> torch.Tensor:
+        parts[own.rank] = tensor
+        meets.wait()
+        whole = torch.cat(parts)
+        meets.wait()
+        return whole
+
+    monkeypatch.setattr(operations, "gather", gather)
+
+    def balanced(rank: int) -> dict:
+        own.rank = rank
+        methods = {"gather": gather, "pad_across_processes": operations.pad_across_processes}
+        accelerator = SimpleNamespace(num_processes=len(rows), process_index=rank, **methods)
+        return balance_groups(rows[rank], accelerator, **settings)
+
+    with ThreadPoolExecutor(len(rows)) as threads:
+        return [*threads.map(balanced, range(len(rows)))]
+
+
+def test_rows_of_moved_groups_are_whole(monkeypatch):
+    """Rank 0 has a group with a prompt of 2 tokens and one with 1, rank 1 two short ones with prompts of 3 and 1."""
+    responses = {0: (6, 5), 1: (4, 4), 2: (1, 2), 3: (1, 1)}
+    prompts = {0: 2, 1: 1, 2: 3, 3: 1}
+
+    def rows(groups: list[int]) -> dict:
+        lengths = torch.tensor([responses[group] for group in groups]).flatten()
+        before = torch.tensor([prompts[group] for group in groups]).repeat_interleave(2)
+        group = torch.tensor(groups).repeat_interleave(2)
+        number = 10 * (1 + group) + torch.arange(2).repeat(len(groups))
+        masks = {"prompt": (torch.arange(before.max()).flip(0) < before[:, None]).long()}
+        masks["completion"] = (torch.arange(lengths.max()) < lengths[:, None]).long()
+        # What is padding is 7.
+        ids = {f"{name}_ids": number[:, None] * own + 7 * (1 - own) for name, own in masks.items()}
+        found = ids | {f"{name}_mask": own for name, own in masks.items()} | {"group": group}
+        found |= {"tool_mask": masks["completion"].bool(), "advantages": number.double()}
+        found["old_per_token_logps"] = -(masks["completion"] * number[:, None]).double()
+        return found | {"importance_sampling_ratio": number[:, None].double(), "num_items_in_batch": torch.tensor(9)}
+
+    got = in_threads([rows([0, 1]), rows([2, 3])], monkeypatch, shares=True, pad_token_id=7)
+    # 13 + 9 and 6 + 3 tokens become 13 + 3 and 9 + 6.
+    for own, groups in zip(got, ([0, 3], [1, 2]), strict=True):
+        expected = rows(groups)
+        assert own.keys() == expected.keys()
+        for name, value in own.items():
+            assert value.dtype == expected[name].dtype and value.equal(expected[name]), name
+    # Nothing moves if one process has a tensor that the other lacks.
+    first, second = rows([0, 1]), rows([2, 3])
+    second.pop("tool_mask")
+    assert in_threads([first, second], monkeypatch, shares=True, pad_token_id=7) == [first, second]
+
+
+def test_a_process_of_one_group_makes_as_many_passes_as_others():
+    """It has one group of 4 + 3 x 2 tokens, which fits into a pass of 12, and another process needs three passes."""
+    of_others = {2: torch.tensor([[3, 9]]), 4: torch.tensor([[1, 4, 2, 5]] * 3)}
+    gather = lambda own: torch.cat([own, of_others[own.size(1)]])  # noqa: E731
+    others = SimpleNamespace(num_processes=2, process_index=0, device=torch.device("cpu"), gather=gather)
+    prompt, response = torch.ones(1, 4), torch.ones(1, 2)
+    row = {"prompt_ids": prompt, "prompt_mask": prompt, "completion_ids": response, "completion_mask": response}
+    batches = [row | {"group": torch.tensor([0])}] * 3
+    for accelerator, rows in ((ALONE, [3]), (others, [1, 1, 1])):
+        passes = passes_of_groups(batches, 12, accelerator, shares=True)
+        assert [len(one["group"]) for one in passes] == rows
 
 
 COMMON = {"max_steps": 3, "report_to": "none", "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1}
@@ -329,6 +446,7 @@ def test_memory_decides(free, given, recomputes, by_default, expected, monkeypat
         accelerator=SimpleNamespace(num_processes=1, device=torch.device("cpu")),
         state=SimpleNamespace(global_step=0),
         packing=SimpleNamespace(passes=""),
+        is_fsdp_enabled=False,
         model=model,
     )
     monkeypatch.setattr(token_budget, "free_memory", lambda device: free)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
 logger = logging.getLogger(__name__)
@@ -36,6 +37,8 @@ class UpdateGuard(TrainerCallback):
 
     def observe_gradient_norm(self, norm: torch.Tensor | float | None) -> None:
         """Record the norm of the step's gradient over all processes; any non-finite entry makes it non-finite."""
+        # Under FSDP2, a process holds a part of it.
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         self._gradient_norm = 0.0 if norm is None else norm
 
     def observe_loss(self, loss: torch.Tensor) -> None:

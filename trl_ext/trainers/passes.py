@@ -34,7 +34,12 @@ def no_loss(device: torch.device) -> Tensor:
 
 
 def divide(
-    costs: Sequence[int], budget: int, micro_batches: int, accelerator: Accelerator | None = None
+    costs: Sequence[int],
+    budget: int,
+    micro_batches: int,
+    accelerator: Accelerator | None = None,
+    *,
+    rows: int | None = None,
 ) -> list[range]:
     """Divide units of these numbers of tokens into passes; every process must call this, and gets as many passes.
 
@@ -46,25 +51,27 @@ def divide(
         budget: tokens of a pass.
         micro_batches: the largest number of passes.
         accelerator: exchanges the number of passes; None to decide on this process alone.
+        rows: the number of rows of all units, if the caller can divide a unit; then a process with fewer units than
+            passes has empty passes at the end.
 
     Returns:
         The units of each pass.
     """
     needed = min(len(_fill(costs, budget)), micro_batches)
     if accelerator is not None and accelerator.num_processes > 1:
-        both = accelerator.gather(torch.tensor([[needed, len(costs)]], device=accelerator.device)).tolist()
-        needed = min(max(one for one, _ in both), min(units for _, units in both))
+        both = accelerator.gather(torch.tensor([[needed, rows or len(costs)]], device=accelerator.device)).tolist()
+        needed = min(max(one for one, _ in both), min(most for _, most in both))
     # The smallest capacity that does with so many passes.
     low, high = 1, sum(costs)
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if len(_fill(costs, middle)) <= needed else (middle + 1, high)
     passes = _fill(costs, low)
-    while len(passes) < needed:
+    while len(passes) < min(needed, len(costs)):
         largest = max((one for one in passes if len(one) > 1), key=lambda one: sum(costs[one.start : one.stop]))
         place, middle = passes.index(largest), (largest.start + largest.stop) // 2
         passes[place : place + 1] = [range(largest.start, middle), range(middle, largest.stop)]
-    return passes
+    return passes + [range(0)] * (needed - len(passes))
 
 
 def _fill(costs: Sequence[int], capacity: int) -> list[range]:
@@ -188,29 +195,40 @@ def _rows_of(value: Any, own: slice, pairs: int, width: int) -> Any:
 
 
 def passes_of_groups(
-    batches: list[dict[str, Any]], budget: int, accelerator: Accelerator, *, shares: bool
+    batches: list[dict[str, Any]], budget: int, accelerator: Accelerator, *, shares: bool, pad_token_id: int = 0
 ) -> list[dict[str, Any]]:
     """The responses of micro-batches in passes, which keep the responses of a `group` together where they fit.
+
+    Processes first exchange groups, `balance_groups`.
 
     Args:
         batches: micro-batches of a rollout, whose rows are padded to one width.
         budget: tokens of a pass.
-        accelerator: exchanges the number of passes.
+        accelerator: exchanges the groups and the number of passes.
         shares: whether a pass encodes the prompt of a group once.
+        pad_token_id: fills up rows.
     """
     whole = {
         name: torch.cat([batch[name] for batch in batches]) if isinstance(value, Tensor) and value.ndim else value
         for name, value in batches[0].items()
     }
+    whole = balance_groups(whole, accelerator, shares=shares, pad_token_id=pad_token_id)
     units, costs = _parts_of_groups(whole, budget, shares)
-    return [_responses_of(whole, units, own) for own in divide(costs, budget, len(batches), accelerator)]
+    found = divide(costs, budget, len(batches), accelerator, rows=sum(map(len, units)))
+    passes = [[row for unit in units[own.start : own.stop] for row in unit] for own in found]
+    while [] in passes:
+        largest = max(passes, key=len)
+        passes[passes.index([])] = largest[len(largest) // 2 :]
+        del largest[len(largest) // 2 :]
+    return [_responses(whole, rows) for rows in passes]
 
 
 def halves_of_groups(batch: dict[str, Any], *, shares: bool) -> tuple[int, list[dict[str, Any]]]:
     """The tokens of a pass, and the pass in two, or as it is if it has one response."""
     tokens = sum(_parts_of_groups(batch, math.inf, shares)[1])
     units, costs = _parts_of_groups(batch, tokens // 2, shares)
-    return tokens, [_responses_of(batch, units, own) for own in divide(costs, tokens // 2, 2)]
+    halves = [[row for unit in units[own.start : own.stop] for row in unit] for own in divide(costs, tokens // 2, 2)]
+    return tokens, [_responses(batch, rows) for rows in halves]
 
 
 def _parts_of_groups(batch: dict[str, Any], budget: float, shares: bool) -> tuple[list[list[int]], list[int]]:
@@ -233,15 +251,86 @@ def _parts_of_groups(batch: dict[str, Any], budget: float, shares: bool) -> tupl
     return units, costs
 
 
-def _responses_of(batch: dict[str, Any], units: list[list[int]], own: range) -> dict[str, Any]:
-    rows = torch.tensor([row for unit in units[own.start : own.stop] for row in unit])
+def _responses(rollout: dict[str, Any], rows: list[int]) -> dict[str, Any]:
+    index = torch.tensor(rows)
     return {
-        name: value[rows.to(value.device)] if isinstance(value, Tensor) and value.ndim else value
-        for name, value in batch.items()
+        name: value[index.to(value.device)] if isinstance(value, Tensor) and value.ndim else value
+        for name, value in rollout.items()
     }
 
 
 # ---- Ranks ----
+
+
+def balance_groups(
+    rollout: dict[str, Any], accelerator: Accelerator, *, shares: bool, pad_token_id: int
+) -> dict[str, Any]:
+    """This process's rows of an optimizer step, after the exchange by which each process gets about as many tokens.
+
+    The update takes as long as the process with the most tokens. All responses of a group come to one process, which
+    encodes their prompt once. The rows of the step stay the same, and so does the update.
+
+    Args:
+        rollout: the rows of this process; prompts are padded on the left, and values of their tokens on the right.
+        accelerator: exchanges the rows.
+        shares: whether a pass encodes the prompt of a group once.
+        pad_token_id: fills up rows.
+    """
+    if accelerator.num_processes == 1:
+        return rollout
+    moved = [name for name, value in rollout.items() if isinstance(value, Tensor) and value.ndim]
+    group = rollout["group"]
+    lengths = [rollout[f"{part}_mask"].sum(dim=1) for part in ("prompt", "completion")]
+    columns = torch.stack([group, *lengths, torch.full_like(group, len(moved))], dim=1)
+    rows = accelerator.gather(columns).tolist()
+    # A sampler that leaves one process's batch to transformers records its log-probabilities on the others alone.
+    alike = len({tensors for *_, tensors in rows}) == 1
+    ranks = [[row[:3] for row in rows[start : start + len(group)]] for start in range(0, len(rows), len(group))]
+    rank_of = place_groups(ranks, shares=shares) if alike else None
+    if rank_of is None:
+        return rollout
+    own = [index for index, row in enumerate(rows) if rank_of[row[0]] == accelerator.process_index]
+    prompt, response = (max(1, *(rows[index][column] for index in own)) for column in (1, 2))
+    balanced = dict(rollout)
+    for name in moved:
+        on_the_left = name.startswith("prompt_")
+        # A mask of booleans stays one.
+        padding = {"pad_index": pad_token_id if name.endswith("_ids") else False, "pad_first": on_the_left}
+        value = accelerator.gather(accelerator.pad_across_processes(rollout[name], dim=1, **padding))
+        value = value[torch.tensor(own, device=value.device)]
+        if value.ndim == 2:
+            value = value[:, -prompt:] if on_the_left else value[:, :response]
+        balanced[name] = value
+    return balanced
+
+
+def place_groups(ranks: list[list[Sequence[int]]], *, shares: bool) -> dict[int, int] | None:
+    """The rank that each group of responses is given to; None if every rank keeps its rows.
+
+    The largest remaining group comes to the rank with the fewest tokens. Ranks keep their rows if the largest number
+    of tokens is within 5% of the mean, or would not fall, or if there are fewer groups than ranks.
+
+    Args:
+        ranks: the group, the prompt's tokens and the response's tokens of each row of each rank.
+        shares: whether a rank encodes the prompt of a group once.
+    """
+    before = [sum(_tokens_of_groups(rows, shares).values()) for rows in ranks]
+    tokens = _tokens_of_groups([row for rows in ranks for row in rows], shares)
+    if max(before) <= 1.05 * sum(before) / len(ranks) or len(tokens) < len(ranks):
+        return None
+    loads, rank_of = [0] * len(ranks), {}
+    for group in sorted(tokens, key=lambda group: -tokens[group]):
+        rank_of[group] = loads.index(min(loads))
+        loads[rank_of[group]] += tokens[group]
+    return rank_of if max(loads) < max(before) else None
+
+
+def _tokens_of_groups(rows: list[Sequence[int]], shares: bool) -> dict[int, int]:
+    tokens: dict[int, int] = {}
+    for group, prompt, response in rows:
+        again = shares and group in tokens
+        tokens[group] = tokens.get(group, 0) + response + (0 if again else prompt)
+    return tokens
 
 
 class BalancedBatches(BatchSampler):

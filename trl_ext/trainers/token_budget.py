@@ -56,8 +56,9 @@ class TokenBudget:
     def __init__(self, trainer, setting: str):
         self.trainer = trainer
         self.given = None if setting == "auto" else int(setting)
-        self.may_keep = trainer.args.recomputes_by_memory
-        self.by_memory = self.given is None or self.may_keep
+        # A process of FSDP2 holds a part of the model, and waits for the others within every pass.
+        self.may_keep = trainer.args.recomputes_by_memory and not trainer.is_fsdp_enabled
+        self.by_memory = not trainer.is_fsdp_enabled and (self.given is None or self.may_keep)
         self.tokens: int | None = None
         self.keeps: bool | None = None
         self.most: int | None = None
@@ -127,8 +128,8 @@ def token_budget(trainer, *, obstacle: str | None = None) -> TokenBudget | None:
         return None
     if trainer.packing is None or not trainer.packing.active:
         obstacle = "passes are not packed"
-    elif trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
-        obstacle = "it has not been tried under DeepSpeed or FSDP"
+    elif trainer.is_deepspeed_enabled:
+        obstacle = "it has not been tried under DeepSpeed"
     elif isinstance(trainer.model, PeftModel) and trainer.model.active_peft_config.is_prompt_learning:
         obstacle = "passes with virtual tokens are not packed"
     if obstacle is not None:
@@ -261,6 +262,8 @@ class TokenBudgets:
 
     def _may_repeat(self, error: RuntimeError, before: int) -> bool:
         if self.token_budget is None or not should_reduce_batch_size(error) or len(self._begun) <= before:
+            return False
+        if self.is_fsdp_enabled:
             return False
         alone = self.accelerator.num_processes == 1 or not self.accelerator.sync_gradients or self._in_forward
         lowers = self.token_budget.keeps and self.token_budget.may_keep

@@ -359,12 +359,12 @@ class PolicyTrainer(ResilientTraining, WritesModelCard, StepMetrics, TokenBudget
         """Put the passes of each optimizer step in place of its micro-batches."""
         batches, size = self._buffered_inputs, self.args.gradient_accumulation_steps
         # Without dropout, a pass encodes the prompt of a group once.
-        shares = not self.packing.draws_dropout()
+        settings = {"shares": not self.packing.draws_dropout(), "pad_token_id": self._tokenizer.pad_token_id}
         self._buffered_inputs = []
         for start in range(0, len(batches), size):
             window = batches[start : start + size]
             largest = max(one["prompt_ids"].numel() + one["completion_ids"].numel() for one in window)
-            passes = passes_of_groups(window, self.token_budget.of(largest), self.accelerator, shares=shares)
+            passes = passes_of_groups(window, self.token_budget.of(largest), self.accelerator, **settings)
             self.token_budget.note(len(passes), size)
             self._buffered_inputs += window_of_passes(passes, size)
 
@@ -435,7 +435,9 @@ class PolicyTrainer(ResilientTraining, WritesModelCard, StepMetrics, TokenBudget
         if not self.model.training:
             mask = self._token_mask(inputs)
             weight = mask.sum() if self.algorithm.aggregation == "token_mean" else mask.new_tensor(len(mask))
-            metrics["loss"] = (loss * weight, weight)
+            # The loss without its further terms is such a mean too.
+            means = {"loss": loss} | {name: metrics[name][0] for name in ("policy_loss",) if name in metrics}
+            metrics |= {name: (mean * weight, weight) for name, mean in means.items()}
         self.add_metrics(metrics, extremes=extremes)
         if not self.model.training:
             return loss
