@@ -457,6 +457,9 @@ def test_memory_decides(free, given, recomputes, by_default, expected, monkeypat
     trainer.state.global_step = 1
     assert (budget.of(4000), budget.keeps) == expected
     assert model.gradient_checkpointing_disable.called == (recomputes and expected[1] is True)
+    # It decides once.
+    monkeypatch.setattr(token_budget, "activation_bytes", lambda trainer: (0, 1, 1))
+    assert (budget.of(4000), budget.keeps) == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
