@@ -38,8 +38,8 @@ class TokenBudget:
 
     `auto` begins with the padded size of the largest micro-batch of a step: a packed pass encodes no more tokens than
     the micro-batch would without packing. On a GPU, after the first optimizer step has allocated its states, a pass
-    takes as many tokens as memory allows, and activations are kept if a padded micro-batch's fit and the configuration
-    does not ask for their recomputation.
+    takes as many tokens as memory allows. Unless the configuration says whether activations are recomputed, they are
+    kept if those of a padded micro-batch, or of a pass of the given size, fit.
 
     Args:
         trainer: a trainer that packs its model.
@@ -214,7 +214,7 @@ class TokenBudgets:
 
     token_budget: TokenBudget | None = None
     # The passes of the optimizer step in progress, and the sum of the losses that transformers has received for it.
-    _begun: list[dict[str, Any]] = []
+    _begun: list[dict[str, Any]] | tuple[()] = ()
     _received: torch.Tensor | float = 0.0
     _in_forward = False
 
@@ -226,7 +226,7 @@ class TokenBudgets:
     def begin_pass(self, inputs: dict[str, Any]) -> None:
         """Remember a training pass, as it is given to the loss step."""
         if self.token_budget is not None and self.model.training:
-            self._begun.append(dict(inputs))
+            self._begun = [*self._begun, dict(inputs)]
             self._in_forward = True
 
     @contextmanager
@@ -245,12 +245,15 @@ class TokenBudgets:
         yield one
 
     def training_step(self, model, inputs, *args: Any, **kwargs: Any):
+        if self.token_budget is None:
+            return super().training_step(model, inputs, *args, **kwargs)
         before, parts = len(self._begun), None
         while True:
             try:
-                loss = self._repeat(model, inputs, parts, *args, **kwargs) if parts else None
                 if parts is None:
                     loss = super().training_step(model, inputs, *args, **kwargs)
+                else:
+                    loss = self._repeat(model, inputs, parts, *args, **kwargs)
                 break
             except RuntimeError as error:
                 if not self._may_repeat(error, before if parts is None else 0):
@@ -261,9 +264,8 @@ class TokenBudgets:
         return loss
 
     def _may_repeat(self, error: RuntimeError, before: int) -> bool:
-        if self.token_budget is None or not should_reduce_batch_size(error) or len(self._begun) <= before:
-            return False
-        if self.is_fsdp_enabled:
+        # Memory may also end where a rollout is sampled, before a pass begins.
+        if not should_reduce_batch_size(error) or len(self._begun) <= before or self.is_fsdp_enabled:
             return False
         alone = self.accelerator.num_processes == 1 or not self.accelerator.sync_gradients or self._in_forward
         lowers = self.token_budget.keeps and self.token_budget.may_keep
