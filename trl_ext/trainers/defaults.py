@@ -104,6 +104,9 @@ def resolve_device_defaults(args: TrainingArguments) -> None:
         args.gradient_checkpointing = not args.use_cpu
     if getattr(args, "tokens_per_pass", "off") is None:
         args.tokens_per_pass = "off" if args.use_cpu else "auto"
+    if args.ddp_broadcast_buffers is None:
+        # Buffers are rotary angles, which are the same on all processes.
+        args.ddp_broadcast_buffers = False
     if args.bf16 is None:
         native = not torch.cuda.is_available() or torch.cuda.is_bf16_supported(including_emulation=False)
         args.bf16 = not args.use_cpu and not args.fp16 and native

@@ -142,6 +142,8 @@ class PairPasses(TokenBudgets):
         return balance_ranks(super().get_train_dataloader(), columns, self.args.gradient_accumulation_steps)
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
+        # As transformers does later: after an evaluation, dropout would seem to be off.
+        self.model.train()
         batches, num_items_in_batch = super().get_batch_samples(epoch_iterator, num_batches, device)
         if batches:
             passes, micro_batches = batches, len(batches)

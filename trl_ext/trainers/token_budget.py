@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 from peft import PeftModel
-from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -50,7 +49,8 @@ class TokenBudget:
         by_memory: whether memory may still decide anything.
         may_keep: whether it may decide that activations are kept.
         keeps: whether activations are kept; None before memory has decided that.
-        most: tokens of a pass by memory, or after memory did not suffice; None for no limit.
+        most: tokens of a pass by memory; None for no limit.
+        lowered: tokens of a pass on this process after memory did not suffice; None before.
     """
 
     def __init__(self, trainer, setting: str):
@@ -62,27 +62,31 @@ class TokenBudget:
         self.tokens: int | None = None
         self.keeps: bool | None = None
         self.most: int | None = None
+        self.lowered: int | None = None
 
     def of(self, micro_batch: int) -> int:
         """The budget of the next optimizer step, whose largest micro-batch has so many tokens with its padding.
 
         Every process must call this.
         """
+        trainer = self.trainer
         self.tokens = micro_batch if self.given is None else self.given
-        if self.by_memory and self.trainer.state.global_step > 0:
+        # An update that was skipped may be the first, and then the optimizer has no states yet.
+        skipped = trainer.accelerator.optimizer_step_was_skipped or trainer.update_guard.in_a_row
+        if self.by_memory and trainer.state.global_step > 0 and not skipped:
             self.by_memory = False
             self._decide(self.tokens)
         if self.keeps and self.may_keep:
             # transformers turns it on where a training begins.
-            recompute(self.trainer, False)
-        if self.most is not None:
-            self.tokens = self.most if self.given is None else min(self.most, self.given)
+            recompute(trainer, False)
+        limits = self.tokens if self.most is None else self.most, self.lowered
+        self.tokens = min(limit for limit in limits if limit is not None)
         return self.tokens
 
     def note(self, passes: int, micro_batches: int) -> None:
         """Tell what packing describes that an optimizer step has so many passes in place of micro-batches."""
         how = "" if self.keeps is None else f", activations {'kept' if self.keeps else 'recomputed'}"
-        told = f"passes: {passes} of at most {self.tokens} tokens for {micro_batches} micro-batches{how}"
+        told = f"{passes} passes for {micro_batches} micro-batches by a budget of {self.tokens} tokens{how}"
         self.trainer.packing.passes = told
 
     def _decide(self, needed: int) -> None:
@@ -96,7 +100,9 @@ class TokenBudget:
         free = max((SHARE_OF_SEVERAL if several else SHARE_OF_ONE) * free - fixed, 0)
         if several:
             free = trainer.accelerator.gather(torch.tensor(free, device=trainer.accelerator.device)).min().item()
-        self.keeps = not model.is_gradient_checkpointing or (self.may_keep and free / kept >= needed)
+        # What did not fit with recomputation does not fit without.
+        may_keep = self.may_keep and self.lowered is None
+        self.keeps = not model.is_gradient_checkpointing or (may_keep and free / kept >= needed)
         if self.given is None:
             self.most = max(int(free / (kept if self.keeps else recomputed)), needed)
         warn_once_per_run(
@@ -110,8 +116,8 @@ class TokenBudget:
             self.may_keep = self.keeps = False
             recompute(self.trainer, True)
             return "its activations are recomputed"
-        self.most, self.by_memory = max(tokens // 2, 1), False
-        return f"passes have at most {self.most} tokens"
+        self.lowered = max(min(self.lowered or tokens, tokens // 2), 1)
+        return f"passes have at most {self.lowered} tokens, if they can be divided"
 
 
 def token_budget(trainer, *, obstacle: str | None = None) -> TokenBudget | None:
@@ -205,6 +211,14 @@ def activation_bytes(trainer) -> tuple[float, float, float]:
 # ---- Passes that did not fit ----
 
 
+class PassTooLarge(Exception):
+    """A pass has more tokens than have fitted into memory before; it has `pieces`, and nothing of it is computed."""
+
+    def __init__(self, pieces: list[dict[str, Any]]):
+        super().__init__(pieces)
+        self.pieces = pieces
+
+
 class TokenBudgets:
     """Mixin before a trainer whose loss step calls `begin_pass`, and after `StepMetrics`.
 
@@ -216,7 +230,7 @@ class TokenBudgets:
     # The passes of the optimizer step in progress, and the sum of the losses that transformers has received for it.
     _begun: list[dict[str, Any]] | tuple[()] = ()
     _received: torch.Tensor | float = 0.0
-    _in_forward = False
+    _in_forward = _divides = False
 
     def get_batch_samples(self, *args: Any, **kwargs: Any):
         # A step begins.
@@ -224,10 +238,13 @@ class TokenBudgets:
         return super().get_batch_samples(*args, **kwargs)
 
     def begin_pass(self, inputs: dict[str, Any]) -> None:
-        """Remember a training pass, as it is given to the loss step."""
-        if self.token_budget is not None and self.model.training:
-            self._begun = [*self._begun, dict(inputs)]
-            self._in_forward = True
+        """Remember a training pass, as it is given to the loss step, which this may leave to divide the pass."""
+        if self.token_budget is None or not self.model.training:
+            return
+        if self._divides and self.token_budget.lowered is not None and len(pieces := self._pieces(dict(inputs))) > 1:
+            raise PassTooLarge(pieces)
+        self._begun = [*self._begun, dict(inputs)]
+        self._in_forward = True
 
     @contextmanager
     def compute_loss_context_manager(self) -> Iterator[None]:
@@ -247,35 +264,61 @@ class TokenBudgets:
     def training_step(self, model, inputs, *args: Any, **kwargs: Any):
         if self.token_budget is None:
             return super().training_step(model, inputs, *args, **kwargs)
-        before, parts = len(self._begun), None
+        # What of the step is computed, the passes of this micro-batch if they are others, and the loss for which the
+        # step is computed again.
+        earlier, parts, received = self._begun, None, 0.0
         while True:
+            self._begun, self._divides = earlier, parts is None
             try:
-                if parts is None:
-                    loss = super().training_step(model, inputs, *args, **kwargs)
-                else:
-                    loss = self._repeat(model, inputs, parts, *args, **kwargs)
+                loss = self._in_parts(model, inputs, parts, *args, **kwargs) - received
                 break
+            except PassTooLarge as error:
+                parts = error.pieces
+                continue
             except RuntimeError as error:
-                if not self._may_repeat(error, before if parts is None else 0):
+                if not self._may_repeat(error, len(earlier)):
                     raise
             # The error, which held on to the activations, is gone.
-            parts = self._smaller_passes(parts)
+            parts = self._undo([*earlier, *(parts or self._begun[-1:])])
+            earlier, received = [], self._received
         self._received = self._received + loss
         return loss
+
+    def _in_parts(self, model, inputs: Any, parts: list[dict[str, Any]] | None, *args: Any, **kwargs: Any):
+        """Compute a micro-batch as it is, or these passes in its place; returns the sum of their losses."""
+        if parts is None:
+            return super().training_step(model, inputs, *args, **kwargs)
+        total = 0.0
+        for part in parts[:-1]:
+            with self.in_place_of(inputs, part) as given, self.accelerator.no_sync(model), self._offloading():
+                # Of transformers: TRL's counts its calls.
+                total = total + Trainer.training_step(self, model, given, *args, **kwargs)
+        with self.in_place_of(inputs, parts[-1]) as given:
+            return total + super().training_step(model, given, *args, **kwargs)
+
+    def _offloading(self) -> AbstractContextManager:
+        return getattr(self, "maybe_activation_offload_context", None) or nullcontext()
 
     def _may_repeat(self, error: RuntimeError, before: int) -> bool:
         # Memory may also end where a rollout is sampled, before a pass begins.
         if not should_reduce_batch_size(error) or len(self._begun) <= before or self.is_fsdp_enabled:
             return False
-        alone = self.accelerator.num_processes == 1 or not self.accelerator.sync_gradients or self._in_forward
+        if self.accelerator.num_processes > 1:
+            # The other processes wait for no second exchange of gradients or buffers.
+            exchanges = self.accelerator.sync_gradients and not self._in_forward
+            if exchanges or self.accelerator.gradient_state.sync_each_batch or self.args.ddp_broadcast_buffers:
+                return False
         lowers = self.token_budget.keeps and self.token_budget.may_keep
-        return alone and (lowers or len(self.halves(self._begun[-1])[1]) > 1)
+        return lowers or len(self.halves(self._begun[-1])[1]) > 1
 
-    def _smaller_passes(self, parts: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
-        """Undo the optimizer step so far; returns its passes, of which those that are too large are halved."""
+    def _undo(self, passes: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Undo these passes, the optimizer step so far; returns them with those that are too large divided."""
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
+        with self._offloading():
+            # What it holds of the failed pass is dropped.
+            pass
         clear_device_cache(garbage_collection=True)
         self.forget_step()
         tokens, _ = self.halves(self._begun[-1])
@@ -284,21 +327,12 @@ class TokenBudgets:
             f"step {self.state.global_step + 1}: memory does not suffice for a pass of {tokens} tokens; from now on "
             f"{change}, and the step so far is repeated"
         )
-        smaller, most = [], self.token_budget.most
-        for one in parts or self._begun:
-            size, halves = self.halves(one)
-            smaller += halves if most is not None and size > most else [one]
-        return smaller
+        return [piece for one in passes for piece in self._pieces(one)]
 
-    def _repeat(self, model, inputs: Any, parts: list[dict[str, Any]], *args: Any, **kwargs: Any):
-        """Compute the step so far in these passes; returns what transformers has not received of its loss."""
-        self._begun, total = [], 0.0
-        if isinstance(model, DistributedDataParallel):
-            # The other processes wait for no second broadcast of buffers.
-            model.require_forward_param_sync = False
-        for part in parts[:-1]:
-            with self.in_place_of(inputs, part) as given, self.accelerator.no_sync(model):
-                # Of transformers: TRL's counts its calls.
-                total = total + Trainer.training_step(self, model, given, *args, **kwargs)
-        with self.in_place_of(inputs, parts[-1]) as given:
-            return total + super().training_step(model, given, *args, **kwargs) - self._received
+    def _pieces(self, one: dict[str, Any]) -> list[dict[str, Any]]:
+        """A pass in as many parts as it takes for them to fit, as far as it can be divided."""
+        tokens, halves = self.halves(one)
+        lowered = self.token_budget.lowered
+        if lowered is None or tokens <= lowered or len(halves) == 1:
+            return [one]
+        return [piece for half in halves for piece in self._pieces(half)]

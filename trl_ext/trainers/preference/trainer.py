@@ -224,8 +224,8 @@ class PreferenceTrainer(ResilientTraining, WritesModelCard, StepMetrics, PairPas
 
     def halves(self, one: dict) -> tuple[int, list[dict]]:
         tokens, parts = super().halves(one)
-        window, index = one["window"], one["window_index"]
-        if len(parts) == 1 or window.pending is not None:
+        window, index = one.get("window"), one.get("window_index")
+        if len(parts) == 1 or window is None or window.pending is not None:
             return tokens, [one]
         if self._couples_batch and window.coupled is None:
             again = replace(window, pending=parts)
@@ -251,10 +251,10 @@ class PreferenceTrainer(ResilientTraining, WritesModelCard, StepMetrics, PairPas
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         if is_empty(inputs):
             return no_loss(self.accelerator.device)
-        self.begin_pass(inputs)
         window, index = inputs.get("window"), inputs.get("window_index")
         if window is not None and window.pending is not None:
             self._score_window_ahead(model, window)
+        self.begin_pass(inputs)
         ahead = window is not None and window.reference is not None
         reference = window.reference[index] if ahead else self._reference(inputs)
         output = self._forward(model, inputs)
