@@ -424,7 +424,8 @@ def write_differences(path: str) -> None:
     for case, budget, where in cases:
         # In the first step, before memory decides.
         first_step = budget == "auto"
-        found, most = [], (200 if CASES[case][3] == PAIRS else 60) // (4 if first_step else 1)
+        found, sizes = [], {"dpo": (200, 110), "aot": (200, 110), "grpo": (60, 40)}
+        most = sizes[case][first_step]
 
         def prepare(trainer):
             found.append(ShortOfMemory(trainer, most, where, first_step=first_step))  # noqa: B023

@@ -95,7 +95,13 @@ class TokenBudget:
         if free is None:
             return
         free -= sum(own.numel() * own.element_size() for own in model.parameters() if own.requires_grad)
-        fixed, kept, recomputed = activation_bytes(trainer)
+        try:
+            fixed, kept, recomputed = activation_bytes(trainer)
+        except RuntimeError as error:
+            if not should_reduce_batch_size(error):
+                raise
+            # Passes stay as large as padded ones.
+            free, fixed, kept, recomputed = 0, 0.0, 1.0, 1.0
         several = trainer.accelerator.num_processes > 1
         free = max((SHARE_OF_SEVERAL if several else SHARE_OF_ONE) * free - fixed, 0)
         if several:
@@ -306,7 +312,8 @@ class TokenBudgets:
         if self.accelerator.num_processes > 1:
             # The other processes wait for no second exchange of gradients or buffers.
             exchanges = self.accelerator.sync_gradients and not self._in_forward
-            if exchanges or self.accelerator.gradient_state.sync_each_batch or self.args.ddp_broadcast_buffers:
+            in_each = self.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch")
+            if exchanges or in_each or self.args.ddp_broadcast_buffers:
                 return False
         lowers = self.token_budget.keeps and self.token_budget.may_keep
         return lowers or len(self.halves(self._begun[-1])[1]) > 1
