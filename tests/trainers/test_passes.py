@@ -415,6 +415,25 @@ def test_what_did_not_fit_is_not_tried_again(case, settings, tmp_path):
     assert [one["loss"] for one in its_log] == pytest.approx([one["loss"] for one in log], rel=1e-9, abs=1e-9)
 
 
+def test_a_budget_below_a_micro_batch(tmp_path, caplog):
+    """Of the one micro-batch of a step: it is divided, and nothing fails."""
+    found = []
+    settings = {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 1, "max_steps": 4}
+    with float64_throughout():
+        expected, log, _ = trained("aot", "off", tmp_path / "off", **settings)
+        got, its_log, _ = trained(
+            "aot",
+            "90",
+            tmp_path / "90",
+            lambda trainer: found.append(ShortOfMemory(trainer, 90, "backward")),
+            **settings,
+        )
+    assert not found[0].failures
+    assert "1 passes for 1 micro-batches by a budget of 90 tokens" in caplog.text
+    assert (got - expected).norm() <= 1e-9 * expected.norm() > 0
+    assert [one["loss"] for one in its_log] == pytest.approx([one["loss"] for one in log], rel=1e-9, abs=1e-9)
+
+
 def write_differences(path: str) -> None:
     """In one of two processes: of the updates with passes that do not fit from those of the micro-batches."""
     torch.set_num_threads(1)
@@ -429,6 +448,9 @@ def write_differences(path: str) -> None:
 
         def prepare(trainer):
             found.append(ShortOfMemory(trainer, most, where, first_step=first_step))  # noqa: B023
+            if trainer.accelerator.is_main_process and not first_step:  # noqa: B023
+                # As an examination of the trainer before its first step does.
+                trainer.packing._settle()
 
         memory = mock.patch.object(token_budget, "free_memory", lambda device: GIB if first_step else None)  # noqa: B023
         with float64_throughout(), memory:

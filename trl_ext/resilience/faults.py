@@ -38,7 +38,7 @@ def out_of_memory(error: Exception, args, step: int) -> TrainingFault:
     """The fault for exhausted memory in a step, with the flags that reduce what it needs."""
     rows, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
     rollout = f" --generation_batch_size {args.generation_batch_size}" if hasattr(args, "num_generations") else ""
-    budget = "" if getattr(args, "tokens_per_pass", "off") == "off" else "--tokens_per_pass off or lower, "
+    budget = "" if getattr(args, "tokens_per_pass", "off") == "off" else "a lower number for --tokens_per_pass, "
     return TrainingFault(
         f"out of memory in step {step}: try {budget}--per_device_train_batch_size {max(rows // 2, 1)} "
         f"--gradient_accumulation_steps {2 * accumulation}{rollout} (the same optimizer batch), "

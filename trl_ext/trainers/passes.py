@@ -147,13 +147,13 @@ class PairPasses(TokenBudgets):
         batches, num_items_in_batch = super().get_batch_samples(epoch_iterator, num_batches, device)
         if batches:
             passes, micro_batches = batches, len(batches)
-            if self.token_budget is not None and self.packing.packs_all():
+            if self.token_budget is not None and self.token_budget.divides():
                 # Without dropout, a pass encodes the prompt of a pair once.
                 settings = {"shares": not self.packing.draws_dropout()}
                 settings["pad_token_id"] = getattr(self, "_tokenizer", self.processing_class).pad_token_id or 0
                 budget = self.token_budget.of(max(batch["input_ids"].numel() for batch in batches))
                 passes = passes_of_pairs(batches, budget, self.accelerator, **settings)
-                self.token_budget.note(len(passes), micro_batches)
+                self.token_budget.note([self.halves(one)[0] for one in passes], micro_batches)
             batches = window_of_passes(self.open_window(passes, micro_batches), micro_batches)
         return batches, num_items_in_batch
 

@@ -51,6 +51,7 @@ class TokenBudget:
         keeps: whether activations are kept; None before memory has decided that.
         most: tokens of a pass by memory; None for no limit.
         lowered: tokens of a pass on this process after memory did not suffice; None before.
+        limit: tokens above which a pass is divided as it begins; None while no pass has had more.
     """
 
     def __init__(self, trainer, setting: str):
@@ -63,6 +64,22 @@ class TokenBudget:
         self.keeps: bool | None = None
         self.most: int | None = None
         self.lowered: int | None = None
+        self.limit: int | None = None
+        self._agreed = False
+
+    def divides(self) -> bool:
+        """Whether the next optimizer step is divided into passes; the same on all processes, which must call this.
+
+        It is once the passes of all of them are packed. Some may have scored rows, and checked packing, before others.
+        """
+        accelerator, packing = self.trainer.accelerator, self.trainer.packing
+        packs = packing.packs_all()
+        if not self._agreed and accelerator.num_processes > 1:
+            known = torch.tensor([[packs, packing.active]], device=accelerator.device)
+            ready, active = accelerator.gather(known).T
+            packs = bool(ready.all())
+            self._agreed = packs or not active.any()
+        return packs
 
     def of(self, micro_batch: int) -> int:
         """The budget of the next optimizer step, whose largest micro-batch has so many tokens with its padding.
@@ -83,10 +100,18 @@ class TokenBudget:
         self.tokens = min(limit for limit in limits if limit is not None)
         return self.tokens
 
-    def note(self, passes: int, micro_batches: int) -> None:
-        """Tell what packing describes that an optimizer step has so many passes in place of micro-batches."""
+    def note(self, tokens: list[int], micro_batches: int) -> None:
+        """Take note of the tokens of a step's passes, which packing describes, and which may exceed the budget.
+
+        There are no more passes than micro-batches, since as many on every process are part of its steps.
+        """
+        exceeds = max(tokens) > self.tokens and not self.trainer.is_fsdp_enabled
+        if exceeds and (self.given is not None or self.most is not None):
+            self.limit = self.tokens
         how = "" if self.keeps is None else f", activations {'kept' if self.keeps else 'recomputed'}"
-        told = f"{passes} passes for {micro_batches} micro-batches by a budget of {self.tokens} tokens{how}"
+        told = f"{len(tokens)} passes for {micro_batches} micro-batches by a budget of {self.tokens} tokens{how}"
+        if not self.trainer.packing.passes:
+            warn_once_per_run(f"tokens_per_pass: {told}")
         self.trainer.packing.passes = told
 
     def _decide(self, needed: int) -> None:
@@ -100,7 +125,7 @@ class TokenBudget:
         except RuntimeError as error:
             if not should_reduce_batch_size(error):
                 raise
-            # Passes stay as large as padded ones.
+            # Passes stay as large as padded ones are.
             free, fixed, kept, recomputed = 0, 0.0, 1.0, 1.0
         several = trainer.accelerator.num_processes > 1
         free = max((SHARE_OF_SEVERAL if several else SHARE_OF_ONE) * free - fixed, 0)
@@ -122,7 +147,7 @@ class TokenBudget:
             self.may_keep = self.keeps = False
             recompute(self.trainer, True)
             return "its activations are recomputed"
-        self.lowered = max(min(self.lowered or tokens, tokens // 2), 1)
+        self.limit = self.lowered = max(min(self.lowered or tokens, tokens // 2), 1)
         return f"passes have at most {self.lowered} tokens, if they can be divided"
 
 
@@ -218,7 +243,7 @@ def activation_bytes(trainer) -> tuple[float, float, float]:
 
 
 class PassTooLarge(Exception):
-    """A pass has more tokens than have fitted into memory before; it has `pieces`, and nothing of it is computed."""
+    """A pass has more tokens than the budget; it has `pieces`, and nothing of it is computed."""
 
     def __init__(self, pieces: list[dict[str, Any]]):
         super().__init__(pieces)
@@ -247,7 +272,7 @@ class TokenBudgets:
         """Remember a training pass, as it is given to the loss step, which this may leave to divide the pass."""
         if self.token_budget is None or not self.model.training:
             return
-        if self._divides and self.token_budget.lowered is not None and len(pieces := self._pieces(dict(inputs))) > 1:
+        if self._divides and self.token_budget.limit is not None and len(pieces := self._pieces(dict(inputs))) > 1:
             raise PassTooLarge(pieces)
         self._begun = [*self._begun, dict(inputs)]
         self._in_forward = True
@@ -261,6 +286,10 @@ class TokenBudgets:
     def halves(self, one: dict[str, Any]) -> tuple[int, list[dict[str, Any]]]:
         """The tokens of a pass, and the pass in two, or as it is if it cannot be divided."""
         raise NotImplementedError
+
+    def pieces_of(self, one: dict[str, Any], parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The parts of a pass, in order, with what their loss needs; the pass alone if it cannot be divided now."""
+        return parts
 
     @contextmanager
     def in_place_of(self, inputs: Any, one: dict[str, Any]) -> Iterator[Any]:
@@ -316,7 +345,8 @@ class TokenBudgets:
             if exchanges or in_each or self.args.ddp_broadcast_buffers:
                 return False
         lowers = self.token_budget.keeps and self.token_budget.may_keep
-        return lowers or len(self.halves(self._begun[-1])[1]) > 1
+        one = self._begun[-1]
+        return lowers or len(self.pieces_of(one, self.halves(one)[1])) > 1
 
     def _undo(self, passes: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Undo these passes, the optimizer step so far; returns them with those that are too large divided."""
@@ -338,8 +368,12 @@ class TokenBudgets:
 
     def _pieces(self, one: dict[str, Any]) -> list[dict[str, Any]]:
         """A pass in as many parts as it takes for them to fit, as far as it can be divided."""
+        parts = self._divided(one)
+        return self.pieces_of(one, parts) if len(parts) > 1 else [one]
+
+    def _divided(self, one: dict[str, Any]) -> list[dict[str, Any]]:
         tokens, halves = self.halves(one)
-        lowered = self.token_budget.lowered
-        if lowered is None or tokens <= lowered or len(halves) == 1:
+        limit = self.token_budget.limit
+        if limit is None or tokens <= limit or len(halves) == 1:
             return [one]
-        return [piece for half in halves for piece in self._pieces(half)]
+        return [part for half in halves for part in self._divided(half)]

@@ -112,7 +112,7 @@ class Packing:
         )
 
     def packs_all(self) -> bool:
-        """Whether training passes are packed, whatever their rows; the same on all processes, False before the check.
+        """Whether training passes are packed, whatever their rows; False before this process has made the check.
 
         A single batch that has a mask of another form is padded nevertheless.
         """

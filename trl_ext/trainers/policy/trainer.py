@@ -349,7 +349,7 @@ class PolicyTrainer(ResilientTraining, WritesModelCard, StepMetrics, TokenBudget
             if keeps_groups(self):
                 self._buffered_inputs = regroup(self._buffered_inputs)
             self._count_tokens(self._buffered_inputs)
-            packed = self.token_budget is not None and self.packing.packs_all()
+            packed = self.token_budget is not None and self.token_budget.divides()
             if packed and "num_images" not in self._buffered_inputs[0]:
                 self._divide_into_passes()
             inputs = self._buffered_inputs[self._step % self.args.steps_per_generation]
@@ -365,7 +365,7 @@ class PolicyTrainer(ResilientTraining, WritesModelCard, StepMetrics, TokenBudget
             window = batches[start : start + size]
             largest = max(one["prompt_ids"].numel() + one["completion_ids"].numel() for one in window)
             passes = passes_of_groups(window, self.token_budget.of(largest), self.accelerator, **settings)
-            self.token_budget.note(len(passes), size)
+            self.token_budget.note([self.halves(one)[0] for one in passes], size)
             self._buffered_inputs += window_of_passes(passes, size)
 
     def halves(self, one: dict) -> tuple[int, list[dict]]:

@@ -222,20 +222,16 @@ class PreferenceTrainer(ResilientTraining, WritesModelCard, StepMetrics, PairPas
         )
         return [{**one, "window": window, "window_index": index} for index, one in enumerate(passes)]
 
-    def halves(self, one: dict) -> tuple[int, list[dict]]:
-        tokens, parts = super().halves(one)
+    def pieces_of(self, one: dict, parts: list[dict]) -> list[dict]:
         window, index = one.get("window"), one.get("window_index")
-        if len(parts) == 1 or window is None or window.pending is not None:
-            return tokens, [one]
+        if window is None or window.pending is not None:
+            return [one]
         if self._couples_batch and window.coupled is None:
             again = replace(window, pending=parts)
-            windows = [(again, number) for number in range(len(parts))]
-        else:
-            ends = [*accumulate(len(part["input_ids"]) // 2 for part in parts)]
-            windows = [(window.part(index, slice(*own)), 0) for own in pairwise([0, *ends])]
-        return tokens, [
-            {**part, "window": its, "window_index": number} for part, (its, number) in zip(parts, windows, strict=True)
-        ]
+            return [{**part, "window": again, "window_index": number} for number, part in enumerate(parts)]
+        ends = [0, *accumulate(len(part["input_ids"]) // 2 for part in parts)]
+        windows = [window.part(index, slice(*own)) for own in pairwise(ends)]
+        return [{**part, "window": its, "window_index": 0} for part, its in zip(parts, windows, strict=True)]
 
     def _raw_weights(self, batch: dict) -> Tensor:
         """Weights to be normalised, which depend only on dataset columns. [n]."""
