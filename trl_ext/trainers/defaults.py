@@ -35,6 +35,9 @@ class CommonFields(KeepsSecrets):
         help="transformers' look at the loss of every micro-batch, which waits for a GPU. Not needed: a loss "
         "that is not finite counts as 0 in the logged mean, and its update is skipped and counted.",
     )
+    ddp_broadcast_buffers: bool | None = HfArg(
+        default=False, help="Send buffers to all processes in every step. Not needed: those of these models are equal."
+    )
     bf16: bool | None = HfArg(
         default=None, help="Mixed precision in bfloat16. Default: on where the accelerator has it, off on a CPU."
     )
@@ -104,9 +107,6 @@ def resolve_device_defaults(args: TrainingArguments) -> None:
         args.gradient_checkpointing = not args.use_cpu
     if getattr(args, "tokens_per_pass", "off") is None:
         args.tokens_per_pass = "off" if args.use_cpu else "auto"
-    if args.ddp_broadcast_buffers is None:
-        # Buffers are rotary angles, which are the same on all processes.
-        args.ddp_broadcast_buffers = False
     if args.bf16 is None:
         native = not torch.cuda.is_available() or torch.cuda.is_bf16_supported(including_emulation=False)
         args.bf16 = not args.use_cpu and not args.fp16 and native
