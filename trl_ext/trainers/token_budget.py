@@ -1,7 +1,7 @@
 """How many tokens a packed pass has, and whether it keeps its activations: as configured, or as memory allows.
 
-A pass for which memory does not suffice is undone, with the passes of its optimizer step before it, and repeated in
-halves. The update and its log are those of the passes that were meant.
+A pass that runs out of memory is undone, with the passes of its optimizer step before it, and repeated in halves. The
+update and its log are the same as without the failure.
 """
 
 from __future__ import annotations
@@ -68,9 +68,10 @@ class TokenBudget:
         self._agreed = False
 
     def divides(self) -> bool:
-        """Whether the next optimizer step is divided into passes; the same on all processes, which must call this.
+        """Whether the next optimizer step is divided into passes. Every process must call this, and gets one answer.
 
-        It is once the passes of all of them are packed. Some may have scored rows, and checked packing, before others.
+        A process may have checked packing before the others, as when it alone has scored rows. Steps are divided once
+        all processes have.
         """
         accelerator, packing = self.trainer.accelerator, self.trainer.packing
         packs = packing.packs_all()
@@ -101,9 +102,10 @@ class TokenBudget:
         return self.tokens
 
     def note(self, tokens: list[int], micro_batches: int) -> None:
-        """Take note of the tokens of a step's passes, which packing describes, and which may exceed the budget.
+        """Take note of the tokens of a step's passes, for the description of packing.
 
-        There are no more passes than micro-batches, since as many on every process are part of its steps.
+        A step has no more passes than micro-batches, so that a pass may exceed the budget. It is then divided when it
+        begins.
         """
         exceeds = max(tokens) > self.tokens and not self.trainer.is_fsdp_enabled
         if exceeds and (self.given is not None or self.most is not None):
@@ -180,7 +182,7 @@ def token_budget(trainer, *, obstacle: str | None = None) -> TokenBudget | None:
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Bytes that tensors on a CUDA device may still take, with what torch holds for them; None for other devices."""
+    """Bytes that tensors on a CUDA device may still take, torch's own reserve included; None for other devices."""
     if device.type != "cuda":
         return None
     free, _ = torch.cuda.mem_get_info(device)
@@ -243,7 +245,7 @@ def activation_bytes(trainer) -> tuple[float, float, float]:
 
 
 class PassTooLarge(Exception):
-    """A pass has more tokens than the budget; it has `pieces`, and nothing of it is computed."""
+    """A pass has more tokens than the limit, and nothing of it is computed yet; `pieces` are to take its place."""
 
     def __init__(self, pieces: list[dict[str, Any]]):
         super().__init__(pieces)
@@ -253,8 +255,8 @@ class PassTooLarge(Exception):
 class TokenBudgets:
     """Mixin before a trainer whose loss step calls `begin_pass`, and after `StepMetrics`.
 
-    The trainer sets `packing` and `token_budget`. What runs out of memory in a pass is repeated in smaller passes;
-    on several processes not the backward pass that exchanges gradients, the last of a step.
+    The trainer sets `packing` and `token_budget`. A pass that runs out of memory is repeated in smaller passes. On
+    several processes, this is impossible in the backward pass that exchanges gradients, the last of a step.
     """
 
     token_budget: TokenBudget | None = None
@@ -269,7 +271,7 @@ class TokenBudgets:
         return super().get_batch_samples(*args, **kwargs)
 
     def begin_pass(self, inputs: dict[str, Any]) -> None:
-        """Remember a training pass, as it is given to the loss step, which this may leave to divide the pass."""
+        """Remember a training pass that the loss step begins; raises PassTooLarge for one that is to be divided."""
         if self.token_budget is None or not self.model.training:
             return
         if self._divides and self.token_budget.limit is not None and len(pieces := self._pieces(dict(inputs))) > 1:
@@ -299,8 +301,8 @@ class TokenBudgets:
     def training_step(self, model, inputs, *args: Any, **kwargs: Any):
         if self.token_budget is None:
             return super().training_step(model, inputs, *args, **kwargs)
-        # What of the step is computed, the passes of this micro-batch if they are others, and the loss for which the
-        # step is computed again.
+        # The passes of the step that are computed; those to compute now, None for the given one; and the loss that
+        # was returned for passes which are among these again.
         earlier, parts, received = self._begun, None, 0.0
         while True:
             self._begun, self._divides = earlier, parts is None
